@@ -1,0 +1,160 @@
+"""The flat-tokens dataset format: all sequences of a split end to end in one zarr array.
+
+docs/flat_tokens.md is the specification.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import zarr
+
+SPLITS = ("train", "validation")
+CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
+
+
+class FlatTokensError(ValueError):
+    """A dataset, or something about to become one, breaks a rule of the format."""
+
+
+def encode(ids: np.ndarray) -> np.ndarray:
+    """One sequence of ids, uint32[n], as it is stored: 2*id+1 for the first, 2*id for the rest."""
+    encoded = ids.astype(np.uint32) * np.uint32(2)
+    encoded[:1] += 1
+    return encoded
+
+
+def decode(encoded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stored tokens as their ids, uint32[n], and whether a sequence starts there, bool[n]."""
+    return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
+
+
+class Writer:
+    """Writes one split, sequence by sequence; the split is complete once the `with` block ends.
+
+        with Writer("tokens.zarr", "train") as writer:
+            writer.append([5, 3, 8])
+
+    Raises FileExistsError if the split is there already. If the block ends in an exception, the
+    split lacks its `max_token_id` and no reader takes it for a dataset.
+    """
+
+    def __init__(self, path: str, split: str):
+        root = zarr.open_group(path, mode="a")
+        if split in root:
+            raise FileExistsError(f"{path} has a split {split} already; choose another output")
+        self.group = root.create_group(split)
+        self.tokens = self.group.create_array(
+            "encoded_tokens", shape=(0,), chunks=(CHUNK,), dtype=np.uint32
+        )
+        self.starts = self.group.create_array(
+            "seq_starts", shape=(1,), chunks=(CHUNK,), dtype=np.uint64
+        )
+        self.pending: list[np.ndarray] = []
+        self.pending_starts: list[int] = [0]
+        self.token_count = self.sequence_count = self.max_token_id = 0
+
+    def append(self, sequence: Sequence[int] | np.ndarray) -> None:
+        """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
+        be stored: 0 is reserved, and 2*id+1 has to fit 32 bits."""
+        ids = np.asarray(sequence)
+        if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
+            raise FlatTokensError("a sequence is a list of one or more integer ids")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 1 or high >= 2**31:
+            raise FlatTokensError(
+                f"id {low if low < 1 else high} in sequence {self.sequence_count}: "
+                "ids are from 1 (0 is reserved) to 2**31 - 1"
+            )
+        self.pending.append(encode(ids))
+        self.token_count += len(ids)
+        self.sequence_count += 1
+        self.max_token_id = max(self.max_token_id, high)
+        self.pending_starts.append(self.token_count)
+        if self.token_count - self.tokens.shape[0] >= 8 * CHUNK:
+            self._flush(CHUNK)
+
+    def _flush(self, multiple: int) -> None:
+        """Writes what is pending, up to a multiple of `multiple`, so that no chunk is redone."""
+        tokens = np.concatenate(self.pending) if self.pending else np.zeros(0, np.uint32)
+        whole = len(tokens) // multiple * multiple
+        if whole:
+            self.tokens.append(tokens[:whole])
+        self.pending = [tokens[whole:]]
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        if not self.sequence_count:
+            raise FlatTokensError("a split without sequences is not a dataset")
+        self._flush(1)
+        self.starts.resize((self.sequence_count + 1,))
+        self.starts[:] = np.asarray(self.pending_starts, np.uint64)
+        self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
+
+
+class FlatTokens:
+    """One split of a dataset, opened for reading.
+
+    Raises FlatTokensError, naming the path and the rule, for what isn't one.
+    """
+
+    def __init__(self, path: str, split: str):
+        self.name = f"{path}/{split}"
+        try:
+            self.group = zarr.open_group(path, mode="r")[split]
+        except FileNotFoundError:
+            raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
+        except KeyError:
+            raise FlatTokensError(f"{path} has no split {split}") from None
+        self.tokens = self._array("encoded_tokens", np.uint32)
+        self.seq_starts = self._array("seq_starts", np.uint64)
+        if "max_token_id" not in self.group.attrs:
+            raise FlatTokensError(f"{self.name} has no max_token_id: it was not written to its end")
+        self.max_token_id = int(self.group.attrs["max_token_id"])
+        self.token_count = self.tokens.shape[0]
+        self.sequence_count = self.seq_starts.shape[0] - 1
+        if self.sequence_count < 1 or int(self.seq_starts[-1]) != self.token_count:
+            raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
+
+    def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
+        array = self.group.get(name) if isinstance(self.group, zarr.Group) else None
+        if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
+            raise FlatTokensError(
+                f"{self.name} is not flat tokens: it lacks a one-dimensional "
+                f"{np.dtype(dtype).name} array {name}"
+            )
+        return array
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
+        return decode(np.asarray(self.tokens[start:stop]))
+
+    def validate(self) -> None:
+        """Reads all of it. Raises FlatTokensError for the first rule that doesn't hold."""
+        starts = np.asarray(self.seq_starts[:]).astype(np.int64)
+        if starts[0] != 0 or not (np.diff(starts) > 0).all():
+            raise FlatTokensError(f"{self.name}: seq_starts does not increase from 0")
+        largest = 0
+        for low in range(0, self.token_count, 8 * CHUNK):
+            high = min(low + 8 * CHUNK, self.token_count)
+            ids, is_start = self.read(low, high)
+            largest = max(largest, int(ids.max()))
+            marked = low + np.flatnonzero(is_start)
+            listed = starts[(starts >= low) & (starts < high)]
+            if not np.array_equal(marked, listed):
+                raise FlatTokensError(
+                    f"{self.name}: tokens {low} to {high} mark other starts than seq_starts lists"
+                )
+            if not ids.all():
+                where = low + int(np.argmin(ids))
+                raise FlatTokensError(f"{self.name}: token {where} has the reserved id 0")
+        if largest != self.max_token_id:
+            raise FlatTokensError(
+                f"{self.name}: max_token_id is {self.max_token_id}, the largest id {largest}"
+            )

@@ -1,0 +1,335 @@
+"""Collectives and contractions whose string says what they do, and is checked.
+
+    y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)   # a sum is owed
+    y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)                       # and paid
+
+Call them inside a `typed_shard_map`. Each op checks its operands against the left side of its
+string, itself against what it can do, and its result against the right side; what doesn't hold is
+a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Each runs under a
+`jax.named_scope` that carries its string, which the jaxpr, the HLO and a profiler show.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.types import (
+    Dim,
+    ShardTypeError,
+    Spec,
+    check,
+    check_axes,
+    mesh_shape,
+    parse_signature,
+    type_tree,
+)
+from shardlib.types import inside_shard_map as _inside
+
+
+def scope_name(op: str, signature: str) -> str:
+    """The name an op runs under. "/" would start a new path segment there, so it becomes "|"."""
+    return f"{op}({signature})".replace("/", "|")
+
+
+def parse_scope_name(name: str) -> tuple[str, str]:
+    """The inverse of `scope_name`."""
+    op, _, signature = name.replace("|", "/").partition("(")
+    return op, signature.removesuffix(")")
+
+
+class _Call:
+    """One call of an op: its parsed string, and how it complains."""
+
+    def __init__(self, op: str, signature: str):
+        self.op, self.signature = op, signature
+        self.operands, self.result = parse_signature(signature)
+        self.where = f'ops.{op}("{signature}")'
+
+    def fail(self, problem: str) -> None:
+        raise ShardTypeError(f"{self.where}: {problem}")
+
+    def require(self, condition: object, problem: str) -> None:
+        if not condition:
+            self.fail(problem)
+
+
+def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Wraps `implementation(call, *operands)` into an op that takes a string and is checked."""
+    name = implementation.__name__
+
+    @functools.wraps(implementation)
+    def op(signature: str, *operands: jax.Array) -> jax.Array:
+        call = _Call(name, signature)
+        call.require(_inside(), "call it inside a typed_shard_map")
+        count = len(call.operands)
+        call.require(
+            len(operands) == count, f"the string has {count} operands, the call {len(operands)}"
+        )
+        for spec in (*call.operands, call.result):
+            if problem := check_axes(spec):
+                call.fail(f"`{spec}`: {problem}")
+        for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
+            check(operand, spec, f"operand {i + 1} of {call.where}")
+        with jax.named_scope(scope_name(name, signature)):
+            result = implementation(call, *operands)
+        check(result, call.result, f"the result of {call.where}")
+        return result
+
+    return op
+
+
+def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x` as a value that may differ along `axes`: a cast in the type, no communication."""
+    kind = jax.typeof(x).manual_axis_type
+    missing = tuple(a for a in axes if a not in kind.varying and a not in kind.unreduced)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _owing(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x` as partial sums over `axes`, whose total is the value: a cast, no communication."""
+    return lax.pcast(_varying(x, axes), axes, to="unreduced") if axes else x
+
+
+def _one_to_one(call: _Call, longer: Spec, shorter: Spec) -> list[tuple[int, tuple[str, ...]]]:
+    """For each dimension (same names on both sides) the trailing axes `longer` has beyond `shorter`."""
+    call.require(
+        longer.names == shorter.names, "the dimensions must be the same, in the same order"
+    )
+    beyond = []
+    for i, (long, short) in enumerate(zip(longer.dims, shorter.dims, strict=True)):
+        kept = len(short.axes)
+        call.require(
+            long.axes[:kept] == short.axes,
+            f"{long} and {short}: the axes that change must be the last of {long}, "
+            "as the parts lie in that order",
+        )
+        if long.axes[kept:]:
+            beyond.append((i, long.axes[kept:]))
+    return beyond
+
+
+@_op
+def all_gather(call: _Call, x: jax.Array) -> jax.Array:
+    """Makes dimensions whole along the axes that the right side leaves out.
+
+        ops.all_gather("M/d F/t -> M F/t", w)       over d
+        ops.all_gather("M/t/d -> M", gain)          over t and d
+
+    Forward: all-gather. Backward: reduce-scatter over the same axes.
+    Raises ShardTypeError if it gathers nothing, if an axis before the last is left out
+    (`M/t/d -> M/d`), or on pending sums.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(not given.unreduced and not wanted.unreduced, "pay the sum before the gather")
+    gathered = _one_to_one(call, given, wanted)
+    call.require(gathered, "it gathers nothing")
+    for i, axes in gathered:
+        x = lax.all_gather(_varying(x, axes), axes, axis=i, tiled=True)
+    return x
+
+
+def _paid(call: _Call) -> tuple[str, ...]:
+    """The axes over which the left side owes a sum and the right side doesn't."""
+    (given,), wanted = call.operands, call.result
+    new = ",".join(a for a in wanted.unreduced if a not in given.unreduced)
+    call.require(not new, f"it can't leave a sum over {new} owed that wasn't owed before")
+    paid = tuple(a for a in given.unreduced if a not in wanted.unreduced)
+    call.require(paid, "no sum is paid: the left side needs {U:axis}, the right side not")
+    return paid
+
+
+@_op
+def psum_scatter(call: _Call, x: jax.Array) -> jax.Array:
+    """Adds up partial sums; each device keeps its part of the total.
+
+        ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+
+    Forward: reduce-scatter. Backward: all-gather over the same axes.
+    Raises ShardTypeError unless exactly the axes whose sums are paid appear at the end of a
+    dimension's axes.
+    """
+    (given,), wanted = call.operands, call.result
+    paid = _paid(call)
+    scattered = _one_to_one(call, wanted, given)
+    axes = tuple(a for _, split in scattered for a in split)
+    call.require(
+        set(axes) == set(paid),
+        f"the sum over {', '.join(paid)} is paid, but the result is newly split over "
+        f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": ops.psum leaves it whole"),
+    )
+    for i, split in scattered:
+        x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
+    return x
+
+
+@_op
+def psum(call: _Call, x: jax.Array) -> jax.Array:
+    """Adds up partial sums; each device has the whole total.
+
+        ops.psum("B/d L {U:t} -> B/d L", x)
+        ops.psum("{U:d} -> ", loss)
+
+    Forward: all-reduce. Backward: nothing.
+    Raises ShardTypeError where no sum is owed, or where a dimension's split would change.
+    """
+    (given,), wanted = call.operands, call.result
+    paid = _paid(call)
+    call.require(
+        given.dims == wanted.dims,
+        "a psum changes no dimension; ops.all_gather and ops.psum_scatter change splits",
+    )
+    return lax.psum(x, paid)
+
+
+def _owed_by_removing(call: _Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of summed-over dimensions, which the right side must declare as owed."""
+    new = tuple(a for dim in removed for a in dim.axes if a not in before)
+    declared = call.result.unreduced
+    if set(declared) != {*new, *before}:
+        owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
+        fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
+        over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
+        call.fail(f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}")
+    return new
+
+
+def _reduced(call: _Call) -> tuple[tuple[int, ...], list[Dim]]:
+    """The positions and dimensions that the right side leaves out."""
+    (given,), wanted = call.operands, call.result
+    out = [i for i, dim in enumerate(given.dims) if dim not in wanted.dims]
+    kept = tuple(dim for dim in given.dims if dim in wanted.dims)
+    call.require(
+        kept == wanted.dims, "the right side must be the left side's dimensions less the reduced"
+    )
+    call.require(out, "it reduces nothing")
+    return tuple(out), [given.dims[i] for i in out]
+
+
+@_op
+def reduce_sum(call: _Call, x: jax.Array) -> jax.Array:
+    """Sums over the dimensions that the right side leaves out; over split ones, only this part.
+
+        ops.reduce_sum("B/d L V/t -> B/d L {U:t}", x)
+
+    Communicates nothing: the sum over the axes of a split dimension is left owed, and declared.
+    Raises ShardTypeError where it isn't.
+    """
+    positions, removed = _reduced(call)
+    owed = _owed_by_removing(call, removed, call.operands[0].unreduced)
+    return _owing(jnp.sum(x, axis=positions), owed)
+
+
+@_op
+def reduce_max(call: _Call, x: jax.Array) -> jax.Array:
+    """The maximum over the dimensions that the right side leaves out, split or not.
+
+        ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(x))
+
+    Forward: all-reduce (max) over the axes of the split ones. It has no gradient: stop it before.
+    """
+    positions, removed = _reduced(call)
+    pending = (*call.operands[0].unreduced, *call.result.unreduced)
+    call.require(not pending, "pay the sum before the maximum; none is left after it")
+    axes = tuple(a for dim in removed for a in dim.axes)
+    x = jnp.max(x, axis=positions)
+    return lax.pmax(_varying(x, axes), axes) if axes else x
+
+
+@_op
+def einsum_unreduced(call: _Call, *operands: jax.Array) -> jax.Array:
+    """The einsum of each device's parts.
+
+        ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
+        ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)
+
+    Communicates nothing. Where a summed-over dimension is split over an axis, the sum over that axis
+    is left owed, and declared. The result has the operands' dtype. Raises ShardTypeError where one
+    name has two splits, where dtypes differ, where operands owe sums, or where {U:} isn't right.
+    """
+    wanted = call.result
+    seen: dict[str, Dim] = {}
+    for spec in (*call.operands, wanted):
+        repeated = [name for name in spec.names if spec.names.count(name) > 1]
+        call.require(not repeated, f"`{spec}`: give the two {repeated[:1]} names of their own")
+        for dim in spec.dims:
+            first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
+            call.require(first, f"{dim} on the right is in no operand")
+            call.require(first == dim, f"{first} and {dim}: one name has one split; gather first")
+    _check_operands(call, operands)
+    removed = [dim for name, dim in seen.items() if name not in wanted.names]
+    owed = _owed_by_removing(call, removed, ())
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
+    terms = ["".join(letters[name] for name in spec.names) for spec in (*call.operands, wanted)]
+    y = jnp.einsum(",".join(terms[:-1]) + "->" + terms[-1], *operands)
+    return _owing(y, owed)
+
+
+def _check_operands(call: _Call, operands: tuple[jax.Array, ...]) -> None:
+    dtypes = sorted({str(x.dtype) for x in operands})
+    call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
+    for spec in call.operands:
+        call.require(not spec.unreduced, f"`{spec}`: pay the sum first")
+
+
+@_op
+def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Looks `indices` up in the bracketed dimension of `table`, which may be split.
+
+        ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, ids)
+        ops.index_unreduced("B/d L [V/t], B/d L -> B/d L {U:t}", logits, targets)
+
+    Indices are global. A device gives the entries it holds, and zeros for the rest, so the sum over
+    the bracketed dimension's axes is left owed, and declared; it communicates nothing. Dimensions
+    that table and indices share are looked up one by one. The result is the indices' dimensions,
+    then the table's remaining ones. An index outside 0 <= index < V gives zeros.
+    Raises ShardTypeError where the string is not of this form, or indices aren't integers.
+    """
+    tables, ids = call.operands
+    looked_up = [dim for dim in tables.dims if dim.indexed]
+    call.require(len(looked_up) == 1, "the first operand needs one dimension in brackets: [V/t]")
+    call.require(jnp.issubdtype(indices.dtype, jnp.integer), f"indices are {indices.dtype}")
+    call.require(not tables.unreduced and not ids.unreduced, "pay the sum first")
+    (dim,) = looked_up
+    shared = tuple(d for d in tables.dims if d in ids.dims)
+    call.require(
+        tables.dims[: len(shared)] == shared == ids.dims[: len(shared)],
+        "dimensions that both operands have must come first in both, in the same order",
+    )
+    wanted = (*ids.dims, *(d for d in tables.dims if not d.indexed and d not in shared))
+    call.require(
+        call.result.dims == wanted, f"the result's dimensions are `{Spec(wanted)}`, in that order"
+    )
+    owed = _owed_by_removing(call, [dim], ())
+    position = tables.dims.index(dim)
+    size = table.shape[position]
+    first = lax.axis_index(dim.axes) * size if dim.axes else 0
+    local = indices.astype(jnp.int32) - first
+    lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
+    local = jnp.where((local >= 0) & (local < size), local, size)
+    table = jnp.moveaxis(table, position, len(shared))
+    for _ in shared:
+        lookup = jax.vmap(lookup)
+    return _owing(lookup(table, local), owed)
+
+
+def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
+    """The sum of the squares of all numbers in a typed tree, f32[""], whatever its layout.
+
+        grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
+
+    Forward: one all-reduce of a scalar for each set of axes that arrays are split over; an array
+    that is whole along an axis counts once. For use outside differentiation.
+    """
+    totals: dict[tuple[str, ...], jax.Array] = {}
+    for leaf_type, x in zip(jax.tree.leaves(type_tree(hint)), jax.tree.leaves(tree), strict=True):
+        check(x, leaf_type, "sum_of_squares")
+        axes = tuple(a for a in mesh_shape() if a in leaf_type.spec.axes)
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        totals[axes] = totals[axes] + square if axes in totals else square
+    with jax.named_scope("sum_of_squares"):
+        paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
+    return sum(paid, start=jnp.float32(0))

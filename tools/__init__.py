@@ -1,0 +1,1 @@
+"""Programs that a person runs: python -m tools.NAME."""

@@ -1,0 +1,74 @@
+"""Writes a flat-tokens dataset of four tasks that a small model can learn, the same for a seed.
+
+    python -m tools.synthetic_dataset data/synthetic.zarr
+
+Each sequence starts with the id of its task:
+
+    1  copy       noise, in which every token repeats the one 8 before it
+    2  reverse    words of 8 random tokens, each followed by its reversal
+    3  distance   a token that says k, then noise that repeats itself at distance k
+    4  mixture    tokens drawn from one of 8 fixed distributions
+"""
+
+import argparse
+
+import numpy as np
+
+from data.flat_tokens import Writer
+
+TASKS = 4
+DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES say a distance
+FIRST_SYMBOL = TASKS + DISTANCES + 1
+COPY_DISTANCE = WORD = 8
+MIXTURES = 8
+
+
+def repeat_at(distance: int, symbols: np.ndarray) -> np.ndarray:
+    """The first `distance` symbols, over and over, to the same length."""
+    return np.resize(symbols[:distance], len(symbols))
+
+
+def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
+    """One sequence of `length` ids below `vocab`, of a random task."""
+    task = int(rng.integers(1, TASKS + 1))
+    symbols = rng.integers(FIRST_SYMBOL, vocab, length)
+    head = [task]
+    if task == 1:
+        symbols = repeat_at(COPY_DISTANCE, symbols)
+    elif task == 2:
+        words = symbols[: -(-length // (2 * WORD)) * WORD]
+        words = np.resize(words, (-(-length // (2 * WORD)), WORD))
+        symbols = np.concatenate([words, words[:, ::-1]], axis=1).reshape(-1)
+    elif task == 3:
+        distance = int(rng.integers(1, DISTANCES + 1))
+        head.append(TASKS + distance)
+        symbols = repeat_at(distance, symbols)
+    else:
+        # The m-th distribution: Zipf's, over the symbols shifted by the m-th part of their range.
+        count = vocab - FIRST_SYMBOL
+        shift = int(rng.integers(MIXTURES)) * count // MIXTURES
+        rank = np.exp(rng.random(length) * np.log(count)).astype(np.int64) - 1
+        symbols = FIRST_SYMBOL + (rank + shift) % count
+    return np.concatenate([head, symbols])[:length]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", help="the dataset to write; must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocab", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64, help="the longest sequence, in tokens")
+    parser.add_argument("--train-tokens", type=int, default=300_000)
+    parser.add_argument("--validation-tokens", type=int, default=20_000)
+    args = parser.parse_args()
+    for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
+        rng = np.random.default_rng([args.seed, len(split)])
+        with Writer(args.output, split) as writer:
+            while writer.token_count < count:
+                length = int(rng.integers(args.length // 2, args.length + 1))
+                writer.append(sequence(rng, args.vocab, length))
+        print(f"{args.output}/{split}: {writer.sequence_count} sequences, {writer.token_count} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,502 @@
+"""Pretrains a Llama-style decoder, sharded over a mesh of two axes. This file is the whole training
+step: config, model, loss, optimizer, step, loop.
+
+    python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
+
+Mesh axes: d, over which the batch is split and the weights are stored split (FSDP), and t, over
+which the heads, the feed-forward and the vocabulary are split (tensor parallelism).
+
+Dimensions:
+    B  batch                  Q  query heads per key-value head     F  feed-forward
+    L  sequence               K  key-value heads                    V  vocabulary
+    M  model (the residual)   D  head
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+
+import hydra
+import jax
+import jax.numpy as jnp
+from jax import lax
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.loader import FlatTokensConfig, Loader, TokenBatch
+from data.run import Run
+from shardlib import devices, ops
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.types import (
+    Stacked,
+    bf16,
+    f32,
+    i32,
+    make_shapes,
+    make_shardings,
+    pytree_dataclass,
+    typechecked,
+    typed_shard_map,
+    u32,
+)
+
+PROCESS_START = time.perf_counter()
+
+# --- Config ---------------------------------------------------------------------------------------
+# Hashable, so that a jitted function can take one as a static argument.
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class ModelConfig:
+    d_model: int
+    n_q_per_kv: int
+    n_kv: int
+    d_head: int
+    layers: int
+    vocab: int
+    d_ff: int
+    rope_max_timescale: int
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class TokensConfig:
+    batch: int  # rows
+    len: int  # tokens in a row
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class TrainingConfig:
+    warmup_steps: int
+    steps: int
+    steps_for_lr: int
+    learning_rate: float
+    cosine_learning_rate_final_fraction: float
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    adam_eps_root: float
+    weight_decay: float
+    grad_clip: float
+    seed: int
+    tokens: TokensConfig
+    validation_interval: int  # steps; 0: never
+    validation_batches: int
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MeshConfig:
+    """The mesh axes, outermost first. This is their one declaration."""
+
+    d: int
+    t: int
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class PathsConfig:
+    root_working_dir: str
+    model_name: str = MISSING
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class IoConfig:
+    max_io_threads: int
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Config:
+    model: ModelConfig
+    training: TrainingConfig
+    mesh: MeshConfig
+    flat_tokens: FlatTokensConfig
+    paths: PathsConfig
+    io: IoConfig
+    checkpoint_interval: int
+    num_hosts: int
+    simulate_devices: bool
+
+
+def dimensions(config: Config) -> dict[str, int]:
+    """The size of each dimension that the type strings name."""
+    model, tokens = config.model, config.training.tokens
+    return {
+        "B": tokens.batch,
+        "L": tokens.len,
+        "M": model.d_model,
+        "Q": model.n_q_per_kv,
+        "K": model.n_kv,
+        "D": model.d_head,
+        "F": model.d_ff,
+        "V": model.vocab,
+        "layers": model.layers,
+    }
+
+
+# --- Model ----------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Layer:
+    attention_norm: f32["M/t/d"]
+    w_q: f32["M/d Q K/t D"]
+    w_k: f32["M/d K/t D"]
+    w_v: f32["M/d K/t D"]
+    w_o: f32["M/d Q K/t D"]
+    mlp_norm: f32["M/t/d"]
+    w_gate: f32["M/d F/t"]
+    w_up: f32["M/d F/t"]
+    w_down: f32["M/d F/t"]
+
+
+@pytree_dataclass
+class Weights:
+    """The master weights, as they are stored: each split over all axes."""
+
+    embed: f32["V/t M/d"]
+    layers: Stacked["layers", Layer]
+    final_norm: f32["M/t/d"]
+    unembed: f32["V/t M/d"]
+
+
+def init_weights(config: Config) -> Weights:
+    """Normal with variance 1/fan-in; gains are one. The projections that add to the residual stream
+    are scaled down by the number of additions (GPT-2, section 2.3)."""
+    size = dimensions(config)
+    heads, additions = size["Q"] * size["K"] * size["D"], 2 * size["layers"]
+    one, gain = 1, 0
+    fan_in = Weights(
+        embed=one,
+        layers=Layer(
+            attention_norm=gain,
+            w_q=size["M"],
+            w_k=size["M"],
+            w_v=size["M"],
+            w_o=heads * additions,
+            mlp_norm=gain,
+            w_gate=size["M"],
+            w_up=size["M"],
+            w_down=size["F"] * additions,
+        ),
+        final_norm=gain,
+        unembed=size["M"],
+    )
+    shapes, tree = jax.tree.flatten(make_shapes(Weights, size))
+    keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
+    leaves = [
+        jax.random.normal(key, s.shape, s.dtype) / math.sqrt(fan) if fan else jnp.ones_like(s)
+        for key, s, fan in zip(keys, shapes, jax.tree.leaves(fan_in), strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@typechecked
+def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]:
+    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    x32 = x.astype(f32.dtype)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
+    return (x32 * scale).astype(bf16.dtype) * gain
+
+
+def rope(x: jax.Array, max_timescale: int) -> jax.Array:
+    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by its position times max_timescale^(-2i/D).
+    Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    timescale = max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
+    angle = jnp.arange(length, dtype=f32.dtype)[:, None] / timescale
+    angle = angle.reshape(length, *[1] * (x.ndim - 3), half)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+@typechecked
+def attention(
+    q: bf16["B/d L Q K/t D"],
+    k: bf16["B/d L K/t D"],
+    v: bf16["B/d L K/t D"],
+    document: i32["B/d L"],
+) -> bf16["B/d L Q K/t D"]:
+    """Causal attention within each document; Q query heads share a key-value head. Vaswani et al.
+    2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245."""
+    scores = ops.einsum_unreduced("B/d Lq Q K/t D, B/d Lk K/t D -> B/d K/t Q Lq Lk", q, k)
+    position = jnp.arange(q.shape[1])
+    visible = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
+    scores = scores.astype(f32.dtype) / math.sqrt(q.shape[-1])
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    shares = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
+    return ops.einsum_unreduced("B/d K/t Q Lq Lk, B/d Lk K/t D -> B/d Lq Q K/t D", shares, v)
+
+
+@typechecked
+def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L V/t"]:
+    """The logits of each target given the tokens before it in its document."""
+    previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+    inputs = jnp.where(batch.is_start, 0, previous)
+    document = jnp.cumsum(batch.is_start.astype(i32.dtype), axis=1)
+
+    embed = ops.all_gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
+    x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
+    x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+
+    @explicit_activation_checkpointing
+    @typechecked
+    def block(x: bf16["B/d L M/t"], layer: Layer) -> tuple[bf16["B/d L M/t"], tuple[()]]:
+        w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)
+
+        gain = ops.all_gather("M/t/d -> M", w.attention_norm)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
+        w_q = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_q)
+        w_k = ops.all_gather("M/d K/t D -> M K/t D", w.w_k)
+        w_v = ops.all_gather("M/d K/t D -> M K/t D", w.w_v)
+        q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
+        k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
+        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
+        q = save_for_backward(rope(q, config.rope_max_timescale))
+        k = save_for_backward(rope(k, config.rope_max_timescale))
+        v = save_for_backward(v)
+        mixed = save_for_backward(attention(q, k, v, document))
+        w_o = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_o)
+        y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
+        x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
+
+        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
+        gain = ops.all_gather("M/t/d -> M", w.mlp_norm)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
+        w_gate = ops.all_gather("M/d F/t -> M F/t", w.w_gate)
+        w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)
+        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
+        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))
+        w_down = ops.all_gather("M/d F/t -> M F/t", w.w_down)
+        hidden = jax.nn.silu(gate) * up
+        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
+        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()
+
+    x, () = lax.scan(block, x, weights.layers)
+    gain = ops.all_gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
+    h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
+    unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
+    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed)
+
+
+@typechecked
+def mean_loss(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32[""]:
+    """Cross-entropy in nats, averaged over all targets of all devices. The vocabulary stays split:
+    of the logits only their maximum, the sum of their exponentials and the target's are reduced."""
+    logits = forward(weights, batch, config).astype(f32.dtype)
+    peak = ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(logits))
+    logits = logits - peak[:, :, None]
+    total = ops.reduce_sum("B/d L V/t -> B/d L {U:t}", jnp.exp(logits))
+    total = ops.psum("B/d L {U:t} -> B/d L", total)
+    chosen = ops.index_unreduced("B/d L [V/t], B/d L -> B/d L {U:t}", logits, batch.targets)
+    chosen = ops.psum("B/d L {U:t} -> B/d L", chosen)
+
+    is_target = (batch.targets != 0).astype(f32.dtype)
+    loss = ops.reduce_sum("B/d L -> {U:d}", (jnp.log(total) - chosen) * is_target)
+    count = ops.reduce_sum("B/d L -> {U:d}", is_target)
+    return ops.psum("{U:d} -> ", loss) / ops.psum("{U:d} -> ", count)
+
+
+# --- Training step --------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class State:
+    step: u32[""]  # steps done
+    weights: Weights
+    mean: Weights  # Adam's first moment
+    variance: Weights  # Adam's second moment, uncentered
+
+
+@pytree_dataclass
+class Metrics:
+    loss: f32[""]
+    learning_rate: f32[""]
+    grad_norm: f32[""]
+
+
+def init_state(config: Config) -> State:
+    """The state before the first step, the same on any mesh."""
+
+    def init() -> State:
+        weights = init_weights(config)
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        return State(jnp.uint32(0), weights, zeros, zeros)
+
+    return jax.jit(init, out_shardings=make_shardings(State))()
+
+
+def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
+    """Linear warm-up to the peak at `warmup_steps`, then half a cosine down to the final fraction at
+    `steps_for_lr`. Counts steps from 1."""
+    now = step.astype(f32.dtype)
+    warmup = now / max(config.warmup_steps, 1)
+    decay_steps = max(config.steps_for_lr - config.warmup_steps, 1)
+    decay = jnp.clip((now - config.warmup_steps) / decay_steps, 0, 1)
+    final = config.cosine_learning_rate_final_fraction
+    cosine = final + (1 - final) * (1 + jnp.cos(jnp.pi * decay)) / 2
+    return config.learning_rate * jnp.minimum(warmup, cosine)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+@typed_shard_map
+def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
+    """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2,
+    the decay scaled by the learning rate as usual, gradients clipped by their global norm first."""
+    loss, grads = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
+    hyper, tree_map = config.training, jax.tree.map
+
+    grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
+    clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
+    grads = tree_map(lambda g: g * clip, grads)
+
+    step = state.step + 1
+    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)
+    mean = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mean, grads)
+    variance = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.variance, grads)
+    mean_scale = 1 / (1 - b1 ** step.astype(f32.dtype))
+    variance_scale = 1 / (1 - b2 ** step.astype(f32.dtype))
+
+    def update(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        root = jnp.sqrt(v * variance_scale + hyper.adam_eps_root) + hyper.adam_eps
+        return w - rate * (m * mean_scale / root + hyper.weight_decay * w)
+
+    weights = tree_map(update, state.weights, mean, variance)
+    return State(step, weights, mean, variance), Metrics(loss, rate, grad_norm)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
+    return mean_loss(weights, batch, config.model)
+
+
+def probe(config: Config) -> None:
+    """Traces the step on a mesh without devices, at sizes where a mistaken layout can't go unnoticed
+    because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
+    mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(
+            functools.partial(training_step, config=config),
+            make_shapes(State, sizes),
+            make_shapes(TokenBatch, sizes),
+        )
+
+
+# --- Loop -----------------------------------------------------------------------------------------
+
+
+def make_mesh(config: Config) -> jax.sharding.Mesh:
+    """Raises ValueError if the devices or hosts that the config asks for can't be had."""
+    axes = dataclasses.asdict(config.mesh)
+    if config.simulate_devices:
+        devices.simulate_cpu_devices(math.prod(axes.values()))
+    if config.num_hosts > 1:
+        jax.distributed.initialize()
+    if jax.process_count() != config.num_hosts:
+        raise ValueError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
+    return devices.make_mesh(axes)
+
+
+def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
+    """Batches of the training and, if used, the validation split. Raises ValueError where a dimension
+    doesn't split over the mesh, or the dataset doesn't fit the config."""
+    size = dimensions(config)
+    make_shapes(tuple[State, TokenBatch], size)
+    loader = functools.partial(
+        Loader, config.flat_tokens, size["B"], size["L"], size["V"], config.io.max_io_threads
+    )
+    return loader("train"), loader("validation") if config.training.validation_interval else None
+
+
+def step_flops(config: Config) -> int:
+    """Matmul FLOPs of a step, forward and backward, recomputation left out and attention counted
+    causal: per token 6 for each weight of a matmul, and 6 * L * heads * D per layer for the two
+    products of attention. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B."""
+    size = dimensions(config)
+    heads = size["Q"] * size["K"] * size["D"]
+    per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size["F"])
+    weights = size["layers"] * per_layer + size["V"] * size["M"]
+    per_token = 6 * weights + 6 * size["layers"] * size["L"] * heads
+    return per_token * size["B"] * size["L"]
+
+
+def mfu(config: Config, step_seconds: float) -> str:
+    """Model FLOPs utilization as text: the share of the devices' peak that `step_flops` uses."""
+    device = jax.devices()[0]
+    peak = devices.peak_flops(device)
+    if peak is None:
+        return f"unknown chip ({device.device_kind})"
+    count = math.prod(dataclasses.astuple(config.mesh))
+    return f"{step_flops(config) / step_seconds / peak / count:.1%}"
+
+
+def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
+    """The mean loss over the split's first batches, the same each time. Doesn't wait for it."""
+    count = config.training.validation_batches
+    losses = [validation_step(weights, batch, config) for batch in loader.batches(0, count)]
+    return sum(losses, start=jnp.float32(0)) / count
+
+
+def train(config: Config, loader: Loader, validation: Loader | None) -> None:
+    """Trains from the first step to the last."""
+    hyper, paths = config.training, config.paths
+    tokens = hyper.tokens.batch * hyper.tokens.len
+    run = Run(paths.root_working_dir, paths.model_name, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    state = init_state(config)
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+    print(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
+
+    seconds: list[float] = []
+    finished = time.perf_counter()
+
+    def record(step: int, metrics: Metrics, validation_loss: jax.Array | None) -> None:
+        """Waits for a step, and logs it."""
+        nonlocal finished
+        row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
+        now = time.perf_counter()
+        seconds.append(now - finished)
+        if step == 0:
+            print(f"time to first step: {now - PROCESS_START:.1f} s")
+        row["tokens_per_second"] = tokens / seconds[-1]
+        if validation_loss is not None:
+            row["validation_loss"] = float(validation_loss)
+        run.log(row)
+        if step % max(1, hyper.steps // 50) == 0 or validation_loss is not None:
+            print("  ".join(f"{name} {value:.5g}" for name, value in row.items()), flush=True)
+        finished = time.perf_counter()
+
+    unread = None  # the step before: reading the current one's metrics would make the host wait
+    for step, batch in enumerate(loader.batches(0, hyper.steps)):
+        state, metrics = training_step(state, batch, config)
+        due = validation and ((step + 1) % hyper.validation_interval == 0 or step + 1 == hyper.steps)
+        validation_loss = validate(config, state.weights, validation) if due else None
+        if unread:
+            record(*unread)
+        unread = step, metrics, validation_loss
+    record(*unread)
+
+    typical = statistics.median(seconds[1:] or seconds)
+    print(
+        f"done: {hyper.steps} steps, {typical:.3f} s per step (median), "
+        f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, typical)}"
+    )
+
+
+@hydra.main(config_path="configs", version_base="1.3")
+def main(composed: DictConfig) -> None:
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        mesh = make_mesh(config)
+        with jax.set_mesh(mesh):
+            loaders = make_loaders(config)
+    except (ValueError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+    probe(config)
+    with jax.set_mesh(mesh):
+        train(config, *loaders)
+
+
+if __name__ == "__main__":
+    main()
