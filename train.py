@@ -165,9 +165,9 @@ def init_weights(config: Config) -> Weights:
     are scaled down by the number of additions (GPT-2, section 2.3)."""
     size = dimensions(config)
     heads, additions = size["Q"] * size["K"] * size["D"], 2 * size["layers"]
-    one, gain = 1, 0
+    gain = 0
     fan_in = Weights(
-        embed=one,
+        embed=size["M"],
         layers=Layer(
             attention_norm=gain,
             w_q=size["M"],
@@ -452,7 +452,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     finished = time.perf_counter()
 
     def record(step: int, metrics: Metrics, validation_loss: jax.Array | None) -> None:
-        """Waits for a step, and logs it."""
+        """Waits for a step and its validation, and logs it by the wall clock."""
         nonlocal finished
         row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
         now = time.perf_counter()
@@ -470,10 +470,10 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     unread = None  # the step before: reading the current one's metrics would make the host wait
     for step, batch in enumerate(loader.batches(0, hyper.steps)):
         state, metrics = training_step(state, batch, config)
-        due = validation and ((step + 1) % hyper.validation_interval == 0 or step + 1 == hyper.steps)
-        validation_loss = validate(config, state.weights, validation) if due else None
         if unread:
             record(*unread)
+        due = validation and ((step + 1) % hyper.validation_interval == 0 or step + 1 == hyper.steps)
+        validation_loss = validate(config, state.weights, validation) if due else None
         unread = step, metrics, validation_loss
     record(*unread)
 

@@ -1,0 +1,55 @@
+"""What several tests need: configs, meshes, and train.py with an edit applied to its source."""
+
+import pathlib
+import sys
+import types
+
+import jax
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import train
+from shardlib.devices import make_mesh
+
+ROOT = pathlib.Path(__file__).parent.parent
+MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
+
+
+def mesh(d: int, t: int) -> jax.sharding.Mesh:
+    return make_mesh({"d": d, "t": t})
+
+
+def compose_config(name: str, *overrides: str, folder: str = "configs") -> "train.Config":
+    with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
+        composed = compose(name, overrides=list(overrides))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+
+
+SMALL = [
+    "paths.model_name=test",
+    "model={d_model: 32, n_q_per_kv: 2, n_kv: 8, d_head: 4, layers: 2, vocab: 48, d_ff: 40, "
+    "rope_max_timescale: 100}",
+    "training.tokens={batch: 8, len: 12}",
+    "training.learning_rate=1e-2",
+]
+
+
+def small_config(*overrides: str) -> "train.Config":
+    """A tiny model whose every dimension splits over 8 devices."""
+    return compose_config("local_test_synthetic", *SMALL, *overrides)
+
+
+def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
+    """A source file as a module, with each (old, new) replaced throughout it."""
+    text = (ROOT / path).read_text()
+    for old, new in edits:
+        assert old in text, f"{path} does not contain {old!r}: update the edit in this test"
+        text = text.replace(old, new)
+    name = f"{pathlib.Path(path).stem}_edited_{len(sys.modules)}"
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(text, str(ROOT / path), "exec"), vars(module))
+    return module
+
+
+IN_F32 = ("bf16", "f32")

@@ -1,0 +1,74 @@
+"""The model and its loss, unsharded, written from the papers: who sees whom is worked out token by
+token, rotation is complex multiplication. Imports nothing of the project."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def layout(targets, is_start):
+    """For targets[B, L]: the token before each in its document or 0, its position in the document,
+    and whether it sees each other token of its row."""
+    before, position = np.zeros_like(targets), np.zeros(targets.shape, np.int32)
+    sees = np.zeros((*targets.shape, targets.shape[1]), bool)
+    for row, starts in enumerate(is_start):
+        begin = 0
+        for i, start in enumerate(starts):
+            begin = i if start else begin
+            before[row, i] = targets[row, i - 1] if i > begin else 0
+            position[row, i] = i - begin
+            sees[row, i, begin : i + 1] = True
+    return before, position, sees
+
+
+def normalize(x, gain):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * gain
+
+
+def rotate(x, position, max_timescale):
+    """x[B, L, N, D] with (i, i + D/2) as the real and imaginary part of a complex number."""
+    half = x.shape[-1] // 2
+    pairs = jax.lax.complex(x[..., :half], x[..., half:])
+    angles = position[:, :, None] * max_timescale ** -(jnp.arange(half) / half)
+    turned = pairs * jnp.exp(1j * angles)[:, :, None]
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def attend(x, layer, position, sees, max_timescale):
+    """x[B, L, M]; the query heads one after the other."""
+    _, n_q, n_kv, d_head = layer["w_q"].shape
+    keys = rotate(jnp.einsum("blm,mkd->blkd", x, layer["w_k"]), position, max_timescale)
+    values = jnp.einsum("blm,mkd->blkd", x, layer["w_v"])
+    out = 0
+    for q in range(n_q):
+        queries = jnp.einsum("blm,mkd->blkd", x, layer["w_q"][:, q])
+        queries = rotate(queries, position, max_timescale)
+        scores = jnp.einsum("bikd,bjkd->kbij", queries, keys) / np.sqrt(d_head)
+        scores = jnp.where(sees, scores, -1e30)
+        shares = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+        mixed = jnp.einsum("kbij,bjkd->bikd", shares, values)
+        out += jnp.einsum("bikd,mkd->bim", mixed, layer["w_o"][:, q])
+    return out
+
+
+def mean_loss(weights, targets, is_start, max_timescale):
+    """In nats, over all targets but 0 of targets[B, L]; is_start is a numpy array."""
+    before, position, sees = layout(np.asarray(targets), np.asarray(is_start))
+    return laid_out_loss(weights, targets, before, position, sees, max_timescale)
+
+
+@jax.jit
+def laid_out_loss(weights, targets, before, position, sees, max_timescale):
+    x = weights["embed"][before]
+    for i in range(len(weights["layers"]["w_up"])):
+        layer = {name: value[i] for name, value in weights["layers"].items()}
+        h = normalize(x, layer["attention_norm"])
+        x = x + attend(h, layer, position, sees, max_timescale)
+        h = normalize(x, layer["mlp_norm"])
+        gate, up = h @ layer["w_gate"], h @ layer["w_up"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T
+    logits = normalize(x, weights["final_norm"]) @ weights["unembed"].T
+    likelihood = jax.nn.softmax(logits)
+    likelihood = jnp.take_along_axis(likelihood, targets[..., None].astype(int), -1)[..., 0]
+    return -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood), 0)) / jnp.sum(targets != 0)

@@ -1,0 +1,191 @@
+"""train.py against the oracle, against optax, on every mesh, and through its command line."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import train
+from shardlib.devices import make_mesh
+from shardlib.types import make_shardings, typed_shard_map
+from tests import oracle
+from tests.helpers import IN_F32, MESHES, edited, mesh, small_config
+
+
+@pytest.fixture(scope="module")
+def in_f32():
+    """train.py with f32 in the place of bf16, so that only rounding separates meshes."""
+    return edited("train.py", IN_F32)
+
+
+def random_rows(seed=0, padded=True):
+    """targets and is_start, [8, 12], of documents of random lengths."""
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(1, 48, (8, 12)).astype(np.uint32)
+    is_start = rng.random((8, 12)) < 0.2
+    is_start[:4, 0] = True  # the other rows may continue a document
+    if padded:
+        targets[7, 9:] = 0
+    return targets, is_start
+
+
+def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
+    """The module's loss and gradients as numpy trees, computed on a mesh."""
+    batch_type = batch_type or module.TokenBatch
+
+    @jax.jit
+    @typed_shard_map
+    def run(weights: module.Weights, batch: batch_type) -> tuple[module.f32[""], module.Weights]:
+        return jax.value_and_grad(module.mean_loss)(weights, batch, config.model)
+
+    with jax.set_mesh(on):
+        weights = module.init_state(config).weights
+        batch = jax.device_put(batch_type(targets, is_start), make_shardings(batch_type))
+        # Gains of one and zero moments would hide mistakes.
+        keys = iter(jax.random.split(jax.random.key(1), 100))
+        weights = jax.tree.map(
+            lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights
+        )
+        weights = jax.device_put(weights, make_shardings(module.Weights))
+        loss, grads = jax.device_get(run(weights, batch))
+        return float(loss), plain(grads), plain(jax.device_get(weights))
+
+
+def plain(tree):
+    """Dataclasses as dicts."""
+    return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in vars(tree).items()}
+
+
+def assert_close(found, wanted, tolerance):
+    """Each array's largest difference, as a share of its largest entry."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        scale = np.abs(b).max() + 1e-12
+        error = np.abs(a - b).max() / scale
+        assert error < tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.1e} of {scale}"
+
+
+@functools.cache
+def expected():
+    """The oracle's loss and gradients at the weights that `loss_and_grads` uses."""
+    module, config = edited("train.py", IN_F32), small_config()
+    targets, is_start = random_rows()
+    _, _, weights = loss_and_grads(module, config, targets, is_start, mesh(1, 1))
+    loss = functools.partial(
+        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
+    )
+    return jax.device_get(jax.value_and_grad(loss)(weights))
+
+
+@pytest.mark.parametrize("axes", MESHES)
+def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
+    loss, grads, _ = loss_and_grads(in_f32, small_config(), *random_rows(), mesh(*axes))
+    expected_loss, expected_grads = expected()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(grads, expected_grads, 1e-5)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+def test_bf16_is_close(axes):
+    loss, grads, _ = loss_and_grads(train, small_config(), *random_rows(), mesh(*axes))
+    expected_loss, expected_grads = expected()
+    np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
+    assert_close(grads, expected_grads, 5e-2)
+
+
+def test_a_replica_axis_over_which_weights_are_whole():
+    """Only the batch is split over a third axis, which is an edit of its type."""
+    third = ("B/d", "B/d/r")
+    loader = edited("data/loader.py", third)
+    module = edited(
+        "train.py",
+        IN_F32,
+        third,
+        ("{U:d}", "{U:d,r}"),
+        ("from data.loader import", f"from {loader.__name__} import"),
+    )
+    on = make_mesh({"r": 2, "d": 2, "t": 2})
+    loss, grads, _ = loss_and_grads(module, small_config(), *random_rows(), on)
+    expected_loss, expected_grads = expected()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(grads, expected_grads, 1e-5)
+
+
+def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
+    """By the embedding: a target's loss has zero gradient, to the bit, for the embeddings of tokens
+    that follow it or belong to another document, and a nonzero one for those it may see."""
+    config = small_config()
+    # Row 0 holds tokens 1 to 12, so the embedding's rows tell positions apart; the document that
+    # starts at position 5 is the one looked at, by its target at position 8.
+    targets = np.ones((8, 12), np.uint32)
+    targets[0] = np.arange(1, 13)
+    is_start = np.zeros((8, 12), bool)
+    is_start[0, [0, 5, 10]] = True
+
+    @jax.jit
+    @typed_shard_map
+    def gradient(
+        weights: in_f32.Weights, batch: in_f32.TokenBatch
+    ) -> tuple[in_f32.f32[""], in_f32.Weights]:
+        def one_loss(weights):
+            scores = in_f32.forward(weights, batch, config.model)
+            mine = (batch.targets == 9) & (jnp.arange(12) == 8)
+            picked = jnp.where(mine[:, :, None], scores, 0)
+            total = in_f32.ops.reduce_sum("B/d L V/t -> {U:d,t}", jnp.square(picked))
+            return in_f32.ops.psum("{U:d,t} -> ", total)
+
+        return jax.value_and_grad(one_loss)(weights)
+
+    with jax.set_mesh(mesh(4, 2)):
+        weights = in_f32.init_state(config).weights
+        batch = in_f32.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
+        _, grads = gradient(weights, batch)
+    reached = np.flatnonzero(np.abs(jax.device_get(grads.embed)).sum(axis=1))
+    # Position 8 sees the inputs of positions 5 to 8: the start marker 0, then tokens 6, 7 and 8.
+    assert reached.tolist() == [0, 6, 7, 8]
+
+
+@pytest.mark.parametrize("clip", [1e9, 0.5])
+def test_the_optimizer_agrees_with_optax(in_f32, clip):
+    config = small_config(f"training.grad_clip={clip}", "training.warmup_steps=3")
+    hyper = config.training
+    rows = [random_rows(seed) for seed in range(6)]
+
+    schedule = optax.warmup_cosine_decay_schedule(
+        0,
+        hyper.learning_rate,
+        hyper.warmup_steps,
+        hyper.steps_for_lr,
+        hyper.learning_rate * hyper.cosine_learning_rate_final_fraction,
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(
+            lambda count: schedule(count + 1),
+            b1=hyper.adam_b1,
+            b2=hyper.adam_b2,
+            eps=hyper.adam_eps,
+            eps_root=hyper.adam_eps_root,
+            weight_decay=hyper.weight_decay,
+        ),
+    )
+    loss = functools.partial(oracle.mean_loss, max_timescale=100)
+    with jax.set_mesh(mesh(4, 2)):
+        state = in_f32.init_state(config)
+        wanted = plain(jax.device_get(state.weights))
+        optimizer_state = optimizer.init(wanted)
+        for step, (targets, is_start) in enumerate(rows):
+            grads = jax.grad(lambda w, t=targets, s=is_start: loss(w, t, s))(wanted)
+            updates, optimizer_state = optimizer.update(grads, optimizer_state, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            batch = in_f32.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
+            state, metrics = in_f32.training_step(state, batch, config)
+            np.testing.assert_allclose(metrics.learning_rate, schedule(step + 1), rtol=1e-5)
+            np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
+        assert int(state.step) == len(rows)
+        assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), 1e-4)

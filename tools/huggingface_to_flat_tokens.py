@@ -1,0 +1,104 @@
+"""Converts a dataset that Hugging Face `datasets` opens to flat tokens.
+
+    python -m tools.huggingface_to_flat_tokens --config-name=python_stdlib output=stdlib.zarr
+
+The configs are in configs/convert.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hydra
+import numpy as np
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.flat_tokens import SPLITS, FlatTokensError, Writer
+
+
+@dataclasses.dataclass
+class ConvertConfig:
+    load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split and streaming
+    column: str  # holds the text
+    tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
+    train_split: str
+    validation_split: str | None  # null: `validation_share` of the documents of train_split
+    validation_share: float
+    output: str = MISSING
+
+
+def python_stdlib() -> list[str]:
+    """The standard library's own source files on this machine, tests and installed packages left
+    out, in the order of their names."""
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = (file.relative_to(root) for file in root.rglob("*.py"))
+    return sorted(str(root / file) for file in files if not left_out & set(file.parts))
+
+
+OmegaConf.register_new_resolver("python_stdlib", python_stdlib, replace=True)
+
+
+def make_tokenizer(name: str) -> Callable[[str], np.ndarray]:
+    """Text to ids; without special tokens, as the format marks where a sequence starts."""
+    if name == "bytes_utf8":
+        return lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 1
+    import transformers  # takes a second to import, and bytes don't need it
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    return lambda text: np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
+
+
+def documents(config: ConvertConfig) -> Iterator[tuple[str, str]]:
+    """Each document's text with the split it belongs to, in the dataset's order."""
+    import datasets
+
+    def texts(split: str) -> Iterator[str]:
+        rows = datasets.load_dataset(**config.load_dataset, split=split, streaming=True)
+        return (row[config.column] for row in rows)
+
+    train, validation = SPLITS
+    share = 0 if config.validation_split else config.validation_share
+    for i, text in enumerate(texts(config.train_split)):
+        yield (validation if int((i + 1) * share) > int(i * share) else train), text
+    if config.validation_split:
+        for text in texts(config.validation_split):
+            yield validation, text
+
+
+def convert(config: ConvertConfig) -> None:
+    """Raises ValueError or OSError for what can't be read, tokenized or written."""
+    tokenize = make_tokenizer(config.tokenizer)
+    empty = 0
+    with contextlib.ExitStack() as stack:
+        writers = {split: stack.enter_context(Writer(config.output, split)) for split in SPLITS}
+        for split, text in documents(config):
+            ids = tokenize(text)
+            if len(ids):
+                writers[split].append(ids)
+            else:
+                empty += 1
+    for split, writer in writers.items():
+        print(
+            f"{config.output}/{split}: {writer.sequence_count:,} sequences, "
+            f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
+        )
+    if empty:
+        print(f"left out: {empty:,} empty documents")
+
+
+@hydra.main(config_path="../configs/convert", version_base="1.3")
+def main(composed: DictConfig) -> None:
+    try:
+        convert(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertConfig), composed)))
+    except (FlatTokensError, OSError, OmegaConfBaseException) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
