@@ -18,6 +18,7 @@ import math
 import statistics
 import sys
 import time
+from typing import cast
 
 import hydra
 import jax
@@ -200,8 +201,8 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]:
 
 
 def rope(x: jax.Array, max_timescale: int) -> jax.Array:
-    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by its position times max_timescale^(-2i/D).
-    Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4."""
+    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by the position times
+    max_timescale^(-2i/D). Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4."""
     length, half = x.shape[1], x.shape[-1] // 2
     timescale = max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
     angle = jnp.arange(length, dtype=f32.dtype)[:, None] / timescale
@@ -328,8 +329,8 @@ def init_state(config: Config) -> State:
 
 
 def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
-    """Linear warm-up to the peak at `warmup_steps`, then half a cosine down to the final fraction at
-    `steps_for_lr`. Counts steps from 1."""
+    """Linear warm-up to the peak at `warmup_steps`, then half a cosine down to the final fraction
+    at `steps_for_lr`. Counts steps from 1."""
     now = step.astype(f32.dtype)
     warmup = now / max(config.warmup_steps, 1)
     decay_steps = max(config.steps_for_lr - config.warmup_steps, 1)
@@ -373,8 +374,8 @@ def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[
 
 
 def probe(config: Config) -> None:
-    """Traces the step on a mesh without devices, at sizes where a mistaken layout can't go unnoticed
-    because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
+    """Traces the step on a mesh without devices, at sizes where a mistaken layout can't go
+    unnoticed because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(
@@ -400,8 +401,8 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
-    """Batches of the training and, if used, the validation split. Raises ValueError where a dimension
-    doesn't split over the mesh, or the dataset doesn't fit the config."""
+    """Batches of the training and, if used, the validation split. Raises ValueError where a
+    dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
     size = dimensions(config)
     make_shapes(tuple[State, TokenBatch], size)
     loader = functools.partial(
@@ -443,7 +444,9 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     """Trains from the first step to the last."""
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
-    run = Run(paths.root_working_dir, paths.model_name, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    run = Run(
+        paths.root_working_dir, paths.model_name, OmegaConf.to_yaml(OmegaConf.structured(config))
+    )
     state = init_state(config)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     print(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
@@ -467,15 +470,18 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             print("  ".join(f"{name} {value:.5g}" for name, value in row.items()), flush=True)
         finished = time.perf_counter()
 
-    unread = None  # the step before: reading the current one's metrics would make the host wait
+    # Metrics are read a step late: reading those of the step at work would make the host wait.
+    unread: tuple[int, Metrics, jax.Array | None] | None = None
     for step, batch in enumerate(loader.batches(0, hyper.steps)):
         state, metrics = training_step(state, batch, config)
         if unread:
             record(*unread)
-        due = validation and ((step + 1) % hyper.validation_interval == 0 or step + 1 == hyper.steps)
-        validation_loss = validate(config, state.weights, validation) if due else None
-        unread = step, metrics, validation_loss
-    record(*unread)
+        unread = step, metrics, None
+        last = step + 1 == hyper.steps
+        if validation and (last or (step + 1) % hyper.validation_interval == 0):
+            unread = step, metrics, validate(config, state.weights, validation)
+    if unread:
+        record(*unread)
 
     typical = statistics.median(seconds[1:] or seconds)
     print(
@@ -487,7 +493,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
 @hydra.main(config_path="configs", version_base="1.3")
 def main(composed: DictConfig) -> None:
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        config = cast(Config, OmegaConf.to_object(typed))
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)

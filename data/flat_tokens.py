@@ -5,6 +5,7 @@ docs/flat_tokens.md is the specification.
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 import zarr
@@ -116,10 +117,10 @@ class FlatTokens:
         self.seq_starts = self._array("seq_starts", np.uint64)
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: it was not written to its end")
-        self.max_token_id = int(self.group.attrs["max_token_id"])
+        self.max_token_id = cast(int, self.group.attrs["max_token_id"])
         self.token_count = self.tokens.shape[0]
         self.sequence_count = self.seq_starts.shape[0] - 1
-        if self.sequence_count < 1 or int(self.seq_starts[-1]) != self.token_count:
+        if self.sequence_count < 1 or int(np.asarray(self.seq_starts[-1])) != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:

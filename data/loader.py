@@ -11,6 +11,7 @@ held in memory is a buffer or two per stream.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,16 +74,19 @@ class Stream:
         # which may be short. After that one, count as if it were full.
         missing = self.blocks * self.block - self.count
         size = self.blocks_per_buffer * self.block
-        if missing:
-            if place >= (self.short_block(epoch) // self.blocks_per_buffer + 1) * size - missing:
-                place += missing
+        full = (self.short_block(epoch) // self.blocks_per_buffer + 1) * size
+        if place >= full - missing:
+            place += missing
         return epoch, *divmod(place, size)
 
     def _buffer(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         per = self.blocks_per_buffer
         chosen = self.block_order(epoch)[number * per : (number + 1) * per]
         ranges = [
-            (self.first + block * self.block, self.first + min((block + 1) * self.block, self.count))
+            (
+                self.first + block * self.block,
+                self.first + min((block + 1) * self.block, self.count),
+            )
             for block in map(int, chosen)
         ]
         parts = list(self.loader.threads.map(self.loader.read_block, ranges))
@@ -129,12 +133,13 @@ class Loader:
             )
         if count < batch:
             raise FlatTokensError(
-                f"{data.name} has {count} sequences of {length} tokens, too few for a batch of {batch}"
+                f"{data.name} has {count} sequences of {length} tokens, "
+                f"too few for a batch of {batch}"
             )
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         self.streams = [
             Stream(self, i, low, high - low)
-            for i, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (low, high) in enumerate(itertools.pairwise(bounds))
         ]
 
     def read_block(self, sequences: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +152,7 @@ class Loader:
         flat_ids, flat_starts = self.dataset.read(int(bounds[0]), int(bounds[-1]))
         ids = np.zeros((last - first, self.length), np.uint32)
         starts = np.zeros((last - first, self.length), np.bool_)
-        for row, (low, high) in enumerate(zip(bounds - bounds[0], bounds[1:] - bounds[0], strict=False)):
+        for row, (low, high) in enumerate(itertools.pairwise(bounds - bounds[0])):
             used = min(high - low, self.length)
             ids[row, :used] = flat_ids[low : low + used]
             starts[row, :used] = flat_starts[low : low + used]

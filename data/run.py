@@ -12,7 +12,7 @@ class Run:
         self.folder = pathlib.Path(root).expanduser() / name
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(config)
-        self.metrics = open(self.folder / "metrics.jsonl", "w", buffering=1)
+        self.metrics = (self.folder / "metrics.jsonl").open("w", buffering=1)
 
     def log(self, row: dict[str, Any]) -> None:
         self.metrics.write(json.dumps(row) + "\n")

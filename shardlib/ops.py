@@ -21,13 +21,13 @@ from shardlib.types import (
     Dim,
     ShardTypeError,
     Spec,
+    axes_problem,
     check,
-    check_axes,
+    inside_shard_map,
     mesh_shape,
     parse_signature,
-    type_tree,
+    typed_leaves,
 )
-from shardlib.types import inside_shard_map as _inside
 
 
 def scope_name(op: str, signature: str) -> str:
@@ -64,13 +64,13 @@ def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @functools.wraps(implementation)
     def op(signature: str, *operands: jax.Array) -> jax.Array:
         call = _Call(name, signature)
-        call.require(_inside(), "call it inside a typed_shard_map")
+        call.require(inside_shard_map(), "call it inside a typed_shard_map")
         count = len(call.operands)
         call.require(
             len(operands) == count, f"the string has {count} operands, the call {len(operands)}"
         )
         for spec in (*call.operands, call.result):
-            if problem := check_axes(spec):
+            if problem := axes_problem(spec):
                 call.fail(f"`{spec}`: {problem}")
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, f"operand {i + 1} of {call.where}")
@@ -94,10 +94,14 @@ def _owing(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(_varying(x, axes), axes, to="unreduced") if axes else x
 
 
+def _names(spec: Spec) -> list[str]:
+    return [dim.name for dim in spec.dims]
+
+
 def _one_to_one(call: _Call, longer: Spec, shorter: Spec) -> list[tuple[int, tuple[str, ...]]]:
-    """For each dimension (same names on both sides) the trailing axes `longer` has beyond `shorter`."""
+    """Where `longer` has more axes: the position, and the trailing axes that `shorter` lacks."""
     call.require(
-        longer.names == shorter.names, "the dimensions must be the same, in the same order"
+        _names(longer) == _names(shorter), "the dimensions must be the same, in the same order"
     )
     beyond = []
     for i, (long, short) in enumerate(zip(longer.dims, shorter.dims, strict=True)):
@@ -246,24 +250,24 @@ def einsum_unreduced(call: _Call, *operands: jax.Array) -> jax.Array:
         ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
         ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)
 
-    Communicates nothing. Where a summed-over dimension is split over an axis, the sum over that axis
-    is left owed, and declared. The result has the operands' dtype. Raises ShardTypeError where one
-    name has two splits, where dtypes differ, where operands owe sums, or where {U:} isn't right.
+    Communicates nothing. Where a summed-over dimension is split over an axis, the sum over that
+    axis is left owed, and declared. The result has the operands' dtype. Raises ShardTypeError where
+    one name has two splits, dtypes differ, operands owe sums, or {U:} isn't right.
     """
     wanted = call.result
     seen: dict[str, Dim] = {}
     for spec in (*call.operands, wanted):
-        repeated = [name for name in spec.names if spec.names.count(name) > 1]
+        repeated = [name for name in _names(spec) if _names(spec).count(name) > 1]
         call.require(not repeated, f"`{spec}`: give the two {repeated[:1]} names of their own")
         for dim in spec.dims:
             first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
             call.require(first, f"{dim} on the right is in no operand")
             call.require(first == dim, f"{first} and {dim}: one name has one split; gather first")
     _check_operands(call, operands)
-    removed = [dim for name, dim in seen.items() if name not in wanted.names]
+    removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
     owed = _owed_by_removing(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
-    terms = ["".join(letters[name] for name in spec.names) for spec in (*call.operands, wanted)]
+    terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     y = jnp.einsum(",".join(terms[:-1]) + "->" + terms[-1], *operands)
     return _owing(y, owed)
 
@@ -325,9 +329,9 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     that is whole along an axis counts once. For use outside differentiation.
     """
     totals: dict[tuple[str, ...], jax.Array] = {}
-    for leaf_type, x in zip(jax.tree.leaves(type_tree(hint)), jax.tree.leaves(tree), strict=True):
-        check(x, leaf_type, "sum_of_squares")
-        axes = tuple(a for a in mesh_shape() if a in leaf_type.spec.axes)
+    for path, kind, x in typed_leaves(tree, hint, "the operand of ops.sum_of_squares"):
+        check(x, kind, path)
+        axes = tuple(a for a in mesh_shape() if a in kind.spec.axes)
         square = jnp.sum(jnp.square(x.astype(jnp.float32)))
         totals[axes] = totals[axes] + square if axes in totals else square
     with jax.named_scope("sum_of_squares"):

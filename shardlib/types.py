@@ -8,8 +8,8 @@
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
     spec  := item* [ "{U:" axis ("," axis)* "}" ]
-    item  := dim | "[" dim "]"                 brackets: the dimension `ops.index_unreduced` looks up
-    dim   := (name | integer) ("/" axis)*
+    item  := dim | "[" dim "]"              in brackets: what `ops.index_unreduced` looks up
+    dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
 The axes of one dimension stand in the reverse of the mesh's order, so on a mesh `d, t` always
 `M/t/d`, never `M/d/t`: the two have the same shapes and hold different parts.
@@ -29,7 +29,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ class SpecError(ShardTypeError):
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One dimension of an array: `M/t/d`. A name of digits is a literal size."""
+    """One dimension of an array: `M/t/d`."""
 
     name: str
     axes: tuple[str, ...] = ()
@@ -68,16 +68,12 @@ class Dim:
 class Spec:
     """The layout of an array: its dimensions, and the axes over which a sum is owed."""
 
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...] = ()
     unreduced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         owed = [f"{{U:{','.join(self.unreduced)}}}"] if self.unreduced else []
         return " ".join([*map(str, self.dims), *owed])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dim.name for dim in self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -86,94 +82,65 @@ class Spec:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        entries = [d.axes[0] if len(d.axes) == 1 else d.axes or None for d in self.dims]
-        return PartitionSpec(*entries)
+        """The layout in JAX's words."""
+        return PartitionSpec(*(dim.axes or None for dim in self.dims))
 
 
-class _Parser:
-    """Recursive descent over the tokens of one string; an error points at the bad part."""
+_ITEM = re.compile(
+    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+\b)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
+    r"(?=$|[\s,{]|->)"
+    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}"
+    r"|(?P<mark>,|->)",
+    re.ASCII,
+)
 
-    def __init__(self, text: str):
-        self.text, self.next = text, 0
-        self.tokens = [(m[0], m.start()) for m in re.finditer(r"->|\{U:|\w+|\S", text)]
-        self.tokens.append(("", len(text)))
 
-    @property
-    def token(self) -> str:
-        return self.tokens[self.next][0]
-
-    def fail(self, message: str) -> typing.NoReturn:
-        caret = " " * self.tokens[self.next][1] + "^"
-        raise SpecError(f"{message}\n    {self.text}\n    {caret}")
-
-    def skip(self, token: str) -> bool:
-        found = self.token == token
-        self.next += found
-        return found
-
-    def expect(self, token: str) -> None:
-        if not self.skip(token):
-            self.fail(f'expected "{token}"')
-
-    def axis(self, seen: list[str]) -> str:
-        if not re.fullmatch(r"[A-Za-z_]\w*", self.token):
-            self.fail("expected the name of a mesh axis")
-        if self.token in seen:
-            self.fail(f"axis {self.token} stands twice in one array")
-        seen.append(self.token)
-        self.next += 1
-        return seen[-1]
-
-    def dim(self, seen: list[str]) -> Dim:
-        if not re.fullmatch(r"[A-Za-z_]\w*|[0-9]+", self.token):
-            self.fail("expected a dimension: a name or an integer, with axes as in M/t")
-        name, axes = self.token, []
-        self.next += 1
-        while self.skip("/"):
-            axes.append(self.axis(seen))
-        return Dim(name, tuple(axes))
-
-    def spec(self) -> Spec:
-        dims: list[Dim] = []
-        owed: list[str] = []
-        seen: list[str] = []
-        while self.token not in ("", ",", "->", "{U:"):
-            indexed = self.skip("[")
-            dims.append(dataclasses.replace(self.dim(seen), indexed=indexed))
-            if indexed:
-                self.expect("]")
-        if self.skip("{U:"):
-            owed.append(self.axis(seen))
-            while self.skip(","):
-                owed.append(self.axis(seen))
-            self.expect("}")
-        return Spec(tuple(dims), tuple(owed))
-
-    def end(self) -> None:
-        if self.token:
-            self.fail("expected nothing more")
+def _parse(text: str) -> tuple[list[Spec], list[str]]:
+    """The specs, and the commas and arrows that stand between them."""
+    specs, marks = [Spec()], []
+    for word in re.finditer(r"\{.*?(\}|$)|,|->|(?!->)[^\s,{]((?!->)[^\s,{])*", text):
+        spec, item = specs[-1], _ITEM.fullmatch(word[0])
+        if item is None or bool(item["open"]) != bool(item["close"]):
+            problem = (
+                "expected a dimension like M, M/t or [V/t], or sums owed like {U:t} or {U:d,t}"
+            )
+        elif item["mark"]:
+            specs.append(Spec())
+            marks.append(item["mark"])
+            continue
+        elif spec.unreduced:
+            problem = "sums owed stand once, at the end"
+        else:
+            if item["owed"]:
+                spec = Spec(spec.dims, tuple(item["owed"].split(",")))
+            else:
+                axes = tuple(item["axes"].split("/")[1:])
+                spec = Spec((*spec.dims, Dim(item["name"], axes, bool(item["open"]))))
+            used = (*spec.axes, *spec.unreduced)
+            twice = [axis for axis in used if used.count(axis) > 1]
+            problem = f"axis {twice[0]} stands twice in one array" if twice else ""
+            specs[-1] = spec
+        if problem:
+            raise SpecError(f"{problem}\n    {text}\n    {' ' * word.start()}^")
+    return specs, marks
 
 
 @functools.cache
 def parse_spec(text: str) -> Spec:
     """`"B/d L M/t"` as a Spec. Raises SpecError with a caret under the bad part."""
-    parser = _Parser(text)
-    spec = parser.spec()
-    parser.end()
-    return spec
+    specs, marks = _parse(text)
+    if marks:
+        raise SpecError(f"expected one array's type, found a {marks[0]!r} in\n    {text}")
+    return specs[0]
 
 
 @functools.cache
 def parse_signature(text: str) -> tuple[tuple[Spec, ...], Spec]:
     """`"B/d L M, M F/t -> B/d L F/t"` as the operands' specs and the result's."""
-    parser = _Parser(text)
-    operands = [parser.spec()]
-    while parser.skip(","):
-        operands.append(parser.spec())
-    parser.expect("->")
-    result = parser.spec()
-    parser.end()
-    return tuple(operands), result
+    specs, marks = _parse(text)
+    if "".join(marks) != "," * (len(marks) - 1) + "->":
+        raise SpecError(f"expected operands, an arrow and a result: A, B -> C, not\n    {text}")
+    return tuple(specs[:-1]), specs[-1]
 
 
 # --- Array types and what they check --------------------------------------------------------------
@@ -187,40 +154,41 @@ class ArrayType(type):
     spec: Spec
 
     def __instancecheck__(cls, value: object) -> bool:
-        return _bindings(value, cls, "isinstance")[1] is None
+        return _problem(value, cls, "isinstance") is None
 
     def __repr__(cls) -> str:
         return cls.__name__
 
 
+@dataclasses.dataclass(frozen=True)
 class DType:
     """An element type; subscripted with a type string it gives an array type."""
 
-    def __init__(self, name: str, dtype: Any):
-        self.name, self.dtype = name, np.dtype(dtype)
+    name: str
+    dtype: np.dtype
 
     def __getitem__(self, text: str) -> ArrayType:
         return array_type(self, parse_spec(text))
 
 
 @functools.cache
-def array_type(dtype: DType, spec: Spec) -> ArrayType:
+def array_type(element: DType, spec: Spec) -> ArrayType:
+    """The one class for this element type and layout."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
         raise SpecError(f"{indexed[0]} has a place in a signature of ops.index_unreduced only")
-    members = {"dtype": dtype.dtype, "spec": spec, "element": dtype}
-    return ArrayType(f'{dtype.name}["{spec}"]', (), members)
+    members = {"element": element, "dtype": element.dtype, "spec": spec}
+    return ArrayType(f'{element.name}["{spec}"]', (), members)
 
 
-f32 = DType("f32", jnp.float32)
-bf16 = DType("bf16", jnp.bfloat16)
-i32 = DType("i32", jnp.int32)
-u32 = DType("u32", jnp.uint32)
-bool_ = DType("bool_", jnp.bool_)
+f32 = DType("f32", np.dtype(jnp.float32))
+bf16 = DType("bf16", np.dtype(jnp.bfloat16))
+i32 = DType("i32", np.dtype(jnp.int32))
+u32 = DType("u32", np.dtype(jnp.uint32))
+bool_ = DType("bool_", np.dtype(jnp.bool_))
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
-_sizes: contextvars.ContextVar[dict[str, tuple[int, str]] | None] = contextvars.ContextVar(
-    "sizes", default=None
-)
+Sizes = dict[str, tuple[int, str]]
+_sizes: contextvars.ContextVar[Sizes | None] = contextvars.ContextVar("sizes", default=None)
 
 
 @contextlib.contextmanager
@@ -238,146 +206,130 @@ def mesh_shape() -> dict[str, int]:
     return dict(jax.sharding.get_abstract_mesh().shape)
 
 
+def show_axes(axes: Iterable[str]) -> str:
+    """`d=4, t=2`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh_shape().items() if axis in axes)
+
+
 def inside_shard_map() -> bool:
+    """Whether arrays are each device's parts here."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def bound_sizes() -> dict[str, int]:
-    """The global sizes that the open scope has bound so far."""
-    return {name: size for name, (size, _) in (_sizes.get() or {}).items()}
-
-
-def check_axes(spec: Spec) -> str | None:
-    """What is wrong with the spec's axes on the mesh in context, or None."""
+def axes_problem(spec: Spec) -> str | None:
+    """What is wrong with the spec's axes on the mesh in context."""
     mesh = mesh_shape()
-    order = list(reversed(mesh))
-    shown = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "no axes: none is set"
     for axis in (*spec.axes, *spec.unreduced):
         if axis not in mesh:
-            return f"axis {axis} is not in the mesh, which has {shown}"
+            return f"axis {axis} is not in the mesh, which has {show_axes(mesh) or 'no axes'}"
+    order = list(reversed(mesh))
     for dim in spec.dims:
-        ordered = tuple(sorted(dim.axes, key=order.index))
-        if dim.axes != ordered:
-            return f"axes stand in the order {', '.join(order)}: write {Dim(dim.name, ordered)}"
+        right = tuple(sorted(dim.axes, key=order.index))
+        if dim.axes != right:
+            return f"axes stand in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
     return None
 
 
-def check(value: object, expected: ArrayType | Spec, where: str) -> None:
-    """Raises ShardTypeError unless `value` is of the type (or, given a Spec, of the layout).
+def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
+    """Raises ShardTypeError unless `value` is of the type (given a Spec: has the layout).
 
     Binds the sizes of named dimensions in the open scope, or compares them with those bound. Within
     a shard_map it also compares the sums owed; outside, the layout of a concrete array.
     """
-    bindings, problem = _bindings(value, expected, where)
-    if problem is not None:
-        declared = expected.__name__ if isinstance(expected, ArrayType) else str(expected) or "(a scalar)"
+    if problem := _problem(value, expected, where):
+        found = type(value).__name__
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            found = str(jax.typeof(value))
+            if inside_shard_map():
+                found += f" on each device of {show_axes(mesh_shape())}"
         raise ShardTypeError(
             f"{where} does not fit its type\n"
-            f"    declared: {declared}\n"
-            f"    found:    {describe(value)}\n"
+            f"    declared: {str(expected) or 'a scalar'}\n"
+            f"    found:    {found}\n"
             f"    {problem}"
         )
-    sizes = _sizes.get()
-    if sizes is not None:
-        sizes.update(bindings)
 
 
-def describe(value: object) -> str:
-    """A value's type as an error shows it: `bfloat16[2,64]{V:d} on each device of d=4, t=2`."""
-    try:
-        text = str(jax.typeof(value))
-    except TypeError:
-        return f"a {type(value).__name__}"
-    if inside_shard_map():
-        mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_shape().items())
-        return f"{text} on each device of {mesh}"
-    return text
-
-
-def _bindings(
-    value: object, expected: ArrayType | Spec, where: str
-) -> tuple[dict[str, tuple[int, str]], str | None]:
-    """The sizes that the value gives to the names, and what is wrong with it or None."""
+def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
+    """What is wrong with the value; if nothing is, binds its sizes."""
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return {}, "it is not an array"
-    value = typing.cast(jax.Array, value)
+        return "it is not an array"
     if isinstance(expected, ArrayType) and value.dtype != expected.dtype:
-        return {}, f"the dtype is {value.dtype}, not {expected.dtype}"
+        return f"the dtype is {value.dtype}, not {expected.dtype}"
     if len(value.shape) != len(spec.dims):
-        return {}, f"it has {len(value.shape)} dimensions, the type has {len(spec.dims)}"
-    local = inside_shard_map()
-    if (spec.axes or spec.unreduced) and (problem := check_axes(spec)):
-        return {}, problem
-    mesh = mesh_shape()
-    known = dict(_sizes.get() or {})
-    new: dict[str, tuple[int, str]] = {}
-    here = f"{where} `{spec}` ({_caller()})"
+        return f"it has {len(value.shape)} dimensions, the type {len(spec.dims)}"
+    if problem := axes_problem(spec):
+        return problem
+    mesh, local = mesh_shape(), inside_shard_map()
+    table = _sizes.get()
+    sizes = dict(table or {})
+    place = f"{where} `{spec}` ({_caller()})"
     for dim, length in zip(spec.dims, value.shape, strict=True):
         parts = math.prod(mesh[axis] for axis in dim.axes)
         size = length * parts if local else length
-        split = ", ".join(f"{axis}={mesh[axis]}" for axis in dim.axes)
         if size % parts:
-            return {}, f"dimension {dim.name} of size {size} does not split evenly over {split}"
-        bound, place = known.get(dim.name, (size, ""))
-        if dim.name.isdigit():
-            bound, place = int(dim.name), "the type string"
+            return f"dimension {dim.name}={size} does not split evenly over {show_axes(dim.axes)}"
+        literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
+        bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
-            how = f" ({length} on each of {split})" if local and dim.axes else ""
-            problem = f"dimension {dim.name}: size {size}{how} here, size {bound} in {place}"
-            return {}, problem + (_split_hint(dim, spec, length, bound) if local else "")
-        known[dim.name] = new[dim.name] = known.get(dim.name, (size, here))
-    if local:
-        return new, _pending_problem(value, spec)
-    return new, _layout_problem(value, spec)
+            each = f" ({length} on each of {show_axes(dim.axes)})" if size != length else ""
+            hint = _hint(dim, spec, length, bound) if local else ""
+            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}{hint}"
+    problem = _owed_problem(value, spec) if local else _layout_problem(value, spec)
+    if table is not None and not problem:
+        table.update(sizes)
+    return problem
 
 
-def _split_hint(dim: Dim, spec: Spec, length: int, bound: int) -> str:
-    """Names the split under which the length would fit, if there is one."""
+def _hint(dim: Dim, spec: Spec, length: int, bound: int) -> str:
+    """Names the split with which the length would fit, if there is one."""
     mesh = mesh_shape()
-    order = list(reversed(mesh))
-    free = [a for a in order if a not in spec.axes or a in dim.axes]
-    for count in range(len(free) + 1):
-        for axes in itertools.combinations(free, count):
-            if axes != dim.axes and length * math.prod(mesh[a] for a in axes) == bound:
-                return f"; as {Dim(dim.name, axes)} it would fit: gather, scatter or retype it"
+    free = [axis for axis in reversed(mesh) if axis in dim.axes or axis not in spec.axes]
+    for axes in itertools.chain(*(itertools.combinations(free, n) for n in range(len(free) + 1))):
+        if length * math.prod(mesh[axis] for axis in axes) == bound:
+            return f"\n    as {Dim(dim.name, axes)} it would fit"
     return ""
 
 
-def _pending_problem(value: jax.Array, spec: Spec) -> str | None:
+def _owed_problem(value: Any, spec: Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
-    owed, declared = set(kind.unreduced), set(spec.unreduced)
-    if undeclared := ",".join(a for a in mesh_shape() if a in owed - declared):
+    owed = [axis for axis in mesh_shape() if axis in kind.unreduced]
+    if undeclared := ",".join(axis for axis in owed if axis not in spec.unreduced):
         return (
             f"it owes a sum over {undeclared}: pay it with ops.psum or ops.psum_scatter, "
             f"or declare {{U:{undeclared}}}"
         )
-    if missing := ",".join(a for a in mesh_shape() if a in declared - owed):
-        return f"it owes no sum over {missing}: it is summed already, or never was a partial sum"
+    if settled := ",".join(axis for axis in spec.unreduced if axis not in owed):
+        return f"it owes no sum over {settled}: it is paid already, or never was a partial sum"
     if not spec.dims and kind.varying:
-        axes = ", ".join(a for a in mesh_shape() if a in kind.varying)
-        return f"a scalar is the same on every device or owes a sum, and this one varies over {axes}"
+        return (
+            "a scalar is the same on every device or owes a sum; this one varies over "
+            f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}"
+        )
     return None
 
 
-def _layout_problem(value: jax.Array, spec: Spec) -> str | None:
+def _layout_problem(value: Any, spec: Spec) -> str | None:
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
-        return None  # a tracer's layout is not known yet, a numpy array has none
-    if not spec.axes and value.sharding.is_fully_replicated:
+        return None  # a tracer's layout is not known yet, and a numpy array has none
+    if spec.unreduced:
+        return "outside a shard_map no array owes a sum"
+    mesh, layout = jax.sharding.get_mesh(), value.sharding
+    if layout.is_fully_replicated and not spec.axes:
         return None
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty or not value.sharding.is_equivalent_to(
-        NamedSharding(mesh, spec.partition_spec), value.ndim
-    ):
-        return f"its layout is {value.sharding}"
-    return None
+    if not mesh.empty:
+        wanted = NamedSharding(mesh, spec.partition_spec)
+        if layout.is_equivalent_to(wanted, value.ndim):
+            return None
+    return f"its layout is {layout}"
 
 
 def _caller() -> str:
     """file:line of the innermost frame that is neither ours nor JAX's."""
-    ours = (os.path.dirname(__file__), os.path.dirname(jax.__file__), os.path.dirname(os.__file__))
+    ours = os.path.dirname(__file__), os.path.dirname(jax.__file__)
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*ours[:2], ours[2] + "/contextlib")):
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -391,21 +343,21 @@ class Stacked:
     def __init__(self, dim: Dim, inner: Any):
         self.dim, self.inner = dim, inner
 
-    def __class_getitem__(cls, item: tuple[str, Any]) -> "Stacked":
+    def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
         return cls(parse_spec(item[0]).dims[0], item[1])
 
     def stack(self, inner: ArrayType) -> ArrayType:
-        spec = Spec((self.dim, *inner.spec.dims), inner.spec.unreduced)
-        return array_type(inner.element, spec)
+        """The type of one of the arrays."""
+        return array_type(inner.element, Spec((self.dim, *inner.spec.dims), inner.spec.unreduced))
 
 
 @typing.dataclass_transform(frozen_default=True)
 def pytree_dataclass(cls: type) -> type:
     """A frozen dataclass that JAX sees through; the fields' annotations are its layout.
 
-        @pytree_dataclass
-        class Layer:
-            w_up: f32["M/d F/t"]
+    @pytree_dataclass
+    class Layer:
+        w_up: f32["M/d F/t"]
     """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
@@ -419,28 +371,29 @@ def type_tree(hint: Any) -> Any:
         return jax.tree.map(hint.stack, type_tree(hint.inner))
     if dataclasses.is_dataclass(hint):
         fields = {name: type_tree(field) for name, field in typing.get_type_hints(hint).items()}
-        return None if None in fields.values() else hint(**fields)
+        return None if None in fields.values() else typing.cast(Any, hint)(**fields)
     if typing.get_origin(hint) is tuple:
         members = tuple(type_tree(member) for member in typing.get_args(hint))
         return None if None in members else members
     return None
 
 
-def check_tree(value: Any, hint: Any, where: str) -> None:
-    """`check` for each array of a tree against the annotation `hint`."""
-    types = type_tree(hint)
-    if jax.tree.structure(value) != jax.tree.structure(types):
-        found = describe(value)
-        raise ShardTypeError(f"{where} is {found}, not {getattr(hint, '__name__', hint)}")
-    for (path, leaf_type), leaf in zip(
-        jax.tree.leaves_with_path(types), jax.tree.leaves(value), strict=True
-    ):
-        check(leaf, leaf_type, where + jax.tree_util.keystr(path))
+def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
+    """Path, type and value of each array of a tree; ShardTypeError if it isn't shaped as `hint`."""
+    types, structure = jax.tree_util.tree_flatten_with_path(type_tree(hint))
+    if not structure == jax.tree.structure(tree):  # noqa: SIM201 (mypy knows no != here)
+        wanted = getattr(hint, "__name__", hint)
+        raise ShardTypeError(f"{where} is a {type(tree).__name__}, not a {wanted}")
+    values = jax.tree.leaves(tree)
+    return [
+        (where + jax.tree_util.keystr(path), kind, value)
+        for (path, kind), value in zip(types, values, strict=True)
+    ]
 
 
 def make_partition_specs(hint: Any) -> Any:
     """A PartitionSpec for each array of the annotated type."""
-    return jax.tree.map(lambda leaf: leaf.spec.partition_spec, type_tree(hint))
+    return jax.tree.map(lambda kind: kind.spec.partition_spec, type_tree(hint))
 
 
 def make_shardings(hint: Any) -> Any:
@@ -456,20 +409,47 @@ def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
     """
     mesh = mesh_shape()
 
-    def shape(path: tuple[Any, ...], leaf: ArrayType) -> jax.ShapeDtypeStruct:
-        for dim in leaf.spec.dims:
+    def shape(kind: ArrayType) -> jax.ShapeDtypeStruct:
+        for dim in kind.spec.dims:
             if sizes[dim.name] % math.prod(mesh[axis] for axis in dim.axes):
-                split = ", ".join(f"{axis}={mesh[axis]}" for axis in dim.axes)
                 raise ValueError(
-                    f"dimension {dim.name} of size {sizes[dim.name]} does not split evenly over "
-                    f"{split}, as {leaf}{jax.tree_util.keystr(path)} must"
+                    f"dimension {dim.name}={sizes[dim.name]} does not split evenly over "
+                    f"{show_axes(dim.axes)}, as {kind} needs"
                 )
-        return jax.ShapeDtypeStruct([sizes[dim.name] for dim in leaf.spec.dims], leaf.dtype)
+        return jax.ShapeDtypeStruct([sizes[dim.name] for dim in kind.spec.dims], kind.dtype)
 
-    return jax.tree_util.tree_map_with_path(shape, type_tree(hint))
+    return jax.tree.map(shape, type_tree(hint))
 
 
 # --- Checked functions ----------------------------------------------------------------------------
+
+
+class _Checked:
+    """A function's annotated arguments and result, and the checks of both."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn, self.signature = fn, inspect.signature(fn)
+        hints = typing.get_type_hints(fn)
+        self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, those annotated checked."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
+            if name in self.hints:
+                where = f"argument `{name}` of {self.fn.__name__}"
+                for path, kind, leaf in typed_leaves(value, self.hints[name], where):
+                    check(leaf, kind, path)
+        return bound.arguments
+
+    def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
+        if "return" not in self.hints:
+            return []
+        leaves = typed_leaves(result, self.hints["return"], f"the result of {self.fn.__name__}")
+        for path, kind, leaf in leaves:
+            check(leaf, kind, path)
+        return leaves
 
 
 def typechecked(fn: F) -> F:
@@ -480,17 +460,14 @@ def typechecked(fn: F) -> F:
 
     Annotations that hold no array types are left alone. Raises ShardTypeError.
     """
-    signature, hints = inspect.signature(fn), typing.get_type_hints(fn)
+    checked = _Checked(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with scope():
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                if type_tree(hints.get(name)) is not None:
-                    check_tree(value, hints[name], f"argument `{name}` of {fn.__name__}")
+            checked.check_arguments(args, kwargs)
             result = fn(*args, **kwargs)
-            if type_tree(hints.get("return")) is not None:
-                check_tree(result, hints["return"], f"the result of {fn.__name__}")
+            checked.check_result(result)
         return result
 
     return typing.cast(F, wrapper)
@@ -503,44 +480,40 @@ def typed_shard_map(fn: F) -> F:
         def step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]: ...
 
     Takes and returns global arrays; `fn` sees each device's part. Arguments whose annotation holds
-    no array types pass through as they are. A result that differs along an axis its type does not
-    name, or that owes a sum, is a ShardTypeError, as is any argument that isn't of its type.
+    no array types pass through as they are. Raises ShardTypeError for an argument or a result that
+    isn't of its type, and for a result that may differ along an axis its type doesn't name.
     """
-    signature, hints = inspect.signature(fn), typing.get_type_hints(fn)
-    arrays = [name for name in signature.parameters if type_tree(hints.get(name)) is not None]
-    assert type_tree(hints.get("return")) is not None, f"{fn.__name__} has no typed result"
+    checked = _Checked(fn)
+    if "return" not in checked.hints:
+        raise ShardTypeError(f"{fn.__name__} needs a result annotated with array types")
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        typed = {name: bound.arguments[name] for name in arrays}
-        rest = {name: value for name, value in bound.arguments.items() if name not in typed}
-
-        def local(typed: dict[str, Any]) -> Any:
-            result = fn(**typed, **rest)
-            check_tree(result, hints["return"], f"the result of {fn.__name__}")
-            _check_whole(result, hints["return"], f"the result of {fn.__name__}")
-            return result
-
         with scope():
-            for name, value in typed.items():
-                check_tree(value, hints[name], f"argument `{name}` of {fn.__name__}")
-            in_specs = ({name: make_partition_specs(hints[name]) for name in arrays},)
-            out_specs = make_partition_specs(hints["return"])
-            return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs)(typed)
+            arguments = checked.check_arguments(args, kwargs)
+            arrays = {name: arguments[name] for name in arguments if name in checked.hints}
+            rest = {name: arguments[name] for name in arguments if name not in arrays}
+
+            def local(arrays: dict[str, Any]) -> Any:
+                result = fn(**arrays, **rest)
+                for path, kind, leaf in checked.check_result(result):
+                    _check_whole(path, kind, leaf)
+                return result
+
+            in_specs = {name: make_partition_specs(checked.hints[name]) for name in arrays}
+            out_specs = make_partition_specs(checked.hints["return"])
+            return jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)(arrays)
 
     return typing.cast(F, wrapper)
 
 
-def _check_whole(result: Any, hint: Any, where: str) -> None:
-    """A result must be the same along every axis that its type doesn't split it over."""
-    types = jax.tree.leaves_with_path(type_tree(hint))
-    for (path, leaf_type), leaf in zip(types, jax.tree.leaves(result), strict=True):
-        kind = jax.typeof(leaf).manual_axis_type
-        differs = [a for a in mesh_shape() if a in kind.varying and a not in leaf_type.spec.axes]
-        if differs or kind.unreduced:
-            raise ShardTypeError(
-                f"{where}{jax.tree_util.keystr(path)} may differ along {', '.join(differs)}, though "
-                f"{leaf_type} says it doesn't: return it split, or reduced by ops.psum"
-            )
+def _check_whole(path: str, kind: ArrayType, value: Any) -> None:
+    """A result is the same along every axis that its type doesn't split it over."""
+    if kind.spec.unreduced:
+        raise ShardTypeError(f"{path}: {kind} owes a sum; pay it before it leaves the shard_map")
+    varying = jax.typeof(value).manual_axis_type.varying
+    if differs := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
+        raise ShardTypeError(
+            f"{path} may differ along {', '.join(differs)}, though {kind} says it doesn't: return "
+            "it split, or summed by ops.psum (what ops.all_gather made whole can't be returned)"
+        )

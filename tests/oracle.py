@@ -36,7 +36,7 @@ def rotate(x, position, max_timescale):
 
 def attend(x, layer, position, sees, max_timescale):
     """x[B, L, M]; the query heads one after the other."""
-    _, n_q, n_kv, d_head = layer["w_q"].shape
+    _, n_q, _, d_head = layer["w_q"].shape
     keys = rotate(jnp.einsum("blm,mkd->blkd", x, layer["w_k"]), position, max_timescale)
     values = jnp.einsum("blm,mkd->blkd", x, layer["w_v"])
     out = 0

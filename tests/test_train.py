@@ -47,9 +47,7 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
         batch = jax.device_put(batch_type(targets, is_start), make_shardings(batch_type))
         # Gains of one and zero moments would hide mistakes.
         keys = iter(jax.random.split(jax.random.key(1), 100))
-        weights = jax.tree.map(
-            lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights
-        )
+        weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
         weights = jax.device_put(weights, make_shardings(module.Weights))
         loss, grads = jax.device_get(run(weights, batch))
         return float(loss), plain(grads), plain(jax.device_get(weights))

@@ -11,7 +11,7 @@ import pathlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import numpy as np
@@ -95,7 +95,8 @@ def convert(config: ConvertConfig) -> None:
 @hydra.main(config_path="../configs/convert", version_base="1.3")
 def main(composed: DictConfig) -> None:
     try:
-        convert(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ConvertConfig), composed)))
+        typed = OmegaConf.merge(OmegaConf.structured(ConvertConfig), composed)
+        convert(cast(ConvertConfig, OmegaConf.to_object(typed)))
     except (FlatTokensError, OSError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
 

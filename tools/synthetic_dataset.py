@@ -67,7 +67,9 @@ def main() -> None:
             while writer.token_count < count:
                 length = int(rng.integers(args.length // 2, args.length + 1))
                 writer.append(sequence(rng, args.vocab, length))
-        print(f"{args.output}/{split}: {writer.sequence_count} sequences, {writer.token_count} tokens")
+        print(
+            f"{args.output}/{split}: {writer.sequence_count} sequences, {writer.token_count} tokens"
+        )
 
 
 if __name__ == "__main__":

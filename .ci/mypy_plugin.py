@@ -1,0 +1,25 @@
+"""Makes mypy read array types: f32["B/d L"] as Any, and Stacked["layers", Layer] as a Layer."""
+
+from mypy.plugin import AnalyzeTypeContext, Plugin
+from mypy.types import AnyType, Type, TypeOfAny
+
+ARRAYS = {f"shardlib.types.{name}" for name in ("f32", "bf16", "i32", "u32", "bool_")}
+
+
+def array(_: AnalyzeTypeContext) -> Type:
+    return AnyType(TypeOfAny.explicit)
+
+
+def stacked(context: AnalyzeTypeContext) -> Type:
+    return context.api.analyze_type(context.type.args[1])
+
+
+class ShardlightPlugin(Plugin):
+    def get_type_analyze_hook(self, fullname):
+        if fullname == "shardlib.types.Stacked":
+            return stacked
+        return array if fullname in ARRAYS else None
+
+
+def plugin(version: str) -> type[Plugin]:
+    return ShardlightPlugin
