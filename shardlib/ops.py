@@ -10,6 +10,7 @@ a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Ea
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardlib.types import (
     inside_shard_map,
     mesh_shape,
     parse_signature,
+    show_axes,
     typed_leaves,
 )
 
@@ -72,6 +74,8 @@ def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         for spec in (*call.operands, call.result):
             if problem := axes_problem(spec):
                 call.fail(f"`{spec}`: {problem}")
+            if name != "index_unreduced" and (indexed := [d for d in spec.dims if d.indexed]):
+                call.fail(f"{indexed[0]}: brackets have a meaning in ops.index_unreduced only")
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, f"operand {i + 1} of {call.where}")
         with jax.named_scope(scope_name(name, signature)):
@@ -166,6 +170,12 @@ def psum_scatter(call: _Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": ops.psum leaves it whole"),
     )
     for i, split in scattered:
+        parts = math.prod(mesh_shape()[axis] for axis in split)
+        call.require(
+            x.shape[i] % parts == 0,
+            f"{given.dims[i]} of {x.shape[i]} on each device does not split evenly over "
+            f"{show_axes(split)}",
+        )
         x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
     return x
 

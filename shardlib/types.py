@@ -380,15 +380,17 @@ def type_tree(hint: Any) -> Any:
 
 def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
     """Path, type and value of each array of a tree; ShardTypeError if it isn't shaped as `hint`."""
-    types, structure = jax.tree_util.tree_flatten_with_path(type_tree(hint))
-    if not structure == jax.tree.structure(tree):  # noqa: SIM201 (mypy knows no != here)
-        wanted = getattr(hint, "__name__", hint)
-        raise ShardTypeError(f"{where} is a {type(tree).__name__}, not a {wanted}")
-    values = jax.tree.leaves(tree)
-    return [
-        (where + jax.tree_util.keystr(path), kind, value)
-        for (path, kind), value in zip(types, values, strict=True)
-    ]
+    leaves: list[tuple[str, ArrayType, Any]] = []
+
+    def add(path: tuple[Any, ...], kind: ArrayType, value: Any) -> None:
+        leaves.append((where + jax.tree_util.keystr(path), kind, value))
+
+    try:
+        jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
+    except (TypeError, ValueError):
+        found, wanted = type(tree).__name__, getattr(hint, "__name__", hint)
+        raise ShardTypeError(f"{where} is a {found}, not a {wanted}") from None
+    return leaves
 
 
 def make_partition_specs(hint: Any) -> Any:

@@ -5,6 +5,7 @@ import sys
 import types
 
 import jax
+import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -53,3 +54,13 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
 
 
 IN_F32 = ("bf16", "f32")
+
+
+def assert_close(found, wanted, tolerance):
+    """Each array's largest difference, as a share of its largest entry."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        scale = np.abs(b).max() + 1e-12
+        error = np.abs(a - b).max() / scale
+        assert error < tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.1e} of {scale}"

@@ -13,7 +13,7 @@ import train
 from shardlib.devices import make_mesh
 from shardlib.types import make_shardings, typed_shard_map
 from tests import oracle
-from tests.helpers import IN_F32, MESHES, edited, mesh, small_config
+from tests.helpers import IN_F32, MESHES, assert_close, edited, mesh, small_config
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,6 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
 def plain(tree):
     """Dataclasses as dicts."""
     return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in vars(tree).items()}
-
-
-def assert_close(found, wanted, tolerance):
-    """Each array's largest difference, as a share of its largest entry."""
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-    ):
-        scale = np.abs(b).max() + 1e-12
-        error = np.abs(a - b).max() / scale
-        assert error < tolerance, f"{jax.tree_util.keystr(path)} differs by {error:.1e} of {scale}"
 
 
 @functools.cache

@@ -1,0 +1,40 @@
+# PYTHON and VENV choose another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: train test test-long lint format size
+
+train: $(VENV)/cpu
+	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
+
+# The venv holds two marks: what runs is installed; what tests and lint need is, too.
+$(VENV)/cpu: requirements-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --requirement requirements-cpu.txt
+	touch $@
+
+$(VENV)/dev: $(VENV)/cpu pyproject.toml
+	$(BIN)/pip install --quiet --group dev
+	touch $@
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Ten minutes more: trains the stdlib config to its end.
+test-long: $(VENV)/dev
+	$(BIN)/python -m pytest -m long
+
+lint: $(VENV)/dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Lines of code, without blank lines, comments and docstrings.
+size:
+	@$(PYTHON) .ci/size.py train.py shardlib data tools

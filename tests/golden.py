@@ -1,0 +1,25 @@
+"""Error texts that people read, kept in files: a change of one shows in a diff."""
+
+import os
+import pathlib
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent / "golden"
+
+
+def check(file: str, case: str, text: str) -> None:
+    """Compares with the text under `case`; UPDATE_GOLDEN=1 writes it instead."""
+    path = FOLDER / file
+    blocks = path.read_text().split("=== ")[1:] if path.exists() else []
+    known = dict(block.split("\n", 1) for block in blocks)
+    if os.environ.get("UPDATE_GOLDEN"):
+        known[case] = text + "\n\n"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"=== {name}\n{known[name]}" for name in sorted(known)))
+    elif known.get(case, "").rstrip() != text.rstrip():
+        pytest.fail(
+            f"{case} in tests/golden/{file} reads\n{known.get(case)}\nbut now the text is\n{text}\n"
+            "If a person is better off with it: UPDATE_GOLDEN=1 python -m pytest -n 0, and commit",
+            pytrace=False,
+        )

@@ -1,0 +1,352 @@
+"""Each op against plain jnp on whole arrays, forward and backward; and each way to misuse it."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardlib import ops
+from shardlib.devices import make_mesh, probe_mesh
+from shardlib.types import (
+    ShardTypeError,
+    bf16,
+    f32,
+    i32,
+    pytree_dataclass,
+    type_tree,
+    typed_shard_map,
+    u32,
+)
+from tests import golden
+from tests.helpers import assert_close
+
+MESHES = [{"d": 4, "t": 2}, {"d": 2, "t": 4}, {"d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
+SIZES = {"B": 8, "L": 3, "M": 16, "F": 8, "V": 24, "2": 2}
+
+
+def gather_one(x: f32["B/d M"], w: f32["M/d F/t"]) -> f32["B/d F/t"]:
+    w = ops.all_gather("M/d F/t -> M F/t", w)
+    return ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w)
+
+
+def gather_two_axes(x: f32["B/d M/t"], w: f32["M/t/d"]) -> f32["B/d M/t"]:
+    w = ops.all_gather("M/t/d -> M/t", w)
+    return ops.einsum_unreduced("B/d M/t, M/t -> B/d M/t", x, w)
+
+
+def gather_two_axes_at_once(x: f32["B/d F/t"], w: f32["M/t/d"]) -> f32["B/d F/t"]:
+    w = ops.all_gather("M/t/d -> M", w)
+    return x * jnp.sum(jnp.arange(16.0) * w)
+
+
+def gather_two_dimensions(x: f32["B/d M/t"], w: f32["M/t F/d"]) -> f32["B/d F/t"]:
+    w = ops.all_gather("M/t F/d -> M F", w)
+    y = ops.einsum_unreduced("B/d M, M F -> B/d F", ops.all_gather("B/d M/t -> B/d M", x), w)
+    # Each device along t has all of F; as partial sums of half the value they are scattered.
+    y = lax.pcast(y / lax.axis_size("t"), "t", to="unreduced")
+    return ops.psum_scatter("B/d F {U:t} -> B/d F/t", y)
+
+
+def tensor_parallel(x: f32["B/d L M/t"], up: f32["M F/t"], down: f32["M F/t"]) -> f32["B/d L M/t"]:
+    x = ops.all_gather("B/d L M/t -> B/d L M", x)
+    h = jnp.sin(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, up))
+    y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, down)
+    return ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+
+
+def einsum_of_three(x: f32["B/d M"], w: f32["M F/t"], v: f32["F/t 2"]) -> f32["B/d 2"]:
+    y = ops.einsum_unreduced("B/d M, M F/t, F/t 2 -> B/d 2 {U:t}", x, w, v)
+    return ops.psum("B/d 2 {U:t} -> B/d 2", y)
+
+
+def scatter_one_sum_of_two(x: f32["B/d F/t M"]) -> f32["M/t"]:
+    y = ops.reduce_sum("B/d F/t M -> M {U:d,t}", x)
+    y = ops.psum_scatter("M {U:d,t} -> M/t {U:d}", y)
+    return ops.psum("M/t {U:d} -> M/t", y)
+
+
+def scatter_over_two_axes(x: f32["B/d F/t M"]) -> f32["M/t/d"]:
+    y = ops.reduce_sum("B/d F/t M -> M {U:d,t}", x)
+    return ops.psum_scatter("M {U:d,t} -> M/t/d", y)
+
+
+def scatter_onto_a_split(x: f32["B/d M/t"]) -> f32["M/t/d"]:
+    return ops.psum_scatter("M/t {U:d} -> M/t/d", ops.reduce_sum("B/d M/t -> M/t {U:d}", x))
+
+
+def sums_in_two_steps(x: f32["B/d L F/t"]) -> f32[""]:
+    y = ops.reduce_sum("B/d L F/t -> B/d {U:t}", x)
+    return ops.psum("{U:d,t} -> ", ops.reduce_sum("B/d {U:t} -> {U:d,t}", y))
+
+
+def normalize(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
+    peak = ops.reduce_max("B/d V/t -> B/d", lax.stop_gradient(x))
+    x = jnp.exp(x - peak[:, None])
+    total = ops.psum("B/d {U:t} -> B/d", ops.reduce_sum("B/d V/t -> B/d {U:t}", x))
+    return x / total[:, None]
+
+
+def look_up_rows(table: f32["V/t M"], x: f32["B/d L"]) -> f32["B/d L M/t"]:
+    ids = lax.stop_gradient(jnp.abs(x * 10).astype(jnp.int32))
+    y = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", table, ids)
+    return ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+
+
+def look_up_in_each_row(table: f32["B/d L V/t"]) -> f32["B/d L"]:
+    ids = jnp.arange(3)[None, :] * jnp.ones_like(table[:, :, 0], jnp.int32) * 7
+    y = ops.index_unreduced("B/d L [V/t], B/d L -> B/d L {U:t}", table, ids)
+    return ops.psum("B/d L {U:t} -> B/d L", y)
+
+
+def look_up_across_both_axes(table: f32["V/t/d M"], x: f32["B L"]) -> f32["B L M"]:
+    ids = lax.stop_gradient(jnp.abs(x * 10).astype(jnp.int32))
+    y = ops.index_unreduced("[V/t/d] M, B L -> B L M {U:t,d}", table, ids)
+    return ops.psum("B L M {U:t,d} -> B L M", y)
+
+
+def plain_ids(x):
+    return jnp.abs(x * 10).astype(jnp.int32)
+
+
+VALUES = [
+    (gather_one, lambda x, w: x @ w),
+    (gather_two_axes, lambda x, w: x * w),
+    (gather_two_axes_at_once, lambda x, w: x * (jnp.arange(16) @ w)),
+    (gather_two_dimensions, lambda x, w: x @ w),
+    (tensor_parallel, lambda x, up, down: jnp.sin(x @ up) @ down.T),
+    (einsum_of_three, lambda x, w, v: x @ w @ v),
+    (scatter_one_sum_of_two, lambda x: x.sum((0, 1))),
+    (scatter_over_two_axes, lambda x: x.sum((0, 1))),
+    (scatter_onto_a_split, lambda x: x.sum(0)),
+    (sums_in_two_steps, lambda x: x.sum()),
+    (normalize, jax.nn.softmax),
+    (look_up_rows, lambda table, x: table[plain_ids(x)]),
+    (look_up_in_each_row, lambda table: table[:, [0, 1, 2], [0, 7, 14]]),
+    (look_up_across_both_axes, lambda table, x: table[plain_ids(x)]),
+]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("typed, plain", VALUES, ids=[typed.__name__ for typed, _ in VALUES])
+def test_values_and_gradients(typed, plain, axes):
+    rng = np.random.default_rng(0)
+    arrays = [
+        rng.normal(size=[SIZES[dim.name] for dim in type_tree(p.annotation).spec.dims]).astype(
+            np.float32
+        )
+        for p in inspect.signature(typed).parameters.values()
+    ]
+
+    def value_and_grads(fn):
+        def objective(*xs):
+            y = fn(*xs)
+            return jnp.sum(jnp.cos(y) * (1 + jnp.arange(y.size).reshape(y.shape))), y
+
+        grad = jax.value_and_grad(objective, range(len(arrays)), has_aux=True)
+        return jax.device_get(jax.jit(grad)(*arrays))
+
+    with jax.set_mesh(make_mesh(axes)):
+        found = value_and_grads(typed_shard_map(typed))
+    assert_close(found, value_and_grads(plain), 1e-5)
+
+
+@pytest.mark.parametrize("integer", [i32, u32])
+def test_indices_out_of_range_give_zeros(integer):
+    @typed_shard_map
+    def look_up(table: f32["V/t M"], ids: integer["B/d"]) -> f32["B/d M"]:
+        y = ops.index_unreduced("[V/t] M, B/d -> B/d M {U:t}", table, ids)
+        return ops.psum("B/d M {U:t} -> B/d M", y)
+
+    table = np.arange(24 * 2, dtype=np.float32).reshape(24, 2) + 1
+    ids = np.array([0, 11, 12, 23, 24, 25, 2**31 - 1, -1 % 2**32]).astype(integer.dtype)
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+        found = jax.jit(look_up)(table, ids)
+    np.testing.assert_array_equal(found[:4], table[[0, 11, 12, 23]])
+    np.testing.assert_array_equal(found[4:], 0)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_sum_of_squares_counts_each_number_once(axes):
+    @pytree_dataclass
+    class Tree:
+        whole: f32["L"]
+        split: f32["M/d F/t"]
+        split_once: f32["B/t"]
+        half: bf16["V/t/d 1"]
+
+    @typed_shard_map
+    def square(tree: Tree) -> f32[""]:
+        return ops.sum_of_squares(Tree, tree)
+
+    rng = np.random.default_rng(0)
+    shapes = [(3,), (16, 8), (8,), (24, 1)]
+    tree = Tree(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes))
+    tree = Tree(tree.whole, tree.split, tree.split_once, tree.half.astype(jnp.bfloat16))
+    with jax.set_mesh(make_mesh(axes)):
+        found = jax.jit(square)(jax.device_get(tree))
+    wanted = sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_the_scope_name_carries_the_string():
+    text = "B/d L F/t, M F/t -> B/d L M {U:t}"
+    name = ops.scope_name("einsum_unreduced", text)
+    assert "/" not in name
+    assert ops.parse_scope_name(name) == ("einsum_unreduced", text)
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+        x, up, down = np.ones((8, 3, 16), "f"), np.ones((16, 8), "f"), np.ones((16, 8), "f")
+        lowered = jax.jit(typed_shard_map(tensor_parallel)).lower(x, up, down)
+    assert name in lowered.compile().as_text()
+
+
+# Each misuse: what is called with x: f32["B/d L M/t"], w: f32["M/d F/t"], ids: i32["B/d L"],
+# owed: f32["B/d L M {U:t}"], at sizes where no two agree by chance.
+MISUSES = {
+    "all_gather of nothing": lambda a: ops.all_gather("B/d L M/t -> B/d L M/t", a.x),
+    "all_gather with a wrong dimension": lambda a: ops.all_gather("M/d F/t -> M/d F", a.x[0]),
+    "all_gather along the wrong axis": lambda a: ops.all_gather("M/t F/t -> M F/t", a.w),
+    "all_gather under another split": lambda a: ops.all_gather("M/t F/d -> M F/d", a.w),
+    "all_gather not of the last axis": lambda a: ops.all_gather("M/t/d -> M/d", a.x[0, 0]),
+    "all_gather that reorders": lambda a: ops.all_gather("M/d F/t -> F/t M", a.w),
+    "all_gather that also splits": lambda a: ops.all_gather("M/d F -> M F/d", a.w),
+    "all_gather of a pending sum": lambda a: ops.all_gather("B/d L M {U:t} -> B L M {U:t}", a.owed),
+    "all_gather over an axis order": lambda a: ops.all_gather("M/d/t -> M", a.x[0, 0]),
+    "all_gather over an unknown axis": lambda a: ops.all_gather("M/x F/t -> M F/t", a.w),
+    "all_gather of a list": lambda a: ops.all_gather("M/d -> M", [1.0]),
+    "all_gather with a bad string": lambda a: ops.all_gather("M/ F/t -> M F/t", a.w),
+    "all_gather without an arrow": lambda a: ops.all_gather("M/d F/t", a.w),
+    "all_gather of two operands": lambda a: ops.all_gather("M/d F/t -> M F/t", a.w, a.w),
+    "psum_scatter of what owes nothing": lambda a: ops.psum_scatter(
+        "B/d L M {U:t} -> B/d L M/t", ops.all_gather("B/d L M/t -> B/d L M", a.x)
+    ),
+    "psum_scatter that declares no sum": lambda a: ops.psum_scatter("B/d L M -> B/d L M/t", a.owed),
+    "psum_scatter over the wrong axis": lambda a: ops.psum_scatter(
+        "B/d L M {U:t} -> B/d L M/d", a.owed
+    ),
+    "psum_scatter that scatters nothing": lambda a: ops.psum_scatter(
+        "B/d L M {U:t} -> B/d L M", a.owed
+    ),
+    "psum_scatter of one axis, paying two": lambda a: ops.psum_scatter(
+        "L M {U:d,t} -> L M/t", ops.reduce_sum("B/d L M {U:t} -> L M {U:d,t}", a.owed)
+    ),
+    "psum_scatter that splits unevenly": lambda a: ops.psum_scatter(
+        "B/d 7 M {U:t} -> B/d 7/t M", a.owed[:, :7]
+    ),
+    "psum_scatter twice": lambda a: ops.psum_scatter(
+        "B/d L M/t {U:t} -> B/d L M/t",
+        ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", a.owed),
+    ),
+    "psum of what owes nothing": lambda a: ops.psum("B/d L M/t {U:d} -> B/d L M/t", a.x),
+    "psum twice": lambda a: ops.psum(
+        "B/d L M {U:t} -> B/d L M", ops.psum("B/d L M {U:t} -> B/d L M", a.owed)
+    ),
+    "psum that pays nothing": lambda a: ops.psum("B/d L M/t -> B/d L M/t", a.x),
+    "psum of a sum it keeps": lambda a: ops.psum("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
+    "psum over the wrong axis": lambda a: ops.psum("L M {U:d} -> L M", a.owed[0]),
+    "psum that owes more": lambda a: ops.psum("L M {U:t} -> L M {U:d}", a.owed[0]),
+    "psum that changes a split": lambda a: ops.psum("B/d L M {U:t} -> B/d L M/t", a.owed),
+    "reduce_sum that hides the sum": lambda a: ops.reduce_sum("B/d L M/t -> B/d L", a.x),
+    "reduce_sum that owes too much": lambda a: ops.reduce_sum("B/d L M/t -> B/d M/t {U:t}", a.x),
+    "reduce_sum over the other axis": lambda a: ops.reduce_sum("B/d L M/t -> B/d L {U:d}", a.x),
+    "reduce_sum of nothing": lambda a: ops.reduce_sum("B/d L M/t -> B/d L M/t", a.x),
+    "reduce_sum that reorders": lambda a: ops.reduce_sum("B/d L M/t -> L B/d {U:t}", a.x),
+    "reduce_sum that forgets a debt": lambda a: ops.reduce_sum("B/d L M {U:t} -> B/d M", a.owed),
+    "reduce_max of a pending sum": lambda a: ops.reduce_max("B/d L M {U:t} -> B/d L", a.owed),
+    "reduce_max that owes": lambda a: ops.reduce_max("B/d L M/t -> B/d L {U:t}", a.x),
+    "einsum that hides the sum": lambda a: ops.einsum_unreduced(
+        "B/d L M/t, M/t -> B/d L", a.x, a.x[0, 0]
+    ),
+    "einsum that owes too much": lambda a: ops.einsum_unreduced(
+        "B/d L M/t, B/d L -> B/d M/t {U:t}", a.x, a.x[:, :, 0]
+    ),
+    "einsum of one name with two splits": lambda a: ops.einsum_unreduced(
+        "B/d L M/t, M/d F/t -> B/d L F/t", a.x, a.w
+    ),
+    "einsum whose result has another split": lambda a: ops.einsum_unreduced(
+        "B/d L M/t, M/t -> B/d L M", a.x, a.x[0, 0]
+    ),
+    "einsum of another size": lambda a: ops.einsum_unreduced("B/d L M/t, L F/t -> B/d L", a.x, a.w),
+    "einsum without the gather": lambda a: ops.einsum_unreduced(
+        "B/d L M, M F/t -> B/d L F/t", a.x, a.w
+    ),
+    "einsum of two dtypes": lambda a: ops.einsum_unreduced(
+        "B/d L M/t, M/t -> B/d L M/t", a.x, a.x[0, 0].astype(jnp.bfloat16)
+    ),
+    "einsum with a pending operand": lambda a: ops.einsum_unreduced(
+        "B/d L M {U:t}, L -> B/d M {U:t}", a.owed, a.x[0, :, 0]
+    ),
+    "einsum that takes a debt for a value": lambda a: ops.einsum_unreduced(
+        "B/d L M, L -> B/d M", a.owed, a.x[0, :, 0]
+    ),
+    "einsum along a diagonal": lambda a: ops.einsum_unreduced("L L -> L", a.x[0]),
+    "einsum with a new name on the right": lambda a: ops.einsum_unreduced(
+        "B/d L M/t -> B/d L M/t N", a.x
+    ),
+    "einsum with one axis on two dimensions": lambda a: ops.einsum_unreduced(
+        "M/d F/t, B/d M/t -> B/d F/t", a.w, a.x[:, 0]
+    ),
+    "index_unreduced without brackets": lambda a: ops.index_unreduced(
+        "M/d F/t, B/d L -> B/d L F/t", a.w, a.ids
+    ),
+    "index_unreduced that hides the sum": lambda a: ops.index_unreduced(
+        "[F/t], B/d L -> B/d L", a.w[0], a.ids
+    ),
+    "index_unreduced by floats": lambda a: ops.index_unreduced(
+        "[F/t], B/d -> B/d {U:t}", a.w[0], a.x[:, 0, 0]
+    ),
+    "index_unreduced in another order": lambda a: ops.index_unreduced(
+        "[F/t] M, B/d L -> M B/d L {U:t}", a.w.T, a.ids
+    ),
+    "index_unreduced with a shared dimension second": lambda a: ops.index_unreduced(
+        "[M/t] L, B/d L -> B/d L {U:t}", a.x[0].T, a.ids
+    ),
+    "brackets in another op": lambda a: ops.all_gather("[M/d] F/t -> M F/t", a.w),
+}
+
+
+def run_misuse(misuse):
+    @pytree_dataclass
+    class Arrays:
+        x: f32["B/d L M/t"]
+        w: f32["M/d F/t"]
+        ids: i32["B/d L"]
+
+    class WithOwed:
+        def __init__(self, arrays):
+            vars(self).update(vars(arrays))
+            whole = jnp.ones_like(ops.all_gather("B/d L M/t -> B/d L M", arrays.x))
+            self.owed = ops.reduce_sum(
+                "B/d L M F/t -> B/d L M {U:t}",
+                whole[..., None] * jnp.ones_like(arrays.w[0]),
+            )
+
+    @typed_shard_map
+    def fn(arrays: Arrays) -> f32[""]:
+        return misuse(WithOwed(arrays))
+
+    mesh, sizes = probe_mesh("dt", "BLMF")
+    shapes = {"x": "BLM", "w": "MF", "ids": "BL"}
+    types = type_tree(Arrays)
+    structs = {
+        name: jax.ShapeDtypeStruct([sizes[dim] for dim in dims], getattr(types, name).dtype)
+        for name, dims in shapes.items()
+    }
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(jax.jit(fn), Arrays(**structs))
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_misuse_raises_at_trace_time(case):
+    with pytest.raises(ShardTypeError) as error:
+        run_misuse(MISUSES[case])
+    assert "result of fn" not in str(error.value), "the op itself let it pass"
+    golden.check("ops.txt", case, str(error.value))
+
+
+def test_ops_stand_inside_a_shard_map():
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})), pytest.raises(ShardTypeError) as error:
+        ops.all_gather("M/d -> M", jnp.ones(8))
+    golden.check("ops.txt", "outside a shard_map", str(error.value))
