@@ -389,7 +389,7 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
         found, wanted = type(tree).__name__, getattr(hint, "__name__", hint)
-        raise ShardTypeError(f"{where} is a {found}, not a {wanted}") from None
+        raise ShardTypeError(f"{where} is of type {found}, not {wanted}") from None
     return leaves
 
 
@@ -504,7 +504,8 @@ def typed_shard_map(fn: F) -> F:
 
             in_specs = {name: make_partition_specs(checked.hints[name]) for name in arrays}
             out_specs = make_partition_specs(checked.hints["return"])
-            return jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)(arrays)
+            mapped = jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)
+            return jax.jit(mapped)(arrays)  # JAX runs sums owed compiled only
 
     return typing.cast(F, wrapper)
 

@@ -1,0 +1,84 @@
+"""The mesh, the probe mesh, and simulated devices, each in a process of its own."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from shardlib.devices import PEAK_FLOPS, make_mesh, peak_flops, probe_mesh
+from tests import golden
+from tests.helpers import ROOT
+
+
+def test_a_mesh_over_fewer_devices_than_there_are():
+    mesh = make_mesh({"r": 1, "d": 2, "t": 2})
+    assert dict(mesh.shape) == {"r": 1, "d": 2, "t": 2}
+
+
+def test_too_few_devices_names_the_flag():
+    with pytest.raises(ValueError, match="XLA_FLAGS") as error:
+        make_mesh({"d": 8, "t": 2})
+    golden.check("functions.txt", "too few devices", str(error.value))
+
+
+def test_no_two_lengths_agree_at_probe_sizes():
+    dims = [f"dim{i}" for i in range(12)]
+    mesh, sizes = probe_mesh("rdt", dims)
+    parts = {
+        math.prod(chosen)
+        for count in range(4)
+        for chosen in itertools.combinations(mesh.shape.values(), count)
+    }
+    assert len(parts) == 8
+    assert all(size % part == 0 for size in sizes.values() for part in parts)
+    lengths = {(dim, size // part) for dim, size in sizes.items() for part in parts}
+    assert len({length for _, length in lengths}) == len(dims) * len(parts)
+    assert all(size // part % 2 == 0 for size in sizes.values() for part in parts), "RoPE halves"
+
+
+@pytest.mark.parametrize(
+    "kind, peak",
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+     ("NVIDIA A100-SXM4-40GB", 312e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
+     ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("TPU v4", 275e12), ("cpu", None),
+     ("NVIDIA GeForce RTX 4090", None)],
+)  # fmt: skip
+def test_known_chips_and_unknown_ones(kind, peak):
+    class Device:
+        device_kind = kind
+
+    assert peak_flops(Device()) == peak
+    assert len(PEAK_FLOPS) == len(set(PEAK_FLOPS))
+
+
+SCRIPT = """
+import os
+before = dict(os.environ)
+from shardlib.devices import simulate_cpu_devices
+simulate_cpu_devices(6)
+import jax
+print(jax.device_count(), dict(os.environ) == before)
+"""
+
+
+@pytest.mark.parametrize(
+    "flags, count",
+    [("", 6), ("--xla_cpu_enable_fast_math=false", 6),
+     ("--xla_force_host_platform_device_count=3", 3)],
+)  # fmt: skip
+def test_simulated_devices_leave_the_environment_alone(flags, count):
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    if flags:
+        env["XLA_FLAGS"] = flags
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(count), "True"], done.stderr
+
+
+def test_this_process_has_the_devices_that_the_tests_need():
+    assert jax.device_count() == 8

@@ -1,0 +1,313 @@
+"""Type strings, and the checks of values and functions against them."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlib import ops
+from shardlib.devices import make_mesh
+from shardlib.types import (
+    Dim,
+    ShardTypeError,
+    Spec,
+    SpecError,
+    Stacked,
+    bf16,
+    check,
+    f32,
+    i32,
+    make_partition_specs,
+    make_shapes,
+    make_shardings,
+    parse_signature,
+    parse_spec,
+    pytree_dataclass,
+    scope,
+    type_tree,
+    typechecked,
+    typed_shard_map,
+)
+from tests import golden
+
+P = jax.sharding.PartitionSpec
+MESH = {"d": 4, "t": 2}
+
+
+# --- Parsing
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
+
+
+@st.composite
+def specs(draw):
+    """A spec in which no axis stands twice."""
+    axes = draw(st.lists(names, unique=True, max_size=5))
+    dims = []
+    for _ in range(draw(st.integers(0, 4))):
+        taken = draw(st.integers(0, len(axes)))
+        own, axes = axes[:taken], axes[taken:]
+        name = draw(names | st.integers(0, 99).map(str))
+        dims.append(Dim(name, tuple(own), draw(st.booleans())))
+    return Spec(tuple(dims), tuple(axes[: draw(st.integers(0, len(axes)))]))
+
+
+@given(specs())
+def test_a_printed_spec_parses_to_itself(spec):
+    assert parse_spec(str(spec)) == spec
+
+
+@given(st.lists(specs(), min_size=1, max_size=3), specs())
+def test_a_printed_signature_parses_to_itself(operands, result):
+    text = ", ".join(map(str, operands)) + " -> " + str(result)
+    assert parse_signature(text) == (tuple(operands), result)
+
+
+@given(st.text(alphabet="BM/dt0 ->{U:},[]", max_size=12))
+def test_any_string_parses_to_what_prints_as_it_or_is_refused_with_a_caret(text):
+    try:
+        spec = parse_spec(text)
+    except SpecError as error:
+        assert text in str(error)
+    else:
+        assert str(spec).replace(" ", "") == text.replace(" ", "")
+
+
+@given(st.text(max_size=12))
+def test_no_string_fails_in_another_way(text):
+    for parse in parse_spec, parse_signature:
+        with contextlib.suppress(SpecError):
+            parse(text)
+
+
+def test_what_a_spec_means():
+    spec = parse_spec(" B/d  L [V/t/e] {U:x,y} ")
+    assert spec.dims == (Dim("B", ("d",)), Dim("L"), Dim("V", ("t", "e"), True))
+    assert spec.unreduced == ("x", "y")
+    assert parse_spec("") == Spec()
+    assert parse_signature("{U:d}->") == ((Spec((), ("d",)),), Spec())
+    assert parse_spec("B/d L M/t/r").partition_spec == P("d", None, ("t", "r"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["B/d L/d", "M {U:t,t}", "B/", "/d", "B//d", "[V/t", "V/t]", "B d/3", "2x", "B {U:}", "B {U:t",
+     "B {V:t}", "{U:t} B", "{U:t} {U:d}", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
+)  # fmt: skip
+def test_bad_specs(text):
+    with pytest.raises(SpecError) as error:
+        parse_spec(text)
+    golden.check("specs.txt", text, str(error.value))
+
+
+@pytest.mark.parametrize("text", ["B", "B -> L -> M", "B -> L, M", "-> B, L", "B, -> {U:t}, B"])
+def test_bad_signatures(text):
+    with pytest.raises(SpecError) as error:
+        parse_signature(text)
+    golden.check("specs.txt", f"signature {text}", str(error.value))
+
+
+# --- Values
+
+
+def test_isinstance_checks_dtype_rank_and_sizes():
+    x = np.zeros((2, 3), np.float32)
+    assert isinstance(x, f32["A B"])
+    assert isinstance(x, f32["2 B"])
+    assert not isinstance(x, f32["3 B"])
+    assert not isinstance(x, f32["A A"])
+    assert not isinstance(x, f32["A"])
+    assert not isinstance(x, bf16["A B"])
+    assert not isinstance(None, f32["A B"])
+    assert isinstance(np.zeros((3, 3), np.float32), f32["A A"])
+    assert f32["B/d  L"] is f32["B/d L"]
+    assert repr(f32["B/d  L"]) == 'f32["B/d L"]'
+
+
+def test_a_failed_check_binds_nothing():
+    with scope():
+        assert not isinstance(None, f32["A B"])
+        assert not isinstance(np.zeros((2, 3), np.float32), f32["A 4"])
+        check(np.zeros((5, 7), np.float32), f32["A B"], "x")
+        assert not isinstance(np.zeros((2, 7), np.float32), f32["A B"])
+        assert isinstance(np.zeros((5, 7), np.float32), f32["A B"])
+
+
+def test_a_concrete_array_must_have_its_layout():
+    with jax.set_mesh(make_mesh(MESH)):
+        x = jax.device_put(jnp.zeros((8, 8)), make_shardings(f32["M/d F/t"]))
+        assert isinstance(x, f32["M/d F/t"])
+        assert not isinstance(x, f32["M/t F/d"])
+        assert not isinstance(x, f32["M F"])
+        assert not isinstance(x, f32["M/d F {U:t}"])
+        assert isinstance(jnp.zeros((8, 8)), f32["M F"])
+        assert not isinstance(jnp.zeros((8, 8)), f32["M/d F"])
+        assert jax.jit(lambda x: isinstance(x, f32["M/t F/d"]))(x), "a tracer has no layout yet"
+
+
+def raises(fn, *args):
+    with jax.set_mesh(make_mesh(MESH)), pytest.raises(ShardTypeError) as error:
+        fn(*args)
+    return str(error.value)
+
+
+@pytree_dataclass
+class Layer:
+    w: f32["M/d F/t"]
+    gain: f32["M/t/d"]
+
+
+@pytree_dataclass
+class Model:
+    layers: Stacked["layers", Layer]
+    embed: bf16["V/t M/d"]
+
+
+def model(**changes):
+    arrays = {
+        "w": np.zeros((3, 8, 4), np.float32),
+        "gain": np.zeros((3, 8), np.float32),
+        "embed": jnp.zeros((6, 8), jnp.bfloat16),
+    } | changes
+    return Model(Layer(arrays["w"], arrays["gain"]), jax.device_get(arrays["embed"]))
+
+
+@typed_shard_map
+def use(model: Model, x: f32["B/d M/t"], scale: int = 1) -> tuple[f32["B/d M/t"], f32[""]]:
+    total = ops.psum("{U:d,t} -> ", ops.reduce_sum("B/d M/t -> {U:d,t}", x))
+    return x * scale, total
+
+
+X = np.ones((4, 8), np.float32)
+WRONG_ARGUMENTS = {
+    "a dtype": lambda: use(model(embed=jnp.zeros((6, 8))), X),
+    "a rank": lambda: use(model(), X[0]),
+    "a size bound elsewhere": lambda: use(model(), np.ones((4, 16), np.float32)),
+    "a size bound in a stacked layer": lambda: use(model(gain=np.zeros((2, 8), np.float32)), X),
+    "an uneven split": lambda: use(model(embed=jnp.zeros((5, 8), jnp.bfloat16)), X),
+    "another tree": lambda: use(X, X),
+    "no array": lambda: use(model(gain=None), X),
+    "no array at all": lambda: use(model(), 3.0),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_wrong_arguments(case):
+    golden.check("functions.txt", f"argument: {case}", raises(WRONG_ARGUMENTS[case]))
+
+
+def test_right_arguments_and_a_static_one():
+    with jax.set_mesh(make_mesh(MESH)):
+        y, total = use(model(), x=X, scale=3)
+        np.testing.assert_array_equal(y, 3 * X)
+        assert float(total) == X.sum()
+        # Each call has sizes of its own: another batch is no contradiction.
+        assert use(model(), np.ones((12, 8), np.float32))[0].shape == (12, 8)
+
+
+def returning(make, result):
+    def fn(x: f32["B/d M/t"], w: f32["M/d F"]) -> result:
+        return make(x, w)
+
+    return lambda: jax.jit(typed_shard_map(fn))(X, np.ones((8, 6), np.float32))
+
+
+WRONG_RESULTS = {
+    "another size": returning(lambda x, w: x[:, :2], f32["B/d M/t"]),
+    "the wrong split": returning(lambda x, w: x, f32["B/t M/d"]),
+    "a split not declared": returning(lambda x, w: x[:, 0], f32["B/d"]),
+    "an owed sum": returning(lambda x, w: ops.reduce_sum("B/d M/t -> B/d {U:t}", x), f32["B/d"]),
+    "a declared sum": returning(
+        lambda x, w: ops.reduce_sum("B/d M/t -> B/d {U:t}", x), f32["B/d {U:t}"]
+    ),
+    "an unreduced scalar": returning(lambda x, w: jnp.sum(x), f32[""]),
+    "a gathered array": returning(lambda x, w: ops.all_gather("M/d F -> M F", w), f32["M F"]),
+    "a dtype": returning(lambda x, w: x.astype(jnp.bfloat16), f32["B/d M/t"]),
+    "nothing": returning(lambda x, w: None, f32["B/d M/t"]),
+    "too much": returning(lambda x, w: (x, x), f32["B/d M/t"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_wrong_results(case):
+    golden.check("functions.txt", f"result: {case}", raises(WRONG_RESULTS[case]))
+
+
+def test_a_typechecked_function_has_sizes_of_its_own():
+    @typechecked
+    def double(x: f32["N N"], times: int = 2) -> f32["N N"]:
+        assert isinstance(np.zeros(len(x), np.float32), f32["N"])
+        assert not isinstance(np.zeros(len(x) + 1, np.float32), f32["N"])
+        return x * times
+
+    @typechecked
+    def outer(x: f32["N"]) -> f32["N"]:
+        double(np.zeros((5, 5), np.float32))
+        double(np.zeros((7, 7), np.float32), times=3)
+        return x
+
+    outer(np.zeros(3, np.float32))
+    with pytest.raises(ShardTypeError) as error:
+        double(np.zeros((5, 6), np.float32))
+    golden.check("functions.txt", "typechecked: argument", str(error.value))
+
+    @typechecked
+    def shorter(x: f32["N"]) -> f32["N"]:
+        return x[1:]
+
+    with pytest.raises(ShardTypeError) as error:
+        shorter(np.zeros(4, np.float32))
+    golden.check("functions.txt", "typechecked: result", str(error.value))
+    with scope():
+        assert isinstance(np.zeros(9, np.float32), f32["N"]), "a failed call left sizes behind"
+
+
+def test_threads_have_sizes_of_their_own():
+    found = []
+    with scope():
+        check(np.zeros(3, np.float32), f32["N"], "x")
+        thread = threading.Thread(
+            target=lambda: found.append(isinstance(np.zeros(4, np.float32), f32["N"]))
+        )
+        thread.start()
+        thread.join()
+    assert found == [True]
+
+
+def test_an_untyped_result_is_refused():
+    with pytest.raises(ShardTypeError) as error:
+        typed_shard_map(lambda x: x)
+    golden.check("functions.txt", "no result type", str(error.value))
+
+
+# --- Trees
+
+
+def test_layouts_come_from_the_annotations():
+    assert type_tree(Model).layers.w is f32["layers M/d F/t"]
+    specs = make_partition_specs(Model)
+    assert specs == Model(Layer(P(None, "d", "t"), P(None, ("t", "d"))), P("t", "d"))
+    assert make_partition_specs(tuple[f32["M/d"], Layer])[0] == P("d")
+    assert type_tree(int) is None
+    assert type_tree(tuple[f32["M"], int]) is None
+    assert type_tree(tuple[()]) == ()
+    with jax.set_mesh(make_mesh(MESH)) as _:
+        shapes = make_shapes(Model, {"layers": 3, "M": 8, "F": 4, "V": 6})
+        assert shapes.layers.gain.shape == (3, 8)
+        assert shapes.embed.dtype == jnp.bfloat16
+        with pytest.raises(ValueError, match="does not split") as error:
+            make_shapes(Model, {"layers": 3, "M": 12, "F": 4, "V": 6})
+    golden.check("functions.txt", "sizes that do not split", str(error.value))
+
+
+def test_a_dataclass_is_a_pytree():
+    doubled = jax.tree.map(lambda x: 2 * x, Layer(1, 2))
+    assert doubled == Layer(2, 4)
+    with pytest.raises(AttributeError):
+        doubled.w = 3
+    assert isinstance(i32["N"], type)
