@@ -394,7 +394,10 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
     if config.simulate_devices:
         devices.simulate_cpu_devices(math.prod(axes.values()))
     if config.num_hosts > 1:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
         raise ValueError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
     return devices.make_mesh(axes)
@@ -444,9 +447,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     """Trains from the first step to the last."""
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
-    run = Run(
-        paths.root_working_dir, paths.model_name, OmegaConf.to_yaml(OmegaConf.structured(config))
-    )
+    resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
+    run = Run(paths.root_working_dir, paths.model_name, resolved)
     state = init_state(config)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     print(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
@@ -482,6 +484,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             unread = step, metrics, validate(config, state.weights, validation)
     if unread:
         record(*unread)
+    run.close()
 
     typical = statistics.median(seconds[1:] or seconds)
     print(

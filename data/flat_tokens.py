@@ -41,6 +41,7 @@ class Writer:
     """
 
     def __init__(self, path: str, split: str):
+        self.name = f"{path}/{split}"
         root = zarr.open_group(path, mode="a")
         if split in root:
             raise FileExistsError(f"{path} has a split {split} already; choose another output")
@@ -92,7 +93,7 @@ class Writer:
         if kind is not None:
             return
         if not self.sequence_count:
-            raise FlatTokensError("a split without sequences is not a dataset")
+            raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
         self._flush(1)
         self.starts.resize((self.sequence_count + 1,))
         self.starts[:] = np.asarray(self.pending_starts, np.uint64)
@@ -120,7 +121,9 @@ class FlatTokens:
         self.max_token_id = cast(int, self.group.attrs["max_token_id"])
         self.token_count = self.tokens.shape[0]
         self.sequence_count = self.seq_starts.shape[0] - 1
-        if self.sequence_count < 1 or int(np.asarray(self.seq_starts[-1])) != self.token_count:
+        if self.sequence_count < 1:
+            raise FlatTokensError(f"{self.name} has no sequences")
+        if int(np.asarray(self.seq_starts[-1])) != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:

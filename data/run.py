@@ -15,4 +15,8 @@ class Run:
         self.metrics = (self.folder / "metrics.jsonl").open("w", buffering=1)
 
     def log(self, row: dict[str, Any]) -> None:
+        """Appends a row to the metrics; whole once this returns."""
         self.metrics.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self.metrics.close()

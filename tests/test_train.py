@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,20 @@ import optax
 import pytest
 
 import train
+from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import make_shardings, typed_shard_map
 from tests import oracle
-from tests.helpers import IN_F32, MESHES, assert_close, edited, mesh, small_config
+from tests.helpers import (
+    IN_F32,
+    MESHES,
+    ROOT,
+    assert_close,
+    compose_config,
+    edited,
+    mesh,
+    small_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,37 +118,9 @@ def test_a_replica_axis_over_which_weights_are_whole():
 
 
 def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
-    """By the embedding: a target's loss has zero gradient, to the bit, for the embeddings of tokens
-    that follow it or belong to another document, and a nonzero one for those it may see."""
-    config = small_config()
-    # Row 0 holds tokens 1 to 12, so the embedding's rows tell positions apart; the document that
-    # starts at position 5 is the one looked at, by its target at position 8.
-    targets = np.ones((8, 12), np.uint32)
-    targets[0] = np.arange(1, 13)
-    is_start = np.zeros((8, 12), bool)
-    is_start[0, [0, 5, 10]] = True
-
-    @jax.jit
-    @typed_shard_map
-    def gradient(
-        weights: in_f32.Weights, batch: in_f32.TokenBatch
-    ) -> tuple[in_f32.f32[""], in_f32.Weights]:
-        def one_loss(weights):
-            scores = in_f32.forward(weights, batch, config.model)
-            mine = (batch.targets == 9) & (jnp.arange(12) == 8)
-            picked = jnp.where(mine[:, :, None], scores, 0)
-            total = in_f32.ops.reduce_sum("B/d L V/t -> {U:d,t}", jnp.square(picked))
-            return in_f32.ops.psum("{U:d,t} -> ", total)
-
-        return jax.value_and_grad(one_loss)(weights)
-
-    with jax.set_mesh(mesh(4, 2)):
-        weights = in_f32.init_state(config).weights
-        batch = in_f32.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
-        _, grads = gradient(weights, batch)
-    reached = np.flatnonzero(np.abs(jax.device_get(grads.embed)).sum(axis=1))
-    # Position 8 sees the inputs of positions 5 to 8: the start marker 0, then tokens 6, 7 and 8.
-    assert reached.tolist() == [0, 6, 7, 8]
+    """By the embedding's gradient, zero to the bit for tokens that a prediction must not see. That
+    at position 8 sees the inputs of positions 5 to 8: the start marker 0, tokens 6, 7 and 8."""
+    assert embedding_rows_reached(in_f32) == [0, 6, 7, 8]
 
 
 @pytest.mark.parametrize("clip", [1e9, 0.5])
@@ -177,3 +162,83 @@ def test_the_optimizer_agrees_with_optax(in_f32, clip):
             np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
         assert int(state.step) == len(rows)
         assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), 1e-4)
+
+
+IDENTITY_ATTENTION = (
+    "mixed = save_for_backward(attention(q, k, v, document))",
+    "mixed = save_for_backward(jnp.broadcast_to(v[:, :, None], q.shape))",
+)
+
+
+def test_without_attention_a_prediction_depends_on_the_previous_token_alone():
+    """So that no such model has a lower loss than a table of what follows each token, made from the
+    very tokens that it is tested on: the bound of the next test."""
+    module = edited("train.py", IN_F32, IDENTITY_ATTENTION)
+    assert embedding_rows_reached(module) == [8]
+
+
+def embedding_rows_reached(module):
+    """Which tokens' embeddings the logits at position 8 of a row depend on. The row holds tokens 1
+    to 12, in documents that start at positions 0, 5 and 10."""
+    config = small_config()
+    targets = np.ones((8, 12), np.uint32)
+    targets[0] = np.arange(1, 13)
+    is_start = np.zeros((8, 12), bool)
+    is_start[0, [0, 5, 10]] = True
+
+    @jax.jit
+    @typed_shard_map
+    def gradient(weights: module.Weights, batch: module.TokenBatch) -> module.Weights:
+        def squares(weights):
+            logits = module.forward(weights, batch, config.model)
+            looked_at = (batch.targets == 9) & (jnp.arange(12) == 8)
+            logits = jnp.where(looked_at[:, :, None], logits, 0)
+            total = ops.reduce_sum("B/d L V/t -> {U:d,t}", jnp.square(logits))
+            return ops.psum("{U:d,t} -> ", total)
+
+        return jax.grad(squares)(weights)
+
+    with jax.set_mesh(mesh(4, 2)):
+        batch = module.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
+        grads = gradient(module.init_state(config).weights, batch)
+        return np.flatnonzero(np.abs(jax.device_get(grads.embed)).sum(axis=1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    """The standard library as the converter writes it."""
+    path = str(tmp_path_factory.mktemp("stdlib") / "stdlib.zarr")
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens"]
+    command += ["--config-name=python_stdlib", f"output={path}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return path
+
+
+def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
+    """A validation loss of 2.1 nats per byte needs attention: on the batches that the run is
+    validated on, the entropy of a byte given the one before it is higher."""
+    config = compose_config(
+        "local_python_stdlib", f"flat_tokens.filespec={stdlib}", "paths.model_name=x"
+    )
+    counts = np.zeros((config.model.vocab, config.model.vocab))
+    with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
+        _, loader = train.make_loaders(config)
+        for step in range(config.training.validation_batches):
+            batch = jax.device_get(loader.load(step))
+            before, _, _ = oracle.layout(batch.targets, batch.is_start)
+            np.add.at(counts, (before, batch.targets), 1)
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    entropy = -np.sum(counts * np.log(np.where(share > 0, share, 1))) / counts.sum()
+    assert entropy > 2.3
+    assert counts.sum() == 16 * 32 * 128
+
+
+@pytest.mark.long
+def test_the_stdlib_figure_is_reached(stdlib, tmp_path):
+    command = [sys.executable, "-m", "train", "--config-name=local_python_stdlib"]
+    command += [f"flat_tokens.filespec={stdlib}", "paths.model_name=run"]
+    command += [f"paths.root_working_dir={tmp_path}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) <= 600
+    assert rows[-1]["validation_loss"] < 2.1

@@ -83,9 +83,9 @@ def convert(config: ConvertConfig) -> None:
                 writers[split].append(ids)
             else:
                 empty += 1
-    for split, writer in writers.items():
+    for writer in writers.values():
         print(
-            f"{config.output}/{split}: {writer.sequence_count:,} sequences, "
+            f"{writer.name}: {writer.sequence_count:,} sequences, "
             f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
         )
     if empty:

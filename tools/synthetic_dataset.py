@@ -11,10 +11,11 @@ Each sequence starts with the id of its task:
 """
 
 import argparse
+import sys
 
 import numpy as np
 
-from data.flat_tokens import Writer
+from data.flat_tokens import FlatTokensError, Writer
 
 TASKS = 4
 DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES say a distance
@@ -63,13 +64,14 @@ def main() -> None:
     args = parser.parse_args()
     for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
         rng = np.random.default_rng([args.seed, len(split)])
-        with Writer(args.output, split) as writer:
-            while writer.token_count < count:
-                length = int(rng.integers(args.length // 2, args.length + 1))
-                writer.append(sequence(rng, args.vocab, length))
-        print(
-            f"{args.output}/{split}: {writer.sequence_count} sequences, {writer.token_count} tokens"
-        )
+        try:
+            with Writer(args.output, split) as writer:
+                while writer.token_count < count:
+                    length = int(rng.integers(args.length // 2, args.length + 1))
+                    writer.append(sequence(rng, args.vocab, length))
+        except (FlatTokensError, OSError) as error:
+            sys.exit(f"error: {error}")
+        print(f"{writer.name}: {writer.sequence_count} sequences, {writer.token_count} tokens")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""The format: what is written reads back, storage format 2 too, and what isn't whole is refused."""
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data.flat_tokens
+from data.flat_tokens import FlatTokens, FlatTokensError, Writer, decode, encode
+from tests import golden
+
+SEQUENCES = [[5, 3, 8], [1], [2**31 - 1, 7]]
+
+
+def write(path, sequences, split="train"):
+    with Writer(str(path), split) as writer:
+        for sequence in sequences:
+            writer.append(sequence)
+    return str(path)
+
+
+def test_the_arrays_are_as_the_specification_says(tmp_path):
+    group = zarr.open_group(write(tmp_path / "x.zarr", SEQUENCES), mode="r")["train"]
+    tokens, starts = group["encoded_tokens"], group["seq_starts"]
+    assert (tokens.dtype, starts.dtype) == (np.uint32, np.uint64)
+    assert tokens[:].tolist() == [11, 6, 16, 3, 2**32 - 1, 14]
+    assert starts[:].tolist() == [0, 3, 4, 6]
+    assert group.attrs["max_token_id"] == 2**31 - 1
+
+
+ids = st.integers(1, 2**31 - 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=9),
+    st.integers(1, 7),
+)
+def test_any_sequences_in_any_chunking_read_back(tmp_path_factory, sequences, chunk):
+    path = tmp_path_factory.mktemp("flat") / "x.zarr"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.flat_tokens, "CHUNK", chunk)
+        write(path, sequences)
+    dataset = FlatTokens(str(path), "train")
+    dataset.validate()
+    flat = [i for sequence in sequences for i in sequence]
+    read, is_start = dataset.read(0, dataset.token_count)
+    assert read.tolist() == flat
+    assert np.flatnonzero(is_start).tolist() == dataset.seq_starts[:-1].tolist()
+    assert np.diff(dataset.seq_starts[:]).tolist() == [len(s) for s in sequences]
+    assert (dataset.sequence_count, dataset.max_token_id) == (len(sequences), max(flat))
+    middle = len(flat) // 2
+    assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
+
+
+@given(st.lists(ids, min_size=1))
+def test_encoding_is_reversible(sequence):
+    found, is_start = decode(encode(np.asarray(sequence)))
+    assert found.tolist() == sequence
+    assert is_start.tolist() == [True] + [False] * (len(sequence) - 1)
+
+
+def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, **types):
+    """A split written with zarr alone; `largest=None` leaves the attribute out."""
+    group = zarr.open_group(str(path), mode="w", zarr_format=zarr_format).create_group("train")
+    for name, values, dtype in (
+        ("encoded_tokens", tokens, np.uint32),
+        ("seq_starts", starts, np.uint64),
+    ):
+        array = np.asarray(values, types.get(name, dtype))
+        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=(2,))[:] = array
+    if largest is not None:
+        group.attrs["max_token_id"] = largest
+    return str(path)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_both_storage_formats_read(tmp_path, zarr_format):
+    dataset = FlatTokens(make_group(tmp_path / "x.zarr", zarr_format), "train")
+    dataset.validate()
+    assert dataset.read(0, 4)[0].tolist() == [5, 3, 8, 1]
+    assert dataset.read(1, 4)[1].tolist() == [False, False, True]
+
+
+DAMAGE = {
+    "unfinished": {"largest": None},
+    "the last start is not the end": {"starts": (0, 3)},
+    "starts that do not increase": {"starts": (0, 3, 3, 4)},
+    "starts that do not begin at 0": {"starts": (1, 3, 4)},
+    "a start not listed": {"tokens": (11, 7, 16, 3)},
+    "a start not marked": {"tokens": (11, 6, 16, 2)},
+    "the reserved id": {"tokens": (11, 0, 16, 3)},
+    "another largest id": {"largest": 9},
+    "tokens of another dtype": {"encoded_tokens": np.int64},
+    "starts of another dtype": {"seq_starts": np.uint32},
+    "no sequence": {"tokens": (), "starts": (0,)},
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlatTokensError) as error:
+        FlatTokens(make_group("x.zarr", **DAMAGE[case]), "train").validate()
+    golden.check("datasets.txt", case, str(error.value))
+
+
+def test_what_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlatTokensError) as error:
+        FlatTokens("missing.zarr", "train")
+    golden.check("datasets.txt", "no dataset", str(error.value))
+    with pytest.raises(FlatTokensError) as error:
+        FlatTokens(make_group("x.zarr"), "validation")
+    golden.check("datasets.txt", "no split", str(error.value))
+    zarr.open_group("y.zarr", mode="w").create_group("train")
+    with pytest.raises(FlatTokensError) as error:
+        FlatTokens("y.zarr", "train")
+    golden.check("datasets.txt", "no arrays", str(error.value))
+
+
+@pytest.mark.parametrize("sequence", [[], [0], [3, 0], [-1], [2**31], [[1]], [1.5], ["a"]], ids=str)
+def test_what_cannot_be_stored(tmp_path, sequence):
+    with Writer(str(tmp_path / "x.zarr"), "train") as writer:
+        writer.append([1])
+        with pytest.raises(FlatTokensError) as error:
+            writer.append(sequence)
+        golden.check("datasets.txt", f"append {sequence}", str(error.value))
+    assert FlatTokens(str(tmp_path / "x.zarr"), "train").token_count == 1
+
+
+def test_an_interrupted_write_is_no_dataset(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Writer(str(tmp_path / "x.zarr"), "train") as writer:
+        writer.append([1, 2, 3])
+        raise KeyboardInterrupt
+    with pytest.raises(FlatTokensError, match="not written to its end"):
+        FlatTokens(str(tmp_path / "x.zarr"), "train")
+    with pytest.raises(FlatTokensError), Writer(str(tmp_path / "y.zarr"), "train"):
+        pass
+
+
+def test_nothing_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("x.zarr", SEQUENCES)
+    write("x.zarr", [[4]], "validation")
+    with pytest.raises(FileExistsError) as error:
+        write("x.zarr", [[9]])
+    golden.check("datasets.txt", "output exists", str(error.value))
+    assert FlatTokens("x.zarr", "train").token_count == 6

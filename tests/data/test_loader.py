@@ -1,0 +1,196 @@
+"""Which rows a batch holds: all of an epoch once, by step alone, on any mesh and host."""
+
+import collections
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import loader
+from data.flat_tokens import FlatTokens, FlatTokensError, Writer
+from data.loader import FlatTokensConfig, Loader, permutation
+from shardlib.devices import make_mesh
+from tests import golden
+
+LENGTH = 4
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """100 packed rows, whose tokens count up, in documents of 1 to 9 tokens."""
+    path = str(tmp_path_factory.mktemp("loader") / "x.zarr")
+    rng = np.random.default_rng(0)
+    with Writer(path, "train") as writer:
+        while writer.token_count < 100 * LENGTH + 3:
+            left = 100 * LENGTH + 3 - writer.token_count
+            length = min(int(rng.integers(1, 10)), left)
+            writer.append(np.arange(writer.token_count, writer.token_count + length) + 1)
+    return path
+
+
+def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, **changes):
+    settings = {
+        "filespec": path,
+        "streams": 1,
+        "read_blocks_per_shuffle_buffer": 3,
+        "sequences_per_read_block": 7,
+        "seed": 0,
+        "sequence_packing": True,
+    } | changes
+    with jax.set_mesh(make_mesh(dict(zip("dt", mesh, strict=True)))):
+        return Loader(FlatTokensConfig(**settings), batch, LENGTH, vocab, 2, "train")
+
+
+def row_numbers(ids):
+    """Which packed row each is, having checked that it is whole."""
+    assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
+    return ((ids[:, 0] - 1) // LENGTH).tolist()
+
+
+def first_rows(opened, count):
+    batches = -(-count // opened.batch)
+    rows = [row_numbers(opened.rows(step, 0, opened.batch)[0]) for step in range(batches)]
+    return [row for batch in rows for row in batch][:count]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    streams=st.sampled_from([1, 2, 4]),
+    block=st.integers(1, 120),
+    blocks=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+)
+def test_an_epoch_holds_each_row_once(path, streams, block, blocks, seed):
+    opened = open_loader(
+        path,
+        streams=streams,
+        sequences_per_read_block=block,
+        read_blocks_per_shuffle_buffer=blocks,
+        seed=seed,
+    )
+    # 100 rows in streams of 100 / streams, 25 batches of 4 rows an epoch.
+    opened.batch = 4
+    for epoch in range(3):
+        rows = [
+            row
+            for step in range(epoch * 25, (epoch + 1) * 25)
+            for row in row_numbers(opened.rows(step, 0, 4)[0])
+        ]
+        assert sorted(rows) == list(range(100))
+
+
+def test_epochs_and_seeds_are_shuffled_differently(path):
+    first, second = (
+        first_rows(open_loader(path), 200)[:100],
+        first_rows(open_loader(path), 200)[100:],
+    )
+    other = first_rows(open_loader(path, seed=1), 100)
+    for a, b in (first, second), (first, other), (first, sorted(first)):
+        assert sorted(a) == sorted(b)
+        assert sum(x == y for x, y in zip(a, b, strict=True)) < 20
+
+
+def test_a_shuffle_buffer_mixes_distant_blocks(path):
+    """The first 21 rows come from 3 blocks of 7, and not in their order."""
+    rows = first_rows(open_loader(path), 21)
+    assert sorted(collections.Counter(row // 7 for row in rows).values()) == [7, 7, 7]
+    assert rows != sorted(rows)
+
+
+def test_starts_are_those_of_the_dataset(path):
+    ids, is_start = open_loader(path).rows(0, 0, 8)
+    wanted = set((np.asarray(FlatTokens(path, "train").seq_starts[:-1]) + 1).tolist())
+    assert is_start.any() and not is_start.all()
+    assert all((i in wanted) == s for i, s in zip(ids.flat, is_start.flat, strict=True))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_batch_depends_on_the_step_alone(path, packing):
+    """Whatever was read before, on whatever mesh, by however many hosts."""
+    opened = open_loader(path, streams=2, sequence_packing=packing)
+    in_turn = [jax.device_get(batch) for batch in opened.batches(0, 9)]
+    for mesh in (1, 1), (8, 1), (2, 4):
+        fresh = open_loader(path, mesh=mesh, streams=2, sequence_packing=packing)
+        for step in 8, 3:
+            batch = fresh.load(step)
+            assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
+            np.testing.assert_array_equal(batch.targets, in_turn[step].targets)
+            np.testing.assert_array_equal(batch.is_start, in_turn[step].is_start)
+    # A host that holds rows 3 to 7 only.
+    ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, 3, 7)
+    np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
+    np.testing.assert_array_equal(is_start, in_turn[5].is_start[3:7])
+
+
+@pytest.mark.parametrize("step", [0, 10_000])
+def test_opening_at_any_step_reads_one_buffer_per_stream(path, step, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        FlatTokens, "read", lambda _, low, high, true=FlatTokens.read: (
+            read.append(high - low),
+            true(_, low, high),
+        )[1],
+    )  # fmt: skip
+    opened = open_loader(path, streams=2, batch=4)
+    opened.load(step)
+    assert sum(read) <= 2 * 3 * 7 * LENGTH * 2, "at most two buffers, if the batch spans them"
+    assert len(read) <= 2 * 2 * 3
+
+
+def test_one_document_per_row(path):
+    dataset = FlatTokens(path, "train")
+    bounds = dataset.seq_starts[:].astype(int)
+    wanted = {}
+    for low, high in itertools.pairwise(bounds):
+        row = np.zeros(LENGTH, int)
+        row[: high - low] = np.arange(low, high)[:LENGTH] + 1
+        wanted[low + 1] = row
+    opened = open_loader(path, batch=2, sequence_packing=False)
+    seen = set()
+    for step in range(dataset.sequence_count // 2):
+        ids, is_start = opened.rows(step, 0, 2)
+        for row, starts in zip(ids, is_start, strict=True):
+            np.testing.assert_array_equal(row, wanted[row[0]])
+            assert starts.tolist() == [True] + [False] * (LENGTH - 1)
+            seen.add(row[0])
+    assert len(seen) >= dataset.sequence_count - 1
+
+
+def test_the_permutation_is_the_same_in_any_numpy():
+    assert permutation(10, 1, 2, 3).tolist() == [1, 8, 2, 4, 6, 5, 0, 9, 7, 3]
+    assert sorted(permutation(1000, 5)) == list(range(1000))
+
+
+def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        loader.Loader, "load", lambda self, step, true=Loader.load: (
+            asked.append(step),
+            true(self, step),
+        )[1],
+    )  # fmt: skip
+    batches = open_loader(path).batches(3, 6)
+    next(batches)
+    next(batches)
+    assert asked[:2] == [3, 4]
+    list(batches)
+    assert asked == [3, 4, 5], "none beyond the last"
+
+
+REFUSED = {
+    "a vocabulary too small": {"vocab": 403},
+    "too few rows": {"batch": 128},
+    "streams that do not divide the batch": {"streams": 3},
+    "no dataset": {"path": "missing.zarr"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_the_config(path, case):
+    with pytest.raises(FlatTokensError) as error:
+        open_loader(**({"path": path} | REFUSED[case]))
+    golden.check("datasets.txt", f"loader: {case}", str(error.value).replace(path, "x.zarr"))
+    open_loader(path, vocab=404)

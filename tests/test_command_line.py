@@ -1,0 +1,162 @@
+"""What a person types: training runs, shipped configs, and what importing costs."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+import yaml
+
+import train
+from data.loader import TokenBatch
+from shardlib.types import make_shapes
+from tests.helpers import ROOT, compose_config, edited
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
+
+
+def run(*arguments, flags="--xla_force_host_platform_device_count=8", **settings):
+    env = os.environ | {"XLA_FLAGS": flags} | settings
+    command = [sys.executable, "-W", "error", "-m", "train", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
+    done = run(
+        "--config-name=local_test_synthetic",
+        "+paths.model_name=run",
+        f"paths.root_working_dir={tmp_path}",
+        "training.steps=12",
+        "training.validation_interval=5",
+        "training.validation_batches=2",
+        "training.learning_rate=1e-3",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(12))
+    needed = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    assert all(needed <= set(row) for row in rows)
+    assert [row["step"] for row in rows if "validation_loss" in row] == [4, 9, 11]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1
+    assert rows[-1]["validation_loss"] < rows[0]["loss"] - 1
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["training"]["steps"] == 12
+    assert config["training"]["steps_for_lr"] == 100
+    for line in (
+        r"^2,426,112 parameters, 4,096 tokens per step, ",
+        r"^time to first step: [\d.]+ s$",
+        r"^step 11  loss [\d.]+ .*validation_loss",
+        r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown chip",
+    ):
+        assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"], "nothing else is written"
+
+
+BAD = {
+    "paths.model_name": (["paths.root_working_dir=x"], {}),
+    "stepz": (["paths.model_name=x", "+training.stepz=5"], {}),
+    "learning_rate": (["paths.model_name=x", "training.learning_rate=fast"], {}),
+    "V=1281": (["paths.model_name=x", "model.vocab=1281"], {}),
+    "XLA_FLAGS=--xla_force_host_platform_device_count=16": (["paths.model_name=x", "mesh.d=8"], {}),
+    "missing.zarr": (["paths.model_name=x", "flat_tokens.filespec=missing.zarr"], {}),
+    "num_hosts=2": (["paths.model_name=x", "num_hosts=2"], {}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_gets_one_message(message, tmp_path):
+    overrides, settings = BAD[message]
+    done = run(
+        "--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", *overrides,
+        **settings,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") < 8
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
+    text = (ROOT / f"configs/{name}.yaml").read_text()
+    assert re.match(rf"# .*\n(#.*\n)*#   python -m train --config-name={name} .*\n", text)
+    config = compose_config(name, "paths.model_name=x", "flat_tokens.filespec=x.zarr")
+    axes = dict(config.mesh.__dict__)
+    abstract = jax.sharding.AbstractMesh(
+        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
+    sizes = train.dimensions(config)
+    with jax.sharding.use_abstract_mesh(abstract):
+        shapes = make_shapes(tuple[train.State, TokenBatch], sizes)
+        state, _ = jax.eval_shape(lambda *args: train.training_step(*args, config), *shapes)
+    assert state.weights == shapes[0].weights
+
+
+# Edits of train.py that keep every shape on a mesh with equal sides, and change what is computed.
+SILENT_EDITS = {
+    "a layer's gain gathered in the wrong order": (
+        'ops.all_gather("M/t/d -> M", w.mlp_norm)',
+        'ops.all_gather("M/d/t -> M", w.mlp_norm)',
+    ),
+    "a weight gathered along the wrong axis": (
+        'ops.all_gather("M/d F/t -> M F/t", w.w_up)',
+        'ops.all_gather("M/d F/t -> M/d F", w.w_up)',
+    ),
+    "a weight declared under another split": ('w_up: f32["M/d F/t"]', 'w_up: f32["M/t F/d"]'),
+    "a sum that is never paid": (
+        'x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))',
+        "x = save_for_backward(x + y)",
+    ),
+    "a slice in the place of a reduction": (
+        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()',
+        "return x + y[:, :, : x.shape[2]], ()",
+    ),
+    "a loss that is not summed over the batch": (
+        'ops.psum("{U:d} -> ", loss) / ops.psum("{U:d} -> ", count)',
+        'loss / ops.psum("{U:d} -> ", count)',
+    ),
+    "a weight used without its gather": (
+        'w_down = ops.all_gather("M/d F/t -> M F/t", w.w_down)',
+        "w_down = w.w_down",
+    ),
+    "heads split over the other axis": (
+        'ops.all_gather("M/d K/t D -> M K/t D", w.w_k)',
+        'ops.all_gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SILENT_EDITS)
+def test_the_probe_refuses_a_wrong_collective(case):
+    module = edited("train.py", SILENT_EDITS[case])
+    config = compose_config("local_test_synthetic", "paths.model_name=x", "mesh={d: 2, t: 2}")
+    with pytest.raises((TypeError, ValueError, NotImplementedError)):
+        module.probe(config)
+
+
+def test_the_probe_passes_the_source_as_it_is():
+    train.probe(compose_config("local_test_synthetic", "paths.model_name=x"))
+
+
+def test_importing_train_leaves_out_what_a_run_does_not_need():
+    script = "import sys, train; print(*{'datasets', 'transformers', 'optax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+def test_the_source_has_no_annotation_that_nobody_checks():
+    """An array type on a local variable would be a comment: nothing looks at it."""
+    for path in [ROOT / "train.py", *(ROOT / "data").glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.AnnAssign):
+                    text = ast.unparse(node.annotation)
+                    assert not re.match(r"(f32|bf16|i32|u32|bool_)\[", text), (path, text)
