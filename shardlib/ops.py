@@ -6,10 +6,12 @@
 Call them inside a `typed_shard_map`. Each op checks its operands against the left side of its
 string, itself against what it can do, and its result against the right side; what doesn't hold is
 a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Each runs under a
-`jax.named_scope` that carries its string, which the jaxpr, the HLO and a profiler show.
+`jax.named_scope` that carries its string, which the jaxpr, the HLO and a profiler show. JAX has no
+`vmap` of values that owe sums.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -62,14 +64,19 @@ class _Call:
 def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wraps `implementation(call, *operands)` into an op that takes a string and is checked."""
     name = implementation.__name__
+    _, *parameters = inspect.signature(implementation).parameters.values()
+    any_number = parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
 
     @functools.wraps(implementation)
     def op(signature: str, *operands: jax.Array) -> jax.Array:
+        if not isinstance(signature, str):
+            raise ShardTypeError(f"ops.{name} takes its string first, then its operands")
         call = _Call(name, signature)
         call.require(inside_shard_map(), "call it inside a typed_shard_map")
-        count = len(call.operands)
+        count, takes = len(call.operands), len(parameters)
+        call.require(any_number or count == takes, f"it takes {takes} operand(s), not {count}")
         call.require(
-            len(operands) == count, f"the string has {count} operands, the call {len(operands)}"
+            len(operands) == count, f"the string has {count} operand(s), the call {len(operands)}"
         )
         for spec in (*call.operands, call.result):
             if problem := axes_problem(spec):
@@ -203,6 +210,10 @@ def _owed_by_removing(call: _Call, removed: list[Dim], before: tuple[str, ...]) 
     """The axes of summed-over dimensions, which the right side must declare as owed."""
     new = tuple(a for dim in removed for a in dim.axes if a not in before)
     declared = call.result.unreduced
+    for axis in new:
+        call.require(
+            axis not in call.result.axes, f"axis {axis} splits two dimensions: gather one first"
+        )
     if set(declared) != {*new, *before}:
         owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
         fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
@@ -244,6 +255,7 @@ def reduce_max(call: _Call, x: jax.Array) -> jax.Array:
         ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(x))
 
     Forward: all-reduce (max) over the axes of the split ones. It has no gradient: stop it before.
+    Not every backend's all-reduce passes on a NaN.
     """
     positions, removed = _reduced(call)
     pending = (*call.operands[0].unreduced, *call.result.unreduced)
@@ -274,6 +286,9 @@ def einsum_unreduced(call: _Call, *operands: jax.Array) -> jax.Array:
             call.require(first, f"{dim} on the right is in no operand")
             call.require(first == dim, f"{first} and {dim}: one name has one split; gather first")
     _check_operands(call, operands)
+    axes = [axis for dim in seen.values() for axis in dim.axes]
+    for axis in axes:
+        call.require(axes.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
     owed = _owed_by_removing(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
@@ -300,12 +315,12 @@ def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Ar
     the bracketed dimension's axes is left owed, and declared; it communicates nothing. Dimensions
     that table and indices share are looked up one by one. The result is the indices' dimensions,
     then the table's remaining ones. An index outside 0 <= index < V gives zeros.
-    Raises ShardTypeError where the string is not of this form, or indices aren't integers.
+    Raises ShardTypeError where the string is not of this form, or indices aren't i32 or u32.
     """
     tables, ids = call.operands
     looked_up = [dim for dim in tables.dims if dim.indexed]
     call.require(len(looked_up) == 1, "the first operand needs one dimension in brackets: [V/t]")
-    call.require(jnp.issubdtype(indices.dtype, jnp.integer), f"indices are {indices.dtype}")
+    call.require(indices.dtype in (jnp.int32, jnp.uint32), f"indices are {indices.dtype}")
     call.require(not tables.unreduced and not ids.unreduced, "pay the sum first")
     (dim,) = looked_up
     shared = tuple(d for d in tables.dims if d in ids.dims)
@@ -338,12 +353,18 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     Forward: one all-reduce of a scalar for each set of axes that arrays are split over; an array
     that is whole along an axis counts once. For use outside differentiation.
     """
+    if not inside_shard_map():
+        raise ShardTypeError("ops.sum_of_squares: call it inside a typed_shard_map")
     totals: dict[tuple[str, ...], jax.Array] = {}
     for path, kind, x in typed_leaves(tree, hint, "the operand of ops.sum_of_squares"):
         check(x, kind, path)
+        if kind.spec.unreduced:
+            raise ShardTypeError(f"{path} is {kind}: pay the sum first")
         axes = tuple(a for a in mesh_shape() if a in kind.spec.axes)
         square = jnp.sum(jnp.square(x.astype(jnp.float32)))
         totals[axes] = totals[axes] + square if axes in totals else square
     with jax.named_scope("sum_of_squares"):
         paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
-    return sum(paid, start=jnp.float32(0))
+    total = sum(paid, start=jnp.float32(0))
+    check(total, Spec(), "the result of ops.sum_of_squares")
+    return total

@@ -16,6 +16,10 @@ The axes of one dimension stand in the reverse of the mesh's order, so on a mesh
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh one.
+
+What a check can't see: JAX knows over which axes a value may differ, not whether it does. A sum
+over a split dimension that is taken by hand, not by an op, differs and owes without saying so; it
+passes for a whole array until it meets a scalar or a result of `typed_shard_map`.
 """
 
 import contextlib
@@ -35,7 +39,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
@@ -80,11 +84,6 @@ class Spec:
         """The axes that the dimensions are split over."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
-    @property
-    def partition_spec(self) -> PartitionSpec:
-        """The layout in JAX's words."""
-        return PartitionSpec(*(dim.axes or None for dim in self.dims))
-
 
 _ITEM = re.compile(
     r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+\b)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
@@ -98,7 +97,7 @@ _ITEM = re.compile(
 def _parse(text: str) -> tuple[list[Spec], list[str]]:
     """The specs, and the commas and arrows that stand between them."""
     specs, marks = [Spec()], []
-    for word in re.finditer(r"\{.*?(\}|$)|,|->|(?!->)[^\s,{]((?!->)[^\s,{])*", text):
+    for word in re.finditer(r"\{[^}]*\}?|,|->|((?!->)[^\s,{])+", text):
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None or bool(item["open"]) != bool(item["close"]):
             problem = (
@@ -168,6 +167,8 @@ class DType:
     dtype: np.dtype
 
     def __getitem__(self, text: str) -> ArrayType:
+        if not isinstance(text, str):
+            raise SpecError(f'{self.name}[...] takes one string, like {self.name}["B/d L"]')
         return array_type(self, parse_spec(text))
 
 
@@ -237,17 +238,20 @@ def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
     a shard_map it also compares the sums owed; outside, the layout of a concrete array.
     """
     if problem := _problem(value, expected, where):
-        found = type(value).__name__
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
-            found = str(jax.typeof(value))
-            if inside_shard_map():
-                found += f" on each device of {show_axes(mesh_shape())}"
         raise ShardTypeError(
             f"{where} does not fit its type\n"
             f"    declared: {str(expected) or 'a scalar'}\n"
-            f"    found:    {found}\n"
+            f"    found:    {describe(value)}\n"
             f"    {problem}"
         )
+
+
+def describe(value: Any) -> str:
+    """An array's type as JAX prints it, and where it is so; of anything else, its class."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return type(value).__name__
+    each = f" on each device of {show_axes(mesh_shape())}" if inside_shard_map() else ""
+    return f"{jax.typeof(value)}{each}"
 
 
 def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
@@ -304,22 +308,24 @@ def _owed_problem(value: Any, spec: Spec) -> str | None:
         return f"it owes no sum over {settled}: it is paid already, or never was a partial sum"
     if not spec.dims and kind.varying:
         return (
-            "a scalar is the same on every device or owes a sum; this one varies over "
-            f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}"
+            "a scalar is the same on every device or owes a sum, and this one may differ along "
+            f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}\n"
+            "    use ops.reduce_sum, and before ops.all_gather: what that made whole counts as "
+            "differing"
         )
     return None
 
 
 def _layout_problem(value: Any, spec: Spec) -> str | None:
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
-        return None  # a tracer's layout is not known yet, and a numpy array has none
     if spec.unreduced:
         return "outside a shard_map no array owes a sum"
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
+        return None  # a tracer's layout is not known yet, and a numpy array has none
     mesh, layout = jax.sharding.get_mesh(), value.sharding
     if layout.is_fully_replicated and not spec.axes:
         return None
     if not mesh.empty:
-        wanted = NamedSharding(mesh, spec.partition_spec)
+        wanted = NamedSharding(mesh, PartitionSpec(*(dim.axes or None for dim in spec.dims)))
         if layout.is_equivalent_to(wanted, value.ndim):
             return None
     return f"its layout is {layout}"
@@ -340,15 +346,21 @@ def _caller() -> str:
 class Stacked:
     """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
 
-    def __init__(self, dim: Dim, inner: Any):
+    def __init__(self, dim: str, inner: Any):
+        spec = parse_spec(dim)
+        if len(spec.dims) != 1 or spec.unreduced:
+            raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
         self.dim, self.inner = dim, inner
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
-        return cls(parse_spec(item[0]).dims[0], item[1])
+        return cls(*item)
+
+    def __repr__(self) -> str:
+        return f'Stacked["{self.dim}", {getattr(self.inner, "__name__", self.inner)}]'
 
     def stack(self, inner: ArrayType) -> ArrayType:
         """The type of one of the arrays."""
-        return array_type(inner.element, Spec((self.dim, *inner.spec.dims), inner.spec.unreduced))
+        return array_type(inner.element, parse_spec(f"{self.dim} {inner.spec}"))
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -364,18 +376,32 @@ def pytree_dataclass(cls: type) -> type:
 
 @functools.cache
 def type_tree(hint: Any) -> Any:
-    """The annotation as a tree with an array type for each array; None if it has no arrays."""
+    """The annotation as a tree with an array type for each array; None if it has no arrays.
+
+    Raises SpecError where arrays stand among other things, or in something other than an array
+    type, a pytree_dataclass, a Stacked one or a tuple: such an annotation could not be checked.
+    """
     if isinstance(hint, ArrayType):
         return hint
     if isinstance(hint, Stacked):
         return jax.tree.map(hint.stack, type_tree(hint.inner))
-    if dataclasses.is_dataclass(hint):
-        fields = {name: type_tree(field) for name, field in typing.get_type_hints(hint).items()}
-        return None if None in fields.values() else typing.cast(Any, hint)(**fields)
-    if typing.get_origin(hint) is tuple:
-        members = tuple(type_tree(member) for member in typing.get_args(hint))
-        return None if None in members else members
-    return None
+    parts: tuple[Any, ...] = typing.get_args(hint)
+    if is_dataclass := dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        parts = tuple(hints[field.name] for field in dataclasses.fields(hint))
+    tree: Any = tuple(type_tree(part) for part in parts)
+    if hint != tuple[()] and all(part is None for part in tree):
+        return None
+    checkable = None not in tree and (is_dataclass or typing.get_origin(hint) is tuple)
+    if checkable and is_dataclass:
+        tree = typing.cast(Any, hint)(*tree)
+        checkable = not jax.tree_util.all_leaves([tree])
+    if not checkable:
+        raise SpecError(
+            f"{hint} holds array types and can't be checked: use a pytree_dataclass or a tuple, "
+            "of nothing but array types"
+        )
+    return tree
 
 
 def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
@@ -388,14 +414,23 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
-        found, wanted = type(tree).__name__, getattr(hint, "__name__", hint)
-        raise ShardTypeError(f"{where} is of type {found}, not {wanted}") from None
+        wanted, found = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
+        raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
     return leaves
 
 
 def make_partition_specs(hint: Any) -> Any:
-    """A PartitionSpec for each array of the annotated type."""
-    return jax.tree.map(lambda kind: kind.spec.partition_spec, type_tree(hint))
+    """A PartitionSpec for each array of the annotated type.
+
+    Raises SpecError where the mesh in context lacks an axis, or has the axes in another order.
+    """
+
+    def partition_spec(kind: ArrayType) -> PartitionSpec:
+        if problem := axes_problem(kind.spec):
+            raise SpecError(f"{kind}: {problem}")
+        return PartitionSpec(*(dim.axes or None for dim in kind.spec.dims))
+
+    return jax.tree.map(partition_spec, type_tree(hint))
 
 
 def make_shardings(hint: Any) -> Any:
@@ -407,20 +442,26 @@ def make_shardings(hint: Any) -> Any:
 def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
-    Raises ValueError where a dimension doesn't split evenly over its axes of the mesh in context.
+    Raises ValueError where a dimension doesn't split evenly over its axes of the mesh in context,
+    SpecError where it has no size.
     """
     mesh = mesh_shape()
 
-    def shape(kind: ArrayType) -> jax.ShapeDtypeStruct:
+    def shape(kind: ArrayType, _: PartitionSpec) -> jax.ShapeDtypeStruct:
+        lengths = []
         for dim in kind.spec.dims:
-            if sizes[dim.name] % math.prod(mesh[axis] for axis in dim.axes):
+            length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
+            if length is None:
+                raise SpecError(f"{kind}: no size is given for {dim.name}")
+            if length % math.prod(mesh[axis] for axis in dim.axes):
                 raise ValueError(
-                    f"dimension {dim.name}={sizes[dim.name]} does not split evenly over "
+                    f"dimension {dim.name}={length} does not split evenly over "
                     f"{show_axes(dim.axes)}, as {kind} needs"
                 )
-        return jax.ShapeDtypeStruct([sizes[dim.name] for dim in kind.spec.dims], kind.dtype)
+            lengths.append(length)
+        return jax.ShapeDtypeStruct(lengths, kind.dtype)
 
-    return jax.tree.map(shape, type_tree(hint))
+    return jax.tree.map(shape, type_tree(hint), make_partition_specs(hint))
 
 
 # --- Checked functions ----------------------------------------------------------------------------
@@ -430,25 +471,28 @@ class _Checked:
     """A function's annotated arguments and result, and the checks of both."""
 
     def __init__(self, fn: Callable[..., Any]):
-        self.fn, self.signature = fn, inspect.signature(fn)
+        self.name, self.signature = fn.__name__, inspect.signature(fn)
         hints = typing.get_type_hints(fn)
         self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
+        for parameter in self.signature.parameters.values():
+            if parameter.name in self.hints and str(parameter).startswith("*"):
+                raise SpecError(f"{self.name}: `{parameter.name}` takes many, and can't be checked")
 
-    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, those annotated checked."""
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """The call's arguments, those annotated checked."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             if name in self.hints:
-                where = f"argument `{name}` of {self.fn.__name__}"
+                where = f"argument `{name}` of {self.name}"
                 for path, kind, leaf in typed_leaves(value, self.hints[name], where):
                     check(leaf, kind, path)
-        return bound.arguments
+        return bound
 
     def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
         if "return" not in self.hints:
             return []
-        leaves = typed_leaves(result, self.hints["return"], f"the result of {self.fn.__name__}")
+        leaves = typed_leaves(result, self.hints["return"], f"the result of {self.name}")
         for path, kind, leaf in leaves:
             check(leaf, kind, path)
         return leaves
@@ -460,14 +504,15 @@ def typechecked(fn: F) -> F:
         @typechecked
         def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]: ...
 
-    Annotations that hold no array types are left alone. Raises ShardTypeError.
+    Annotations that hold no array types are left alone. Raises ShardTypeError; while decorating,
+    SpecError for an annotation that could not be checked.
     """
     checked = _Checked(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with scope():
-            checked.check_arguments(args, kwargs)
+            checked.bind(args, kwargs)
             result = fn(*args, **kwargs)
             checked.check_result(result)
         return result
@@ -487,17 +532,25 @@ def typed_shard_map(fn: F) -> F:
     """
     checked = _Checked(fn)
     if "return" not in checked.hints:
-        raise ShardTypeError(f"{fn.__name__} needs a result annotated with array types")
+        raise SpecError(f"{fn.__name__} needs a result annotated with array types")
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.shape or mesh.manual_axes or set(mesh.axis_types) != {AxisType.Auto}:
+            raise ShardTypeError(
+                f"call {fn.__name__} with jax.set_mesh(devices.make_mesh(...)) in force, and not "
+                "inside another shard_map"
+            )
         with scope():
-            arguments = checked.check_arguments(args, kwargs)
-            arrays = {name: arguments[name] for name in arguments if name in checked.hints}
-            rest = {name: arguments[name] for name in arguments if name not in arrays}
+            bound = checked.bind(args, kwargs)
+            arrays = {
+                name: bound.arguments[name] for name in bound.arguments if name in checked.hints
+            }
 
             def local(arrays: dict[str, Any]) -> Any:
-                result = fn(**arrays, **rest)
+                bound.arguments.update(arrays)
+                result = fn(*bound.args, **bound.kwargs)
                 for path, kind, leaf in checked.check_result(result):
                     _check_whole(path, kind, leaf)
                 return result

@@ -33,9 +33,10 @@ class ConvertConfig:
 
 
 def python_stdlib() -> list[str]:
-    """The standard library's own source files on this machine, tests and installed packages left
-    out, in the order of their names."""
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    """The standard library's own source files on this machine, in the order of their names. Left
+    out are tests, installed packages, and pydoc_data: one file of help texts, long enough to be
+    half of a validation split that it falls into."""
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = (file.relative_to(root) for file in root.rglob("*.py"))
     return sorted(str(root / file) for file in files if not left_out & set(file.parts))

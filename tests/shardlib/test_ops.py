@@ -17,6 +17,7 @@ from shardlib.types import (
     i32,
     pytree_dataclass,
     type_tree,
+    typechecked,
     typed_shard_map,
     u32,
 )
@@ -303,8 +304,27 @@ MISUSES = {
     "index_unreduced with a shared dimension second": lambda a: ops.index_unreduced(
         "[M/t] L, B/d L -> B/d L {U:t}", a.x[0].T, a.ids
     ),
+    "einsum of two dimensions split over one axis": lambda a: ops.einsum_unreduced(
+        "L M/t, L F/t -> L {U:t}", a.x[0], jnp.zeros_like(a.x[0, :, :1]) + a.w[0]
+    ),
+    "index_unreduced by indices split over the same axis": lambda a: ops.index_unreduced(
+        "[F/t], M/t -> M/t", a.w[0], a.x[0, 0].astype(jnp.int32)
+    ),
+    "index_unreduced by bytes": lambda a: ops.index_unreduced(
+        "[F/t], B/d L -> B/d L {U:t}", a.w[0], a.ids.astype(jnp.uint8)
+    ),
+    "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
+    "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
+    "index_unreduced without indices": lambda a: ops.index_unreduced("[M/d] -> {U:d}", a.w[:, 0]),
+    "sum_of_squares of what differs": lambda a: ops.sum_of_squares(f32["F/t"], a.w.sum(0)),
+    "sum_of_squares of a pending sum": lambda a: ops.sum_of_squares(f32["B/d L M {U:t}"], a.owed),
+    "a scalar that differs": lambda a: typechecked(identity)(a.x.sum()),
     "brackets in another op": lambda a: ops.all_gather("[M/d] F/t -> M F/t", a.w),
 }
+
+
+def identity(x: f32[""]) -> f32[""]:
+    return x
 
 
 def run_misuse(misuse):

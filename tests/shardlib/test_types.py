@@ -1,6 +1,7 @@
 """Type strings, and the checks of values and functions against them."""
 
 import contextlib
+import dataclasses
 import threading
 
 import jax
@@ -91,18 +92,23 @@ def test_what_a_spec_means():
     assert spec.unreduced == ("x", "y")
     assert parse_spec("") == Spec()
     assert parse_signature("{U:d}->") == ((Spec((), ("d",)),), Spec())
-    assert parse_spec("B/d L M/t/r").partition_spec == P("d", None, ("t", "r"))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["B/d L/d", "M {U:t,t}", "B/", "/d", "B//d", "[V/t", "V/t]", "B d/3", "2x", "B {U:}", "B {U:t",
-     "B {V:t}", "{U:t} B", "{U:t} {U:d}", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
+    ["B/d L/d", "M {U:t,t}", "B/", "/d", "B//d", "[V/t", "V/t]", "B d/3", "2x", "B {U:}",
+     "B {U:t", "B {V:t}", "{U:t} B", "{U:t} {U:d}", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
 )  # fmt: skip
 def test_bad_specs(text):
     with pytest.raises(SpecError) as error:
         parse_spec(text)
     golden.check("specs.txt", text, str(error.value))
+
+
+def test_a_spec_of_two_lines():
+    with pytest.raises(SpecError):
+        parse_spec("M {N\nK")
+    assert parse_spec("M\n    N") == parse_spec("M N")
 
 
 @pytest.mark.parametrize("text", ["B", "B -> L -> M", "B -> L, M", "-> B, L", "B, -> {U:t}, B"])
@@ -183,6 +189,10 @@ def use(model: Model, x: f32["B/d M/t"], scale: int = 1) -> tuple[f32["B/d M/t"]
     return x * scale, total
 
 
+def owing(x: f32["B M {U:t}"]) -> f32["B M"]:
+    return x
+
+
 X = np.ones((4, 8), np.float32)
 WRONG_ARGUMENTS = {
     "a dtype": lambda: use(model(embed=jnp.zeros((6, 8))), X),
@@ -193,6 +203,7 @@ WRONG_ARGUMENTS = {
     "another tree": lambda: use(X, X),
     "no array": lambda: use(model(gain=None), X),
     "no array at all": lambda: use(model(), 3.0),
+    "a sum owed": lambda: typed_shard_map(owing)(X),
 }
 
 
@@ -290,13 +301,12 @@ def test_an_untyped_result_is_refused():
 
 def test_layouts_come_from_the_annotations():
     assert type_tree(Model).layers.w is f32["layers M/d F/t"]
-    specs = make_partition_specs(Model)
-    assert specs == Model(Layer(P(None, "d", "t"), P(None, ("t", "d"))), P("t", "d"))
-    assert make_partition_specs(tuple[f32["M/d"], Layer])[0] == P("d")
     assert type_tree(int) is None
-    assert type_tree(tuple[f32["M"], int]) is None
     assert type_tree(tuple[()]) == ()
-    with jax.set_mesh(make_mesh(MESH)) as _:
+    with jax.set_mesh(make_mesh(MESH)):
+        specs = make_partition_specs(Model)
+        assert specs == Model(Layer(P(None, "d", "t"), P(None, ("t", "d"))), P("t", "d"))
+        assert make_partition_specs(tuple[f32["M/d"], Layer])[0] == P("d")
         shapes = make_shapes(Model, {"layers": 3, "M": 8, "F": 4, "V": 6})
         assert shapes.layers.gain.shape == (3, 8)
         assert shapes.embed.dtype == jnp.bfloat16
@@ -311,3 +321,87 @@ def test_a_dataclass_is_a_pytree():
     with pytest.raises(AttributeError):
         doubled.w = 3
     assert isinstance(i32["N"], type)
+
+
+@dataclasses.dataclass
+class NoPytree:
+    x: f32["N"]
+
+
+@pytree_dataclass
+class Mixed:
+    x: f32["N"]
+    count: int
+
+
+UNCHECKABLE = {
+    "optional": f32["N"] | None,
+    "a list": list[f32["N"]],
+    "a dict": dict[str, f32["N"]],
+    "any number": tuple[f32["N"], ...],
+    "arrays and others": tuple[f32["N"], int],
+    "a dataclass of arrays and others": Mixed,
+    "a dataclass that JAX does not know": NoPytree,
+}
+
+
+@pytest.mark.parametrize("case", UNCHECKABLE)
+def test_an_annotation_that_could_not_be_checked_is_refused(case):
+    def argument(x: UNCHECKABLE[case]): ...
+
+    def result() -> UNCHECKABLE[case]: ...
+
+    for fn in argument, result:
+        with pytest.raises(SpecError, match="can't be checked"):
+            typechecked(fn)
+
+    def many(*x: f32["N"]): ...
+
+    with pytest.raises(SpecError, match="can't be checked"):
+        typechecked(many)
+
+
+BAD_STACKED = {
+    "two dimensions": lambda: Stacked["layers L", Layer],
+    "a sum owed": lambda: Stacked["layers {U:d}", Layer],
+    "nothing": lambda: Stacked["", Layer],
+    "an axis that the layer has": lambda: type_tree(Stacked["layers/d", Layer]),
+    "an integer": lambda: f32[3],
+}
+
+
+@pytest.mark.parametrize("case", BAD_STACKED)
+def test_bad_stacks(case):
+    with pytest.raises(SpecError) as error:
+        BAD_STACKED[case]()
+    golden.check("specs.txt", f"stacked: {case}", str(error.value))
+
+
+def test_shapes_and_layouts_need_sizes_and_axes():
+    with jax.set_mesh(make_mesh(MESH)):
+        assert make_shapes(f32["8/t M"], {"M": 4}).shape == (8, 4)
+        for spec, sizes in (("M", {}), ("M/q", {"M": 4}), ("M/d/t", {"M": 8})):
+            with pytest.raises(SpecError) as error:
+                make_shapes(f32[spec], sizes)
+            golden.check("specs.txt", f"shape of {spec}", str(error.value))
+        with pytest.raises(SpecError):
+            make_shardings(f32["M/d/t"])
+
+
+def test_any_kind_of_parameter():
+    @typed_shard_map
+    def fn(x: f32["M/d"], /, scale, *more, y: f32["M/d"], **named) -> f32["M/d"]:
+        return (x + y) * scale * more[0] * named["factor"]
+
+    x = np.ones(8, np.float32)
+    with jax.set_mesh(make_mesh(MESH)):
+        assert float(fn(x, 2, 3, y=x, factor=5)[0]) == 60
+
+
+def test_a_mesh_is_needed():
+    message = r"jax.set_mesh\(devices.make_mesh"
+    with pytest.raises(ShardTypeError, match=message):
+        use(model(), X)
+    explicit = jax.make_mesh((4, 2), ("d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit), pytest.raises(ShardTypeError, match=message):
+        use(model(), X)

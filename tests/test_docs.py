@@ -1,0 +1,39 @@
+"""What the README and the docs show is so."""
+
+import re
+
+import pytest
+
+from tests.helpers import ROOT
+
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_name_what_is_there(page):
+    text = (ROOT / page).read_text()
+    for module, config in re.findall(r"python -m (\S+) --config-name=(\S+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists()
+        folder = "configs/convert" if module.startswith("tools.huggingface_to") else "configs"
+        assert (ROOT / folder / f"{config}.yaml").exists()
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([\w-]+)$", text, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_the_excerpt_in_the_readme_is_from_train():
+    excerpt = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    source = [line.strip() for line in (ROOT / "train.py").read_text().splitlines()]
+    assert all(line in source for line in excerpt.splitlines())
+
+
+def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/flat_tokens.md").read_text()
+    scope = {}
+    exec(page.split("```python\n")[1].split("```")[0], scope)
+    assert (scope["ids"].tolist(), scope["is_start"].tolist()) == ([3, 8, 1], [False, False, True])
+    shown = re.findall(r"(encoded_tokens|seq_starts) +(\[.*\])", page)
+    dataset = scope["dataset"]
+    assert {name: str(dataset.group[name][:].tolist()) for name, _ in shown} == dict(shown)
