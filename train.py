@@ -451,7 +451,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run = Run(paths.root_working_dir, paths.model_name, resolved)
     state = init_state(config)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-    print(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
+    run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
 
     seconds: list[float] = []
     finished = time.perf_counter()
@@ -463,13 +463,13 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         now = time.perf_counter()
         seconds.append(now - finished)
         if step == 0:
-            print(f"time to first step: {now - PROCESS_START:.1f} s")
+            run.say(f"time to first step: {now - PROCESS_START:.1f} s")
         row["tokens_per_second"] = tokens / seconds[-1]
         if validation_loss is not None:
             row["validation_loss"] = float(validation_loss)
         run.log(row)
         if step % max(1, hyper.steps // 50) == 0 or validation_loss is not None:
-            print("  ".join(f"{name} {value:.5g}" for name, value in row.items()), flush=True)
+            run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
         finished = time.perf_counter()
 
     # Metrics are read a step late: reading those of the step at work would make the host wait.
@@ -487,7 +487,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run.close()
 
     typical = statistics.median(seconds[1:] or seconds)
-    print(
+    run.say(
         f"done: {hyper.steps} steps, {typical:.3f} s per step (median), "
         f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, typical)}"
     )

@@ -4,19 +4,30 @@ import json
 import pathlib
 from typing import Any
 
+import jax
+
 
 class Run:
-    """`<root>/<name>/`: metrics.jsonl and config.yaml. Only the first host should make one."""
+    """`<root>/<name>/` with config.yaml and metrics.jsonl, written by the first host alone."""
 
     def __init__(self, root: str, name: str, config: str):
         self.folder = pathlib.Path(root).expanduser() / name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(config)
-        self.metrics = (self.folder / "metrics.jsonl").open("w", buffering=1)
+        self.first_host = jax.process_index() == 0
+        if self.first_host:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.yaml").write_text(config)
+            self.metrics = (self.folder / "metrics.jsonl").open("w", buffering=1)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Appends a row to the metrics; whole once this returns."""
-        self.metrics.write(json.dumps(row) + "\n")
+        """Appends a row to the metrics, complete on disk line by line."""
+        if self.first_host:
+            self.metrics.write(json.dumps(row) + "\n")
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self.first_host:
+            print(text, flush=True)
 
     def close(self) -> None:
-        self.metrics.close()
+        if self.first_host:
+            self.metrics.close()
