@@ -57,6 +57,53 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "run"], "nothing else is written"
 
 
+def test_two_hosts_train_as_one_does(tmp_path):
+    """Two processes of four devices each, told of each other as Slurm would."""
+    arguments = [
+        "--config-name=local_test_synthetic",
+        f"paths.root_working_dir={tmp_path}",
+        "training.steps=3",
+        "training.validation_interval=3",
+        "training.tokens={batch: 16, len: 32}",
+        "flat_tokens.streams=2",
+    ]
+    command = [sys.executable, "-m", "train", *arguments]
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    hosts = [
+        subprocess.Popen(
+            [*command, "paths.model_name=two", "num_hosts=2"],
+            cwd=ROOT,
+            env=os.environ | slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    printed = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    assert "done: 3 steps" in printed[0][0]
+    assert "step" not in printed[1][0], "the first host speaks for all"
+
+    done = run(*arguments, "paths.model_name=one")
+    assert done.returncode == 0, done.stderr
+    two, one = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert len(two) == len(one) == 3
+    for a, b in zip(two, one, strict=True):
+        assert set(a) == set(b)
+        for key in set(a) - {"tokens_per_second"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3), key
+
+
 BAD = {
     "paths.model_name": (["paths.root_working_dir=x"], {}),
     "stepz": (["paths.model_name=x", "+training.stepz=5"], {}),
