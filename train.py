@@ -44,7 +44,7 @@ from shardlib.types import (
     u32,
 )
 
-PROCESS_START = time.perf_counter()
+IMPORTED = time.perf_counter()
 
 # --- Config ---------------------------------------------------------------------------------------
 # Hashable, so that a jitted function can take one as a static argument.
@@ -232,7 +232,7 @@ def attention(
 
 @typechecked
 def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L V/t"]:
-    """The logits of each target given the tokens before it in its document."""
+    """The logits of each target given the tokens before it in its document and row."""
     previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     inputs = jnp.where(batch.is_start, 0, previous)
     document = jnp.cumsum(batch.is_start.astype(i32.dtype), axis=1)
@@ -241,6 +241,8 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
     x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
 
+    # A block keeps its input and what is saved by name; the rest, gathers included, is done again
+    # in the backward pass.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: bf16["B/d L M/t"], layer: Layer) -> tuple[bf16["B/d L M/t"], tuple[()]]:
@@ -463,7 +465,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         now = time.perf_counter()
         seconds.append(now - finished)
         if step == 0:
-            run.say(f"time to first step: {now - PROCESS_START:.1f} s")
+            run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
         row["tokens_per_second"] = tokens / seconds[-1]
         if validation_loss is not None:
             row["validation_loss"] = float(validation_loss)

@@ -46,15 +46,15 @@ class Writer:
         if split in root:
             raise FileExistsError(f"{path} has a split {split} already; choose another output")
         self.group = root.create_group(split)
-        self.tokens = self.group.create_array(
-            "encoded_tokens", shape=(0,), chunks=(CHUNK,), dtype=np.uint32
-        )
-        self.starts = self.group.create_array(
-            "seq_starts", shape=(1,), chunks=(CHUNK,), dtype=np.uint64
-        )
-        self.pending: list[np.ndarray] = []
-        self.pending_starts: list[int] = [0]
+        self.tokens = self._array("encoded_tokens", np.uint32)
+        self.starts = self._array("seq_starts", np.uint64)
+        # What is not on disk yet, in pieces.
+        self.pending_tokens: list[np.ndarray] = []
+        self.pending_starts: list[np.ndarray | int] = [0]
         self.token_count = self.sequence_count = self.max_token_id = 0
+
+    def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
+        return self.group.create_array(name, shape=(0,), chunks=(CHUNK,), dtype=dtype)
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
@@ -68,7 +68,7 @@ class Writer:
                 f"id {low if low < 1 else high} in sequence {self.sequence_count}: "
                 "ids are from 1 (0 is reserved) to 2**31 - 1"
             )
-        self.pending.append(encode(ids))
+        self.pending_tokens.append(encode(ids))
         self.token_count += len(ids)
         self.sequence_count += 1
         self.max_token_id = max(self.max_token_id, high)
@@ -78,11 +78,15 @@ class Writer:
 
     def _flush(self, multiple: int) -> None:
         """Writes what is pending, up to a multiple of `multiple`, so that no chunk is redone."""
-        tokens = np.concatenate(self.pending) if self.pending else np.zeros(0, np.uint32)
-        whole = len(tokens) // multiple * multiple
-        if whole:
-            self.tokens.append(tokens[:whole])
-        self.pending = [tokens[whole:]]
+        for array, pending in (
+            (self.tokens, self.pending_tokens),
+            (self.starts, self.pending_starts),
+        ):
+            values = np.hstack(pending).astype(array.dtype)
+            whole = len(values) // multiple * multiple
+            if whole:
+                array.append(values[:whole])
+            pending[:] = [values[whole:]]
 
     def __enter__(self) -> "Writer":
         return self
@@ -95,8 +99,6 @@ class Writer:
         if not self.sequence_count:
             raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
         self._flush(1)
-        self.starts.resize((self.sequence_count + 1,))
-        self.starts[:] = np.asarray(self.pending_starts, np.uint64)
         self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
 
 

@@ -15,7 +15,7 @@ import pytest
 import train
 from shardlib import ops
 from shardlib.devices import make_mesh
-from shardlib.types import make_shardings, typed_shard_map
+from shardlib.types import make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
     IN_F32,
@@ -162,6 +162,32 @@ def test_the_optimizer_agrees_with_optax(in_f32, clip):
             np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
         assert int(state.step) == len(rows)
         assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), 1e-4)
+
+
+def test_step_flops_are_those_of_the_oracles_products():
+    """Three times the forward pass's, of whose attention scores the causal half counts."""
+    config = small_config()
+    module = edited("train.py", IN_F32)
+    with jax.set_mesh(mesh(1, 1)):
+        weights = plain(make_shapes(module.Weights, module.dimensions(config)))
+    targets, is_start = random_rows()
+    jaxpr = jax.make_jaxpr(oracle.laid_out_loss)(
+        weights, targets, *oracle.layout(targets, is_start), 100.0
+    )
+
+    def product_flops(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                shape = eqn.invars[0].aval.shape
+                summed = np.prod([shape[i] for i in contracted])
+                scores = config.training.tokens.len in (summed, *eqn.outvars[0].aval.shape[-1:])
+                yield 2 * summed * np.prod(eqn.outvars[0].aval.shape) / (2 if scores else 1)
+            for inner in eqn.params.values():
+                if hasattr(inner, "jaxpr"):
+                    yield from product_flops(inner.jaxpr)
+
+    assert train.step_flops(config) == 3 * sum(product_flops(jaxpr.jaxpr))
 
 
 IDENTITY_ATTENTION = (
