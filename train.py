@@ -15,6 +15,8 @@ Dimensions:
 import dataclasses
 import functools
 import math
+import operator
+import pathlib
 import statistics
 import sys
 import time
@@ -23,6 +25,7 @@ from typing import cast
 import hydra
 import jax
 import jax.numpy as jnp
+from hydra.core.hydra_config import HydraConfig
 from jax import lax
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,6 +37,7 @@ from shardlib.activations import explicit_activation_checkpointing, save_for_bac
 from shardlib.types import (
     Stacked,
     bf16,
+    explain,
     f32,
     i32,
     make_shapes,
@@ -119,20 +123,22 @@ class Config:
     simulate_devices: bool
 
 
+# Where the config says the size of each dimension that the type strings name.
+DIMENSIONS = {
+    "B": "training.tokens.batch",
+    "L": "training.tokens.len",
+    "M": "model.d_model",
+    "Q": "model.n_q_per_kv",
+    "K": "model.n_kv",
+    "D": "model.d_head",
+    "F": "model.d_ff",
+    "V": "model.vocab",
+    "layers": "model.layers",
+}
+
+
 def dimensions(config: Config) -> dict[str, int]:
-    """The size of each dimension that the type strings name."""
-    model, tokens = config.model, config.training.tokens
-    return {
-        "B": tokens.batch,
-        "L": tokens.len,
-        "M": model.d_model,
-        "Q": model.n_q_per_kv,
-        "K": model.n_kv,
-        "D": model.d_head,
-        "F": model.d_ff,
-        "V": model.vocab,
-        "layers": model.layers,
-    }
+    return {name: operator.attrgetter(key)(config) for name, key in DIMENSIONS.items()}
 
 
 # --- Model ----------------------------------------------------------------------------------------
@@ -347,6 +353,8 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
     """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2,
     the decay scaled by the learning rate as usual, gradients clipped by their global norm first."""
+    # The gradients come summed over the batch and split as the weights are: the backward pass of a
+    # weight's all_gather is a reduce-scatter.
     loss, grads = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
     hyper, tree_map = config.training, jax.tree.map
 
@@ -380,11 +388,8 @@ def probe(config: Config) -> None:
     unnoticed because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(
-            functools.partial(training_step, config=config),
-            make_shapes(State, sizes),
-            make_shapes(TokenBatch, sizes),
-        )
+        step = functools.partial(training_step, config=config)
+        jax.eval_shape(step, make_shapes(State, sizes), make_shapes(TokenBatch, sizes))
 
 
 # --- Loop -----------------------------------------------------------------------------------------
@@ -409,7 +414,11 @@ def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
     """Batches of the training and, if used, the validation split. Raises ValueError where a
     dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
     size = dimensions(config)
-    make_shapes(tuple[State, TokenBatch], size)
+    try:
+        make_shapes(tuple[State, TokenBatch], size)
+    except ValueError as error:
+        keys = ", ".join(f"{name} is {key}" for name, key in DIMENSIONS.items())
+        raise ValueError(f"{error} ({keys})") from None
     loader = functools.partial(
         Loader, config.flat_tokens, size["B"], size["L"], size["V"], config.io.max_io_threads
     )
@@ -454,6 +463,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     state = init_state(config)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
+    if config.checkpoint_interval:
+        run.say("checkpoint_interval has no effect: this version writes no checkpoints")
 
     seconds: list[float] = []
     finished = time.perf_counter()
@@ -495,8 +506,12 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     )
 
 
-@hydra.main(config_path="configs", version_base="1.3")
+@hydra.main(config_path="configs", config_name="base", version_base="1.3")
 def main(composed: DictConfig) -> None:
+    if HydraConfig.get().job.config_name == "base":
+        files = pathlib.Path(__file__).parent.glob("configs/*.yaml")
+        names = sorted(file.stem for file in files if file.stem != "base")
+        sys.exit(f"error: choose a config by --config-name=: {', '.join(names)}")
     try:
         typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
         config = cast(Config, OmegaConf.to_object(typed))
@@ -505,7 +520,13 @@ def main(composed: DictConfig) -> None:
             loaders = make_loaders(config)
     except (ValueError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
-    probe(config)
+    try:
+        probe(config)
+    except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
+        sys.exit(
+            f"error: train.py's types don't hold (tried at sizes that tell all dimensions apart)\n"
+            f"{explain(error)}"
+        )
     with jax.set_mesh(mesh):
         train(config, *loaders)
 

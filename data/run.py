@@ -16,7 +16,10 @@ class Run:
         if self.first_host:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(config)
-            self.metrics = (self.folder / "metrics.jsonl").open("w", buffering=1)
+            metrics = self.folder / "metrics.jsonl"
+            if metrics.exists():  # an earlier run's: kept, under the time of its last row
+                metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
+            self.metrics = metrics.open("w", buffering=1)
 
     def log(self, row: dict[str, Any]) -> None:
         """Appends a row to the metrics, complete on disk line by line."""

@@ -12,14 +12,17 @@ An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
     dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
 The axes of one dimension stand in the reverse of the mesh's order, so on a mesh `d, t` always
-`M/t/d`, never `M/d/t`: the two have the same shapes and hold different parts.
+`M/t/d`, never `M/d/t`: the two have the same shapes and hold different parts. A gather over the
+outermost axis, d, then leaves `M/t`, each device's part in one piece.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh one.
 
-What a check can't see: JAX knows over which axes a value may differ, not whether it does. A sum
-over a split dimension that is taken by hand, not by an op, differs and owes without saying so; it
-passes for a whole array until it meets a scalar or a result of `typed_shard_map`.
+The sums owed are JAX's own types, and so are the axes along which a value may differ: an array that
+varies over d and is unreduced over t prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the
+documentation of `jax.shard_map`). What a check can't see: JAX knows that a value may differ, not
+whether it does. A sum over a split dimension that is taken by hand, not by an op, owes without
+saying so, and passes for a whole array until it meets a scalar or a result of `typed_shard_map`.
 """
 
 import contextlib
@@ -32,6 +35,7 @@ import math
 import os
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -331,13 +335,23 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
     return f"its layout is {layout}"
 
 
+_LIBRARIES = os.path.dirname(__file__), os.path.dirname(jax.__file__)
+
+
 def _caller() -> str:
     """file:line of the innermost frame that is neither ours nor JAX's."""
-    ours = os.path.dirname(__file__), os.path.dirname(jax.__file__)
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(ours):
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def explain(error: Exception) -> str:
+    """The error as a person needs it: its message, below the lines of their own that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, sys.prefix))]
+    lines = [f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own]
+    return "\n".join([*lines, str(error)])
 
 
 # --- Trees of array types -------------------------------------------------------------------------
@@ -550,7 +564,15 @@ def typed_shard_map(fn: F) -> F:
 
             def local(arrays: dict[str, Any]) -> Any:
                 bound.arguments.update(arrays)
-                result = fn(*bound.args, **bound.kwargs)
+                try:
+                    result = fn(*bound.args, **bound.kwargs)
+                except Exception as error:  # JAX has several classes for this one
+                    if "unreduced" not in str(error) or isinstance(error, ShardTypeError):
+                        raise
+                    raise ShardTypeError(
+                        "a value that owes a sum, {U:...}, is used as if it were whole: pay it "
+                        f"with ops.psum or ops.psum_scatter first\n    JAX says: {error}"
+                    ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in checked.check_result(result):
                     _check_whole(path, kind, leaf)
                 return result
@@ -558,7 +580,9 @@ def typed_shard_map(fn: F) -> F:
             in_specs = {name: make_partition_specs(checked.hints[name]) for name in arrays}
             out_specs = make_partition_specs(checked.hints["return"])
             mapped = jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)
-            return jax.jit(mapped)(arrays)  # JAX runs sums owed compiled only
+            # JAX runs sums owed compiled only: a call outside jit needs one of its own.
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
+            return (mapped if traced else jax.jit(mapped))(arrays)
 
     return typing.cast(F, wrapper)
 

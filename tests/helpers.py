@@ -1,5 +1,6 @@
 """What several tests need: configs, meshes, and train.py with an edit applied to its source."""
 
+import linecache
 import pathlib
 import sys
 import types
@@ -49,7 +50,9 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
     name = f"{pathlib.Path(path).stem}_edited_{len(sys.modules)}"
     module = types.ModuleType(name)
     sys.modules[name] = module  # dataclasses look their module up
-    exec(compile(text, str(ROOT / path), "exec"), vars(module))
+    file = str(ROOT / path).replace(".py", "_edited.py")
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), vars(module))
     return module
 
 
