@@ -2,9 +2,12 @@
 
 import re
 
+import jax
 import pytest
 
-from tests.helpers import ROOT
+import train
+from shardlib.types import make_shapes
+from tests.helpers import ROOT, compose_config, mesh
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 
@@ -37,3 +40,15 @@ def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
     shown = re.findall(r"(encoded_tokens|seq_starts) +(\[.*\])", page)
     dataset = scope["dataset"]
     assert {name: str(dataset.group[name][:].tolist()) for name, _ in shown} == dict(shown)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_training_commands_ask_for_what_fits(page):
+    """Short of training: the overrides compose, and every dimension splits over the mesh."""
+    for line in re.findall(
+        r"^(?:XLA_FLAGS=\S+ )?python -m train (.*)$", (ROOT / page).read_text(), re.MULTILINE
+    ):
+        name, *overrides = line.removeprefix("--config-name=").split()
+        config = compose_config(name, *overrides)
+        with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
+            make_shapes(tuple[train.State, train.TokenBatch], train.dimensions(config))
