@@ -20,7 +20,7 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import cast
+from typing import Any, cast
 
 import hydra
 import jax
@@ -168,32 +168,33 @@ class Weights:
 
 
 def init_weights(config: Config) -> Weights:
-    """Normal with variance 1/fan-in; gains are one. The projections that add to the residual stream
-    are scaled down by the number of additions (GPT-2, section 2.3)."""
+    """Normal, with deviation 1/sqrt(fan-in); those of the projections that add to the residual
+    stream are scaled down by the root of the number of additions (GPT-2, section 2.3)."""
     size = dimensions(config)
-    heads, additions = size["Q"] * size["K"] * size["D"], 2 * size["layers"]
-    gain = 0
-    fan_in = Weights(
-        embed=size["M"],
+    addition = (2 * size["layers"]) ** -0.5
+    into_model = size["M"] ** -0.5
+    gain = 0.0  # no deviation, from one
+    deviation = Weights(
+        embed=into_model,  # as small as the unembedding: a larger one learns slower
         layers=Layer(
             attention_norm=gain,
-            w_q=size["M"],
-            w_k=size["M"],
-            w_v=size["M"],
-            w_o=heads * additions,
+            w_q=into_model,
+            w_k=into_model,
+            w_v=into_model,
+            w_o=addition * (size["Q"] * size["K"] * size["D"]) ** -0.5,
             mlp_norm=gain,
-            w_gate=size["M"],
-            w_up=size["M"],
-            w_down=size["F"] * additions,
+            w_gate=into_model,
+            w_up=into_model,
+            w_down=addition * size["F"] ** -0.5,
         ),
         final_norm=gain,
-        unembed=size["M"],
+        unembed=into_model,
     )
     shapes, tree = jax.tree.flatten(make_shapes(Weights, size))
     keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
     leaves = [
-        jax.random.normal(key, s.shape, s.dtype) / math.sqrt(fan) if fan else jnp.ones_like(s)
-        for key, s, fan in zip(keys, shapes, jax.tree.leaves(fan_in), strict=True)
+        jax.random.normal(key, s.shape, s.dtype) * scale if scale else jnp.ones_like(s)
+        for key, s, scale in zip(keys, shapes, jax.tree.leaves(deviation), strict=True)
     ]
     return jax.tree.unflatten(tree, leaves)
 
@@ -203,7 +204,7 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]:
     """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
     x32 = x.astype(f32.dtype)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
-    return (x32 * scale).astype(bf16.dtype) * gain
+    return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
 
 
 def rope(x: jax.Array, max_timescale: int) -> jax.Array:
@@ -227,17 +228,18 @@ def attention(
 ) -> bf16["B/d L Q K/t D"]:
     """Causal attention within each document; Q query heads share a key-value head. Vaswani et al.
     2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245."""
-    scores = ops.einsum_unreduced("B/d Lq Q K/t D, B/d Lk K/t D -> B/d K/t Q Lq Lk", q, k)
+    scores = ops.einsum_unreduced(
+        "B/d Lq Q K/t D, B/d Lk K/t D -> B/d K/t Q Lq Lk", q, k, dtype=f32
+    )
     position = jnp.arange(q.shape[1])
     visible = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
-    scores = scores.astype(f32.dtype) / math.sqrt(q.shape[-1])
-    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
     shares = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
     return ops.einsum_unreduced("B/d K/t Q Lq Lk, B/d Lk K/t D -> B/d Lq Q K/t D", shares, v)
 
 
 @typechecked
-def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L V/t"]:
+def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32["B/d L V/t"]:
     """The logits of each target given the tokens before it in its document and row."""
     previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     inputs = jnp.where(batch.is_start, 0, previous)
@@ -286,14 +288,14 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
     gain = ops.all_gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
     h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
     unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
-    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed)
+    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed, dtype=f32)
 
 
 @typechecked
 def mean_loss(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32[""]:
     """Cross-entropy in nats, averaged over all targets of all devices. The vocabulary stays split:
     of the logits only their maximum, the sum of their exponentials and the target's are reduced."""
-    logits = forward(weights, batch, config).astype(f32.dtype)
+    logits = forward(weights, batch, config)
     peak = ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(logits))
     logits = logits - peak[:, :, None]
     total = ops.reduce_sum("B/d L V/t -> B/d L {U:t}", jnp.exp(logits))
@@ -314,8 +316,8 @@ def mean_loss(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32["
 class State:
     step: u32[""]  # steps done
     weights: Weights
-    mean: Weights  # Adam's first moment
-    variance: Weights  # Adam's second moment, uncentered
+    mu: Weights  # Adam's first moment
+    nu: Weights  # Adam's second moment
 
 
 @pytree_dataclass
@@ -364,17 +366,17 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
 
     step = state.step + 1
     b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)
-    mean = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mean, grads)
-    variance = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.variance, grads)
-    mean_scale = 1 / (1 - b1 ** step.astype(f32.dtype))
-    variance_scale = 1 / (1 - b2 ** step.astype(f32.dtype))
+    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
+    mu_scale = 1 / (1 - b1 ** step.astype(f32.dtype))
+    nu_scale = 1 / (1 - b2 ** step.astype(f32.dtype))
 
     def update(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        root = jnp.sqrt(v * variance_scale + hyper.adam_eps_root) + hyper.adam_eps
-        return w - rate * (m * mean_scale / root + hyper.weight_decay * w)
+        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
+        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
 
-    weights = tree_map(update, state.weights, mean, variance)
-    return State(step, weights, mean, variance), Metrics(loss, rate, grad_norm)
+    weights = tree_map(update, state.weights, mu, nu)
+    return State(step, weights, mu, nu), Metrics(loss, rate, grad_norm)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -395,11 +397,33 @@ def probe(config: Config) -> None:
 # --- Loop -----------------------------------------------------------------------------------------
 
 
+def check_config(config: Config) -> None:
+    """Raises ValueError for a number that is too small, or a name that is empty."""
+    may_be_zero = ("seed", "warmup_steps", "interval")
+
+    def check(key: str, value: Any) -> None:
+        if dataclasses.is_dataclass(value):
+            for name, inner in vars(value).items():
+                check(f"{key}.{name}".lstrip("."), inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            low = 0 if isinstance(value, float) or key.endswith(may_be_zero) else 1
+            if not value >= low:
+                raise ValueError(f"{key}={value}: it must be at least {low}")
+
+    check("", config)
+    if config.training.grad_clip == 0:
+        raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
+    if config.model.d_head % 2:
+        raise ValueError(f"model.d_head={config.model.d_head}: RoPE rotates pairs, so it is even")
+    if not config.paths.model_name:
+        raise ValueError("paths.model_name is empty; it names the run's folder")
+
+
 def make_mesh(config: Config) -> jax.sharding.Mesh:
     """Raises ValueError if the devices or hosts that the config asks for can't be had."""
     axes = dataclasses.asdict(config.mesh)
     if config.simulate_devices:
-        devices.simulate_cpu_devices(math.prod(axes.values()))
+        devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
             jax.distributed.initialize()
@@ -448,7 +472,7 @@ def mfu(config: Config, step_seconds: float) -> str:
 
 
 def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
-    """The mean loss over the split's first batches, the same each time. Doesn't wait for it."""
+    """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
     losses = [validation_step(weights, batch, config) for batch in loader.batches(0, count)]
     return sum(losses, start=jnp.float32(0)) / count
@@ -469,8 +493,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     seconds: list[float] = []
     finished = time.perf_counter()
 
-    def record(step: int, metrics: Metrics, validation_loss: jax.Array | None) -> None:
-        """Waits for a step and its validation, and logs it by the wall clock."""
+    def record(step: int, metrics: Metrics, weights: Weights | None = None) -> None:
+        """Waits for a step and logs it; given weights, with their validation loss."""
         nonlocal finished
         row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
         now = time.perf_counter()
@@ -478,23 +502,25 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         if step == 0:
             run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
         row["tokens_per_second"] = tokens / seconds[-1]
-        if validation_loss is not None:
-            row["validation_loss"] = float(validation_loss)
+        if validation and weights:
+            row["validation_loss"] = float(validate(config, weights, validation))
         run.log(row)
-        if step % max(1, hyper.steps // 50) == 0 or validation_loss is not None:
+        if step % max(1, hyper.steps // 50) == 0 or weights:
             run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
         finished = time.perf_counter()
 
-    # Metrics are read a step late: reading those of the step at work would make the host wait.
-    unread: tuple[int, Metrics, jax.Array | None] | None = None
+    # Metrics are read a step late, as reading those of the step at work would make the host wait.
+    # Only validation reads them at once, so that its time is not taken for the step's.
+    unread: tuple[int, Metrics] | None = None
     for step, batch in enumerate(loader.batches(0, hyper.steps)):
         state, metrics = training_step(state, batch, config)
         if unread:
             record(*unread)
-        unread = step, metrics, None
+        unread = step, metrics
         last = step + 1 == hyper.steps
         if validation and (last or (step + 1) % hyper.validation_interval == 0):
-            unread = step, metrics, validate(config, state.weights, validation)
+            record(step, metrics, state.weights)
+            unread = None
     if unread:
         record(*unread)
     run.close()
@@ -515,6 +541,7 @@ def main(composed: DictConfig) -> None:
     try:
         typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
         config = cast(Config, OmegaConf.to_object(typed))
+        check_config(config)
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)

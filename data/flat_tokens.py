@@ -37,20 +37,20 @@ class Writer:
             writer.append([5, 3, 8])
 
     Raises FileExistsError if the split is there already. If the block ends in an exception, the
-    split lacks its `max_token_id` and no reader takes it for a dataset.
+    split lacks its `max_token_id`: no reader takes it for a dataset, and a new Writer replaces it.
     """
 
     def __init__(self, path: str, split: str):
         self.name = f"{path}/{split}"
         root = zarr.open_group(path, mode="a")
-        if split in root:
+        if split in root and "max_token_id" in root[split].attrs:
             raise FileExistsError(f"{path} has a split {split} already; choose another output")
-        self.group = root.create_group(split)
+        self.group = root.create_group(split, overwrite=True)  # what was there is unfinished
         self.tokens = self._array("encoded_tokens", np.uint32)
         self.starts = self._array("seq_starts", np.uint64)
         # What is not on disk yet, in pieces.
-        self.pending_tokens: list[np.ndarray] = []
-        self.pending_starts: list[np.ndarray | int] = [0]
+        self.pending_tokens: list[np.ndarray] = [np.zeros(0, np.uint32)]
+        self.pending_starts: list[np.ndarray] = [np.zeros(1, np.uint64)]
         self.token_count = self.sequence_count = self.max_token_id = 0
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
@@ -72,7 +72,7 @@ class Writer:
         self.token_count += len(ids)
         self.sequence_count += 1
         self.max_token_id = max(self.max_token_id, high)
-        self.pending_starts.append(self.token_count)
+        self.pending_starts.append(np.array([self.token_count], np.uint64))
         if self.token_count - self.tokens.shape[0] >= 8 * CHUNK:
             self._flush(CHUNK)
 
@@ -82,7 +82,7 @@ class Writer:
             (self.tokens, self.pending_tokens),
             (self.starts, self.pending_starts),
         ):
-            values = np.hstack(pending).astype(array.dtype)
+            values = np.concatenate(pending)
             whole = len(values) // multiple * multiple
             if whole:
                 array.append(values[:whole])

@@ -46,7 +46,8 @@ def permutation(count: int, *key: int) -> np.ndarray:
     Built on a bit generator's raw output, which numpy promises not to change between versions;
     it makes no such promise for `Generator.permutation`.
     """
-    raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
+    # SeedSequence takes (1, 2) and (1, 2, 0) for the same, so the key's length goes with it.
+    raw = np.random.Philox(np.random.SeedSequence((len(key), *key))).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
@@ -149,13 +150,19 @@ class Loader:
             ids, starts = self.dataset.read(first * self.length, last * self.length)
             return ids.reshape(-1, self.length), starts.reshape(-1, self.length)
         bounds = np.asarray(self.dataset.seq_starts[first : last + 1]).astype(np.int64)
-        flat_ids, flat_starts = self.dataset.read(int(bounds[0]), int(bounds[-1]))
         ids = np.zeros((last - first, self.length), np.uint32)
         starts = np.zeros((last - first, self.length), np.bool_)
-        for row, (low, high) in enumerate(itertools.pairwise(bounds - bounds[0])):
-            used = min(high - low, self.length)
-            ids[row, :used] = flat_ids[low : low + used]
-            starts[row, :used] = flat_starts[low : low + used]
+        # One read for all, unless documents are so long that most of it would be thrown away.
+        together = bounds[-1] - bounds[0] <= 4 * ids.size
+        base = int(bounds[0])
+        flat = self.dataset.read(base, int(bounds[-1])) if together else None
+        for row, (low, end) in enumerate(itertools.pairwise(map(int, bounds))):
+            high = min(end, low + self.length)
+            if flat:
+                part = [values[low - base : high - base] for values in flat]
+            else:
+                part = list(self.dataset.read(low, high))
+            ids[row, : high - low], starts[row, : high - low] = part
         return ids, starts
 
     def rows(self, step: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,8 @@
 """A run's folder: the config that made it, and its metrics, one JSON object per line and step."""
 
 import json
+import math
 import pathlib
-from typing import Any
 
 import jax
 
@@ -21,10 +21,11 @@ class Run:
                 metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
             self.metrics = metrics.open("w", buffering=1)
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Appends a row to the metrics, complete on disk line by line."""
+    def log(self, row: dict[str, float]) -> None:
+        """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""
         if self.first_host:
-            self.metrics.write(json.dumps(row) + "\n")
+            finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
+            self.metrics.write(json.dumps(finite) + "\n")
 
     def say(self, text: str) -> None:
         """Prints a line."""

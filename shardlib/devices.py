@@ -42,11 +42,13 @@ def simulate_cpu_devices(count: int) -> None:
 def make_mesh(axes: dict[str, int]) -> Mesh:
     """A mesh over the first devices. Name first the axis whose neighbours are farthest apart.
 
-    Raises ValueError if there are too few devices.
+    Raises ValueError if there are too few devices, or, on several hosts, too many.
     """
     needed, found = math.prod(axes.values()), jax.device_count()
+    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    if jax.process_count() > 1 and needed < found:
+        raise ValueError(f"the mesh {shown} leaves some of the {found} devices of all hosts idle")
     if needed > found:
-        shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
             f"the mesh {shown} needs {needed} devices and there are {found} "
             f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "

@@ -22,6 +22,7 @@ from jax import lax
 
 from shardlib.types import (
     Dim,
+    DType,
     ShardTypeError,
     Spec,
     axes_problem,
@@ -66,9 +67,10 @@ def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     name = implementation.__name__
     _, *parameters = inspect.signature(implementation).parameters.values()
     any_number = parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
+    parameters = [p for p in parameters if p.kind != inspect.Parameter.KEYWORD_ONLY]
 
     @functools.wraps(implementation)
-    def op(signature: str, *operands: jax.Array) -> jax.Array:
+    def op(signature: str, *operands: jax.Array, **options: Any) -> jax.Array:
         if not isinstance(signature, str):
             raise ShardTypeError(f"ops.{name} takes its string first, then its operands")
         call = _Call(name, signature)
@@ -86,7 +88,7 @@ def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, f"operand {i + 1} of {call.where}")
         with jax.named_scope(scope_name(name, signature)):
-            result = implementation(call, *operands)
+            result = implementation(call, *operands, **options)
         check(result, call.result, f"the result of {call.where}")
         return result
 
@@ -266,15 +268,18 @@ def reduce_max(call: _Call, x: jax.Array) -> jax.Array:
 
 
 @_op
-def einsum_unreduced(call: _Call, *operands: jax.Array) -> jax.Array:
+def einsum_unreduced(call: _Call, *operands: jax.Array, dtype: DType | None = None) -> jax.Array:
     """The einsum of each device's parts.
 
         ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
         ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)
+        ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", x, unembed, dtype=f32)
 
     Communicates nothing. Where a summed-over dimension is split over an axis, the sum over that
-    axis is left owed, and declared. The result has the operands' dtype. Raises ShardTypeError where
-    one name has two splits, dtypes differ, operands owe sums, or {U:} isn't right.
+    axis is left owed, and declared. The result has the operands' dtype, or is left in a wider one,
+    in which it was summed; its gradient is then rounded to the operands' dtype, so that products
+    run in that one backward too. Raises ShardTypeError where one name has two splits, dtypes
+    differ, operands owe sums, or {U:} isn't right.
     """
     wanted = call.result
     seen: dict[str, Dim] = {}
@@ -293,8 +298,27 @@ def einsum_unreduced(call: _Call, *operands: jax.Array) -> jax.Array:
     owed = _owed_by_removing(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
-    y = jnp.einsum(",".join(terms[:-1]) + "->" + terms[-1], *operands)
-    return _owing(y, owed)
+    subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
+    if dtype is None or dtype.dtype == operands[0].dtype:
+        return _owing(jnp.einsum(subscripts, *operands), owed)
+    return _owing(_widening_einsum(subscripts, dtype.dtype, *operands), owed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
+
+
+def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
+    return _widening_einsum(subscripts, dtype, *operands), operands
+
+
+def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
+    _, narrow = jax.vjp(functools.partial(jnp.einsum, subscripts), *operands)
+    return narrow(gradient.astype(operands[0].dtype))
+
+
+_widening_einsum.defvjp(_widening_forward, _widening_backward)
 
 
 def _check_operands(call: _Call, operands: tuple[jax.Array, ...]) -> None:
@@ -314,7 +338,8 @@ def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Ar
     Indices are global. A device gives the entries it holds, and zeros for the rest, so the sum over
     the bracketed dimension's axes is left owed, and declared; it communicates nothing. Dimensions
     that table and indices share are looked up one by one. The result is the indices' dimensions,
-    then the table's remaining ones. An index outside 0 <= index < V gives zeros.
+    then the table's remaining ones. An index outside 0 <= index < V gives zeros. Backward, the
+    gradients of an entry that is looked up often are summed in f32.
     Raises ShardTypeError where the string is not of this form, or indices aren't i32 or u32.
     """
     tables, ids = call.operands
@@ -339,10 +364,10 @@ def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Ar
     local = indices.astype(jnp.int32) - first
     lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     local = jnp.where((local >= 0) & (local < size), local, size)
-    table = jnp.moveaxis(table, position, len(shared))
+    wide = jnp.moveaxis(table, position, len(shared)).astype(jnp.float32)
     for _ in shared:
         lookup = jax.vmap(lookup)
-    return _owing(lookup(table, local), owed)
+    return _owing(lookup(wide, local).astype(table.dtype), owed)
 
 
 def sum_of_squares(hint: Any, tree: Any) -> jax.Array:

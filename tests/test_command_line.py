@@ -113,6 +113,12 @@ BAD = {
     "XLA_FLAGS=--xla_force_host_platform_device_count=16": (["paths.model_name=x", "mesh.d=8"], {}),
     "missing.zarr": (["paths.model_name=x", "flat_tokens.filespec=missing.zarr"], {}),
     "num_hosts=2": (["paths.model_name=x", "num_hosts=2"], {}),
+    "training.steps=0": (["paths.model_name=x", "training.steps=0"], {}),
+    "mesh.t=-1": (["paths.model_name=x", "mesh.t=-1"], {}),
+    "flat_tokens.streams=0": (["paths.model_name=x", "flat_tokens.streams=0"], {}),
+    "training.grad_clip=0": (["paths.model_name=x", "training.grad_clip=0"], {}),
+    "model.d_head=7": (["paths.model_name=x", "model.d_head=7"], {}),
+    "is empty": (["paths.model_name="], {}),
 }
 
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import train
+from data.flat_tokens import FlatTokens
 from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes, make_shardings, typed_shard_map
@@ -121,6 +122,84 @@ def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
     """By the embedding's gradient, zero to the bit for tokens that a prediction must not see. That
     at position 8 sees the inputs of positions 5 to 8: the start marker 0, tokens 6, 7 and 8."""
     assert embedding_rows_reached(in_f32) == [0, 6, 7, 8]
+
+
+def test_bf16_gradients_stay_close_with_many_tokens():
+    """Sums over thousands of tokens must not run in bf16: all weights, among them an embedding of
+    which one entry is used most of the time, against the same source in f32."""
+    config = small_config("training.tokens={batch: 32, len: 256}")
+    rng = np.random.default_rng(0)
+    targets = rng.integers(1, 48, (32, 256)).astype(np.uint32)
+    targets[rng.random(targets.shape) < 0.8] = 7
+    is_start = rng.random(targets.shape) < 0.02
+    found = [
+        loss_and_grads(module, config, targets, is_start, mesh(1, 1))[:2]
+        for module in (train, edited("train.py", IN_F32))
+    ]
+    (loss, grads), (exact_loss, exact_grads) = found
+    np.testing.assert_allclose(loss, exact_loss, rtol=1e-3)
+    assert_close(grads, exact_grads, 3e-2)
+
+
+@pytest.mark.parametrize("steps, warmup", [(100, 10), (100, 0), (100, 100), (30, 3)])
+def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(steps, warmup):
+    config = small_config(f"training.steps_for_lr={steps}", f"training.warmup_steps={warmup}")
+    hyper = config.training
+    final = hyper.learning_rate * hyper.cosine_learning_rate_final_fraction
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, hyper.learning_rate, warmup, max(steps, warmup + 1), final
+    )
+    counts = jnp.arange(1, 150)
+    rates = jax.vmap(lambda step: train.learning_rate(step, hyper))(counts)
+    np.testing.assert_allclose(rates, jax.vmap(schedule)(counts), rtol=1e-5)
+
+
+def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
+    config = small_config("training.validation_interval=1", "training.validation_batches=3")
+    config.model.vocab = 1280
+    with jax.set_mesh(mesh(4, 2)):
+        weights = in_f32.init_state(config).weights
+        _, loader = in_f32.make_loaders(config)
+        found = in_f32.validate(config, weights, loader)
+        rows = [loader.rows(step, 0, 8) for step in range(3)]
+        dataset = FlatTokens(config.flat_tokens.filespec, "validation")
+        text = dataset.read(0, dataset.token_count)[0].tobytes()
+        assert all(row.tobytes() in text for ids, _ in rows for row in ids)
+        losses = [oracle.mean_loss(plain(jax.device_get(weights)), *r, 100) for r in rows]
+    np.testing.assert_allclose(found, np.mean(losses), rtol=1e-6)
+
+
+def test_the_step_reuses_the_states_memory(in_f32):
+    config = small_config()
+    with jax.set_mesh(mesh(4, 2)):
+        state = in_f32.init_state(config)
+        batch = in_f32.TokenBatch(*map(jnp.asarray, random_rows()))
+        in_f32.training_step(state, batch, config)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
+    """Step n is under way before the metrics of step n-1 are waited for."""
+    events = []
+
+    class Number(float):
+        def __float__(self):
+            events.append(f"read {self.real:.0f}")
+            return self.real
+
+    def training_step(state, batch, config):
+        events.append(f"start {batch}")
+        return state, train.Metrics(Number(batch), 0.0, 0.0)
+
+    class Loader:
+        def batches(self, first, last):
+            return iter(range(first, last))
+
+    monkeypatch.setattr(train, "training_step", training_step)
+    config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
+    with jax.set_mesh(mesh(4, 2)):
+        train.train(config, Loader(), None)
+    assert events == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
 
 
 @pytest.mark.parametrize("clip", [1e9, 0.5])

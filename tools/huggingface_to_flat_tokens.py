@@ -7,6 +7,7 @@ The configs are in configs/convert.
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ import numpy as np
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.flat_tokens import SPLITS, FlatTokensError, Writer
+from data.flat_tokens import SPLITS, Writer
 
 
 @dataclasses.dataclass
@@ -26,6 +27,7 @@ class ConvertConfig:
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split and streaming
     column: str  # holds the text
     tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
+    id_offset: int  # added to a tokenizer's ids: 1 where it uses id 0, which the format reserves
     train_split: str
     validation_split: str | None  # null: `validation_share` of the documents of train_split
     validation_share: float
@@ -45,23 +47,40 @@ def python_stdlib() -> list[str]:
 OmegaConf.register_new_resolver("python_stdlib", python_stdlib, replace=True)
 
 
-def make_tokenizer(name: str) -> Callable[[str], np.ndarray]:
+def make_tokenizer(name: str, id_offset: int) -> Callable[[str], np.ndarray]:
     """Text to ids; without special tokens, as the format marks where a sequence starts."""
     if name == "bytes_utf8":
         return lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 1
     import transformers  # takes a second to import, and bytes don't need it
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    return lambda text: np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
+
+    def tokenize(text: str) -> np.ndarray:
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
+        if not id_offset and len(ids) and not ids.min():
+            raise ValueError(f"{name} uses id 0, which the format reserves: set id_offset=1")
+        return ids + id_offset
+
+    return tokenize
 
 
 def documents(config: ConvertConfig) -> Iterator[tuple[str, str]]:
-    """Each document's text with the split it belongs to, in the dataset's order."""
+    """Each document's text with the split it belongs to, in the dataset's order. Raises ValueError
+    where the dataset or its column can't be had."""
     import datasets
 
     def texts(split: str) -> Iterator[str]:
-        rows = datasets.load_dataset(**config.load_dataset, split=split, streaming=True)
-        return (row[config.column] for row in rows)
+        try:
+            rows = datasets.load_dataset(**config.load_dataset, split=split, streaming=True)
+        except TypeError as error:  # an argument that it doesn't take
+            raise ValueError(f"load_dataset: {error}") from None
+        for row in rows:
+            if not isinstance(row.get(config.column), str):
+                columns = ", ".join(
+                    f"{name}: {type(value).__name__}" for name, value in row.items()
+                )
+                raise ValueError(f"column={config.column} is no text; the columns are {columns}")
+            yield row[config.column]
 
     train, validation = SPLITS
     share = 0 if config.validation_split else config.validation_share
@@ -74,11 +93,17 @@ def documents(config: ConvertConfig) -> Iterator[tuple[str, str]]:
 
 def convert(config: ConvertConfig) -> None:
     """Raises ValueError or OSError for what can't be read, tokenized or written."""
-    tokenize = make_tokenizer(config.tokenizer)
+    if not 0 <= config.validation_share < 1:
+        raise ValueError(f"validation_share={config.validation_share}: it is from 0 to below 1")
+    tokenize = make_tokenizer(config.tokenizer, config.id_offset)
+    texts = documents(config)
+    first = next(texts, None)  # before anything is written: most mistakes show here
+    if first is None:
+        raise ValueError(f"the split {config.train_split} has no documents")
     empty = 0
     with contextlib.ExitStack() as stack:
         writers = {split: stack.enter_context(Writer(config.output, split)) for split in SPLITS}
-        for split, text in documents(config):
+        for split, text in itertools.chain([first], texts):
             ids = tokenize(text)
             if len(ids):
                 writers[split].append(ids)
@@ -98,7 +123,7 @@ def main(composed: DictConfig) -> None:
     try:
         typed = OmegaConf.merge(OmegaConf.structured(ConvertConfig), composed)
         convert(cast(ConvertConfig, OmegaConf.to_object(typed)))
-    except (FlatTokensError, OSError, OmegaConfBaseException) as error:
+    except (ValueError, OSError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
 
 

@@ -62,6 +62,10 @@ def main() -> None:
     parser.add_argument("--train-tokens", type=int, default=300_000)
     parser.add_argument("--validation-tokens", type=int, default=20_000)
     args = parser.parse_args()
+    if args.vocab <= FIRST_SYMBOL + MIXTURES or args.length < 2 or args.seed < 0:
+        parser.error(
+            f"--vocab above {FIRST_SYMBOL + MIXTURES}, --length 2 or more, --seed 0 or more"
+        )
     for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
         rng = np.random.default_rng([args.seed, len(split)])
         try:

@@ -136,6 +136,8 @@ def test_an_interrupted_write_is_no_dataset(tmp_path):
         raise KeyboardInterrupt
     with pytest.raises(FlatTokensError, match="not written to its end"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
+    write(tmp_path / "x.zarr", [[7, 8]])  # what is unfinished is replaced
+    assert FlatTokens(str(tmp_path / "x.zarr"), "train").read(0, 2)[0].tolist() == [7, 8]
     with pytest.raises(FlatTokensError), Writer(str(tmp_path / "y.zarr"), "train"):
         pass
 

@@ -169,6 +169,46 @@ def test_indices_out_of_range_give_zeros(integer):
     np.testing.assert_array_equal(found[4:], 0)
 
 
+def test_gradients_of_an_entry_looked_up_often_are_summed_in_f32():
+    """In bf16, adding 1 to 256 changes nothing."""
+
+    @typed_shard_map
+    def look_up(table: bf16["V/t M"], ids: i32["B/d L"]) -> f32[""]:
+        y = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", table, ids)
+        y = ops.psum("B/d L M {U:t} -> B/d L M", y).astype(jnp.float32)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L M -> {U:d}", y))
+
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+        table, ids = jnp.zeros((4, 2), jnp.bfloat16), jnp.zeros((8, 1000), jnp.int32)
+        grad = jax.jit(jax.grad(look_up))(table, ids.at[:, 0].set(3))
+    np.testing.assert_allclose(grad.astype(jnp.float32)[:, 0], [7992, 0, 0, 8], rtol=1e-2)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_wider_einsum_rounds_only_its_gradient(axes):
+    """Values as in f32, from operands in bf16; gradients too, but for the rounding of one."""
+
+    @typed_shard_map
+    def logits(x: bf16["B/d M"], w: bf16["V/t M"]) -> f32["B/d V/t"]:
+        return ops.einsum_unreduced("B/d M, V/t M -> B/d V/t", x, w, dtype=f32)
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((8, 16), (24, 16)))
+
+    def loss(fn):
+        return jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), (0, 1))
+
+    with jax.set_mesh(make_mesh(axes)):
+        value, grads = jax.device_get(jax.jit(loss(logits))(*jax.device_get((x, w))))
+        jaxpr = str(jax.make_jaxpr(loss(logits))(*jax.device_get((x, w))))
+    exact = [a.astype(jnp.float32) for a in (x, w)]
+    wanted, wanted_grads = loss(lambda x, w: x @ w.T)(*exact)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert_close([g.astype(np.float32) for g in grads], jax.device_get(wanted_grads), 2e-2)
+    products = [line for line in jaxpr.splitlines() if "dot_general" in line]
+    assert len(products) >= 3
+
+
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sum_of_squares_counts_each_number_once(axes):
     @pytree_dataclass

@@ -24,7 +24,7 @@ def documents(path, split):
     return [part.tolist() for part in np.split(ids, dataset.seq_starts[1:-1].astype(int))]
 
 
-TEXTS = [f"document {i}: naïve ☃ {'x' * i}\nend" for i in range(10)]
+TEXTS = [f"document {i}! naïve ☃ {'x' * i}\nend" for i in range(10)]
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def test_bytes_of_each_document(jsonl, tmp_path):
     assert "left out: 1 empty documents" in done.stdout
 
 
-def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path):
+@pytest.mark.parametrize("special", [["<unused>", "<s>"], []], ids=["id 0 free", "id 0 in use"])
+def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,18 +67,22 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<unused>", "<s>"], initial_alphabet=alphabet
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(
-        tmp_path / "tokenizer"
-    )
-    done = convert(*arguments(jsonl, tmp_path / "x.zarr"), f"tokenizer={tmp_path / 'tokenizer'}")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[1] if special else None
+    ).save_pretrained(tmp_path / "tokenizer")
+    wanted = [*arguments(jsonl, tmp_path / "x.zarr"), f"tokenizer={tmp_path / 'tokenizer'}"]
+    offset = 0 if special else 1
+    if offset:
+        done = convert(*wanted)
+        assert "set id_offset=1" in done.stderr and done.stderr.count("error:") == 1
+    done = convert(*wanted, f"id_offset={offset}")  # replaces what the failed try left
     assert done.returncode == 0, done.stderr
     found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
+    found = [[i - offset for i in ids] for ids in found]
     assert sorted(tokenizer.decode(ids) for ids in found) == sorted(TEXTS)
-    assert all(1 not in ids for ids in found), "no special tokens"
+    assert not special or all(1 not in ids for ids in found), "no special tokens"
     assert sum(map(len, found)) < sum(len(text.encode()) for text in TEXTS)
 
 
@@ -91,6 +96,24 @@ def test_a_missing_output_and_an_existing_one(jsonl, tmp_path):
         assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
         assert message in done.stderr
     assert documents(tmp_path / "x.zarr", "train") == before
+
+
+MISTAKES = {
+    "column=nothing": "the columns are body: str",
+    "validation_share=2": "validation_share=2",
+    "train_split=missing": "missing",
+    "+load_dataset.nonsense=1": "nonsense",
+    "+speed=fast": "speed",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_message_and_leaves_nothing(jsonl, tmp_path, mistake):
+    done = convert(*arguments(jsonl, tmp_path / "x.zarr"), mistake)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert MISTAKES[mistake] in done.stderr
+    assert not (tmp_path / "x.zarr").exists()
 
 
 def test_the_standard_library_is_its_sources_without_tests():
