@@ -132,13 +132,15 @@ def test_bf16_gradients_stay_close_with_many_tokens():
     targets = rng.integers(1, 48, (32, 256)).astype(np.uint32)
     targets[rng.random(targets.shape) < 0.8] = 7
     is_start = rng.random(targets.shape) < 0.02
-    found = [
+    (loss, grads), (exact_loss, exact_grads) = (
         loss_and_grads(module, config, targets, is_start, mesh(1, 1))[:2]
         for module in (train, edited("train.py", IN_F32))
-    ]
-    (loss, grads), (exact_loss, exact_grads) = found
+    )
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-3)
-    assert_close(grads, exact_grads, 3e-2)
+    # By the norm, as rounding is noise: 0.02 at the most where sums run in f32, 0.5 where not.
+    for name, exact in jax.tree_util.tree_leaves_with_path(exact_grads):
+        found = functools.reduce(lambda tree, key: tree[key.key], name, grads)
+        assert np.linalg.norm(found - exact) < 3e-2 * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("steps, warmup", [(100, 10), (100, 0), (100, 100), (30, 3)])

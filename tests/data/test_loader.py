@@ -125,18 +125,24 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
     np.testing.assert_array_equal(is_start, in_turn[5].is_start[3:7])
 
 
+def record_reads(monkeypatch):
+    """The list of how many tokens each read takes, from now on."""
+    lengths, read = [], FlatTokens.read
+
+    def recorded(self, low, high):
+        lengths.append(high - low)
+        return read(self, low, high)
+
+    monkeypatch.setattr(FlatTokens, "read", recorded)
+    return lengths
+
+
 def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
     path = str(tmp_path / "long.zarr")
     with Writer(path, "train") as writer:
         for i in range(8):
             writer.append(np.arange(1000 * i, 1000 * i + 1000) + 1)
-    read = []
-    monkeypatch.setattr(
-        FlatTokens, "read", lambda _, low, high, true=FlatTokens.read: (
-            read.append(high - low),
-            true(_, low, high),
-        )[1],
-    )  # fmt: skip
+    read = record_reads(monkeypatch)
     ids, is_start = open_loader(path, vocab=9000, sequence_packing=False).rows(0, 0, 8)
     assert sorted(ids[:, 0].tolist()) == [1000 * i + 1 for i in range(8)]
     assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
@@ -146,13 +152,7 @@ def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", [0, 10_000])
 def test_opening_at_any_step_reads_one_buffer_per_stream(path, step, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        FlatTokens, "read", lambda _, low, high, true=FlatTokens.read: (
-            read.append(high - low),
-            true(_, low, high),
-        )[1],
-    )  # fmt: skip
+    read = record_reads(monkeypatch)
     opened = open_loader(path, streams=2, batch=4)
     opened.load(step)
     assert sum(read) <= 2 * 3 * 7 * LENGTH * 2, "at most two buffers, if the batch spans them"
