@@ -353,8 +353,9 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 @typed_shard_map
 def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
-    """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2,
-    the decay scaled by the learning rate as usual, gradients clipped by their global norm first."""
+    """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
+    As usual the decay is scaled by the learning rate, and gradients are clipped by their global
+    norm first. All weights decay, gains included."""
     # The gradients come summed over the batch and split as the weights are: the backward pass of a
     # weight's all_gather is a reduce-scatter.
     loss, grads = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
