@@ -22,7 +22,7 @@ $(VENV)/dev: $(VENV)/cpu pyproject.toml
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Ten minutes more: trains the stdlib config to its end.
+# Some four minutes more: trains the stdlib config to its end.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
 

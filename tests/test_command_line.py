@@ -13,6 +13,7 @@ import yaml
 
 import train
 from data.loader import TokenBatch
+from data.run import Run
 from shardlib.types import explain, make_shapes
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited
@@ -223,3 +224,14 @@ def test_the_source_has_no_annotation_that_nobody_checks():
                 if isinstance(node, ast.AnnAssign):
                     text = ast.unparse(node.annotation)
                     assert not re.match(r"(f32|bf16|i32|u32|bool_)\[", text), (path, text)
+
+
+def test_an_earlier_runs_metrics_are_kept(tmp_path):
+    for config in "a", "b":
+        folder = Run(str(tmp_path), "run", config)
+        folder.log({"step": 0, "loss": float("nan")})
+        folder.close()
+    assert (tmp_path / "run/config.yaml").read_text() == "b"
+    kept = sorted((tmp_path / "run").glob("metrics*.jsonl"))
+    assert len(kept) == 2
+    assert all(json.loads(path.read_text()) == {"step": 0, "loss": None} for path in kept)
