@@ -275,11 +275,13 @@ def einsum_unreduced(call: _Call, *operands: jax.Array, dtype: DType | None = No
         ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)
         ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", x, unembed, dtype=f32)
 
-    Communicates nothing. Where a summed-over dimension is split over an axis, the sum over that
-    axis is left owed, and declared. The result has the operands' dtype, or is left in a wider one,
-    in which it was summed; its gradient is then rounded to the operands' dtype, so that products
-    run in that one backward too. Raises ShardTypeError where one name has two splits, dtypes
-    differ, operands owe sums, or {U:} isn't right.
+    Communicates nothing forward. Backward neither, unless an operand is the same all along an axis
+    and another is not: the first one's gradient is then summed over that axis, by an all-reduce.
+    Where a summed-over dimension is split over an axis, the sum over it is left owed, and declared.
+    The result has the operands' dtype, or is left in a wider one, in which it was summed; its
+    gradient is then rounded to the operands' dtype, so that products run in that one backward too.
+    Raises ShardTypeError where one name has two splits, two dimensions are split over one axis,
+    dtypes differ, operands owe sums, or {U:} isn't right.
     """
     wanted = call.result
     seen: dict[str, Dim] = {}
