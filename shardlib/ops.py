@@ -50,7 +50,6 @@ class _Call:
     """One call of an op: its parsed string, and how it complains."""
 
     def __init__(self, op: str, signature: str):
-        self.op, self.signature = op, signature
         self.operands, self.result = parse_signature(signature)
         self.where = f'ops.{op}("{signature}")'
 
@@ -211,12 +210,10 @@ def psum(call: _Call, x: jax.Array) -> jax.Array:
 def _owed_by_removing(call: _Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of summed-over dimensions, which the right side must declare as owed."""
     new = tuple(a for dim in removed for a in dim.axes if a not in before)
-    declared = call.result.unreduced
-    for axis in new:
-        call.require(
-            axis not in call.result.axes, f"axis {axis} splits two dimensions: gather one first"
-        )
-    if set(declared) != {*new, *before}:
+    split = (*(a for dim in removed for a in dim.axes), *call.result.axes)
+    for axis in split:
+        call.require(split.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
+    if set(call.result.unreduced) != {*new, *before}:
         owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
         fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
         over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
@@ -292,10 +289,9 @@ def einsum_unreduced(call: _Call, *operands: jax.Array, dtype: DType | None = No
             first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
             call.require(first, f"{dim} on the right is in no operand")
             call.require(first == dim, f"{first} and {dim}: one name has one split; gather first")
-    _check_operands(call, operands)
-    axes = [axis for dim in seen.values() for axis in dim.axes]
-    for axis in axes:
-        call.require(axes.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
+        call.require(not spec.unreduced or spec is wanted, f"`{spec}`: pay the sum first")
+    dtypes = sorted({str(x.dtype) for x in operands})
+    call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
     owed = _owed_by_removing(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
@@ -321,13 +317,6 @@ def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Arr
 
 
 _widening_einsum.defvjp(_widening_forward, _widening_backward)
-
-
-def _check_operands(call: _Call, operands: tuple[jax.Array, ...]) -> None:
-    dtypes = sorted({str(x.dtype) for x in operands})
-    call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
-    for spec in call.operands:
-        call.require(not spec.unreduced, f"`{spec}`: pay the sum first")
 
 
 @_op

@@ -184,6 +184,17 @@ def test_gradients_of_an_entry_looked_up_often_are_summed_in_f32():
     np.testing.assert_allclose(grad.astype(jnp.float32)[:, 0], [7992, 0, 0, 8], rtol=1e-2)
 
 
+def product_dtypes(jaxpr):
+    """The operands' dtypes of each matrix product in a jaxpr, nested ones included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield tuple(str(operand.aval.dtype) for operand in eqn.invars)
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from product_dtypes(inner)
+
+
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_wider_einsum_rounds_only_its_gradient(axes):
     """Values as in f32, from operands in bf16; gradients too, but for the rounding of one."""
@@ -200,13 +211,14 @@ def test_a_wider_einsum_rounds_only_its_gradient(axes):
 
     with jax.set_mesh(make_mesh(axes)):
         value, grads = jax.device_get(jax.jit(loss(logits))(*jax.device_get((x, w))))
-        jaxpr = str(jax.make_jaxpr(loss(logits))(*jax.device_get((x, w))))
+        jaxpr = jax.make_jaxpr(loss(logits))(*jax.device_get((x, w)))
     exact = [a.astype(jnp.float32) for a in (x, w)]
     wanted, wanted_grads = loss(lambda x, w: x @ w.T)(*exact)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     assert_close([g.astype(np.float32) for g in grads], jax.device_get(wanted_grads), 2e-2)
-    products = [line for line in jaxpr.splitlines() if "dot_general" in line]
-    assert len(products) >= 3
+    dtypes = list(product_dtypes(jaxpr.jaxpr))
+    assert len(dtypes) >= 3, "one forward, two backward"
+    assert set(dtypes) == {("bfloat16", "bfloat16")}
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
