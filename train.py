@@ -16,20 +16,19 @@ import dataclasses
 import functools
 import math
 import operator
-import pathlib
 import statistics
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
-import hydra
 import jax
 import jax.numpy as jnp
-from hydra.core.hydra_config import HydraConfig
 from jax import lax
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
 
+from data.checkpoint import CheckpointError, Checkpoints
+from data.config import program
+from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
 from data.run import Run
 from shardlib import devices, ops
@@ -480,16 +479,22 @@ def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
 
 
 def train(config: Config, loader: Loader, validation: Loader | None) -> None:
-    """Trains from the first step to the last."""
+    """Trains from the newest checkpoint, or the first step, to the last."""
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
+    run = Run(paths.root_working_dir, paths.model_name)
+    checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
+    first = max(0, checkpoints.newest_step)
+    if first >= hyper.steps:
+        run.say(f"{run.folder} is complete: {first} steps of training.steps={hyper.steps} are done")
+        return
+    state = checkpoints.restore(State, dimensions(config)) if first else init_state(config)
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
-    run = Run(paths.root_working_dir, paths.model_name, resolved)
-    state = init_state(config)
+    run.open(resolved, first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
-    if config.checkpoint_interval:
-        run.say("checkpoint_interval has no effect: this version writes no checkpoints")
+    if first:
+        run.say(f"resumed at step {first} from {checkpoints.newest}")
 
     seconds: list[float] = []
     finished = time.perf_counter()
@@ -500,7 +505,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
         now = time.perf_counter()
         seconds.append(now - finished)
-        if step == 0:
+        if step == first:
             run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
         row["tokens_per_second"] = tokens / seconds[-1]
         if validation and weights:
@@ -510,43 +515,45 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
         finished = time.perf_counter()
 
+    def due(interval: int, step: int) -> bool:
+        """At the end of the step: every `interval` steps, unless it is 0, and at the run's end."""
+        done = step + 1
+        return done == hyper.steps or (interval > 0 and done % interval == 0)
+
     # Metrics are read a step late, as reading those of the step at work would make the host wait.
-    # Only validation reads them at once, so that its time is not taken for the step's.
+    # They are read at once where validation or a save follows, so that its time is not taken for
+    # the step's, and so that a checkpoint's steps all have their rows.
     unread: tuple[int, Metrics] | None = None
-    for step, batch in enumerate(loader.batches(0, hyper.steps)):
+    for step, batch in enumerate(loader.batches(first, hyper.steps), first):
         state, metrics = training_step(state, batch, config)
         if unread:
             record(*unread)
         unread = step, metrics
-        last = step + 1 == hyper.steps
-        if validation and (last or (step + 1) % hyper.validation_interval == 0):
-            record(step, metrics, state.weights)
+        validates = validation is not None and due(hyper.validation_interval, step)
+        saves = due(config.checkpoint_interval, step)
+        if validates or saves:
+            record(step, metrics, state.weights if validates else None)
             unread = None
-    if unread:
-        record(*unread)
+        if saves:
+            run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
+            finished = time.perf_counter()
     run.close()
 
     typical = statistics.median(seconds[1:] or seconds)
     run.say(
-        f"done: {hyper.steps} steps, {typical:.3f} s per step (median), "
+        f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
         f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, typical)}"
     )
 
 
-@hydra.main(config_path="configs", config_name="base", version_base="1.3")
-def main(composed: DictConfig) -> None:
-    if HydraConfig.get().job.config_name == "base":
-        files = pathlib.Path(__file__).parent.glob("configs/*.yaml")
-        names = sorted(file.stem for file in files if file.stem != "base")
-        sys.exit(f"error: choose a config by --config-name=: {', '.join(names)}")
+@program(Config, "configs")
+def main(config: Config) -> None:
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        config = cast(Config, OmegaConf.to_object(typed))
         check_config(config)
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
-    except (ValueError, OmegaConfBaseException) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
         probe(config)
@@ -555,8 +562,11 @@ def main(composed: DictConfig) -> None:
             f"error: train.py's types don't hold (tried at sizes that tell all dimensions apart)\n"
             f"{explain(error)}"
         )
-    with jax.set_mesh(mesh):
-        train(config, *loaders)
+    try:
+        with jax.set_mesh(mesh):
+            train(config, *loaders)
+    except (FlatTokensError, CheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

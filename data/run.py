@@ -10,16 +10,33 @@ import jax
 class Run:
     """`<root>/<name>/` with config.yaml and metrics.jsonl, written by the first host alone."""
 
-    def __init__(self, root: str, name: str, config: str):
+    def __init__(self, root: str, name: str):
         self.folder = pathlib.Path(root).expanduser() / name
         self.first_host = jax.process_index() == 0
-        if self.first_host:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.yaml").write_text(config)
-            metrics = self.folder / "metrics.jsonl"
-            if metrics.exists():  # an earlier run's: kept, under the time of its last row
-                metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
-            self.metrics = metrics.open("w", buffering=1)
+
+    def open(self, config: str, first_step: int) -> None:
+        """Before `first_step`: writes the config, and keeps the metrics of the steps before it.
+
+        Those of later steps, which an earlier attempt did after its last checkpoint, are cut off.
+        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`.
+        """
+        if not self.first_host:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(config)
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and first_step == 0:
+            metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
+        kept = 0
+        for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
+            try:
+                if json.loads(line)["step"] >= first_step:
+                    break
+            except ValueError:  # a row cut short
+                break
+            kept += len(line)
+        self.metrics = metrics.open("a", buffering=1)
+        self.metrics.truncate(kept)
 
     def log(self, row: dict[str, float]) -> None:
         """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""

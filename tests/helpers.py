@@ -36,6 +36,17 @@ SMALL = [
 ]
 
 
+def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tuple[str, str]:
+    """Runs the program in this process; what it printed, and the message it ended with, if any."""
+    monkeypatch.setattr("sys.argv", ["train", *arguments])
+    message = ""
+    try:
+        program()
+    except SystemExit as stop:
+        message = str(stop)
+    return capsys.readouterr().out, message
+
+
 def small_config(*overrides: str) -> "train.Config":
     """A tiny model whose every dimension splits over 8 devices."""
     return compose_config("local_test_synthetic", *SMALL, *overrides)

@@ -60,7 +60,8 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
 
 
 def test_two_hosts_train_as_one_does(tmp_path):
-    """Two processes of four devices each, told of each other as Slurm would."""
+    """Two processes of four devices each, told of each other as Slurm would. What they saved, one
+    process goes on from."""
     arguments = [
         "--config-name=local_test_synthetic",
         f"paths.root_working_dir={tmp_path}",
@@ -68,6 +69,7 @@ def test_two_hosts_train_as_one_does(tmp_path):
         "training.validation_interval=3",
         "training.tokens={batch: 16, len: 32}",
         "flat_tokens.streams=2",
+        "checkpoint_interval=2",
     ]
     command = [sys.executable, "-m", "train", *arguments]
     slurm = {
@@ -93,13 +95,17 @@ def test_two_hosts_train_as_one_does(tmp_path):
     assert "done: 3 steps" in printed[0][0]
     assert "step" not in printed[1][0], "the first host speaks for all"
 
-    done = run(*arguments, "paths.model_name=one")
-    assert done.returncode == 0, done.stderr
+    writers = tmp_path / "two/checkpoints/00000003.1/writers"
+    assert sorted(path.name for path in writers.iterdir() if path.is_dir()) == ["0", "1"]
+    for name in "two", "one":
+        done = run(*arguments, f"paths.model_name={name}", "training.steps=5")
+        assert done.returncode == 0, done.stderr
+        assert ("resumed at step 3 from 00000003.1" in done.stdout) == (name == "two")
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")
     )
-    assert len(two) == len(one) == 3
+    assert len(two) == len(one) == 5
     for a, b in zip(two, one, strict=True):
         assert set(a) == set(b)
         for key in set(a) - {"tokens_per_second"}:
@@ -228,7 +234,8 @@ def test_the_source_has_no_annotation_that_nobody_checks():
 
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for config in "a", "b":
-        folder = Run(str(tmp_path), "run", config)
+        folder = Run(str(tmp_path), "run")
+        folder.open(config, 0)
         folder.log({"step": 0, "loss": float("nan")})
         folder.close()
     assert (tmp_path / "run/config.yaml").read_text() == "b"

@@ -12,13 +12,12 @@ import pathlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
-import hydra
 import numpy as np
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
 
+from data.config import program
 from data.flat_tokens import SPLITS, Writer
 
 
@@ -118,12 +117,11 @@ def convert(config: ConvertConfig) -> None:
         print(f"left out: {empty:,} empty documents")
 
 
-@hydra.main(config_path="../configs/convert", version_base="1.3")
-def main(composed: DictConfig) -> None:
+@program(ConvertConfig, "configs/convert")
+def main(config: ConvertConfig) -> None:
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(ConvertConfig), composed)
-        convert(cast(ConvertConfig, OmegaConf.to_object(typed)))
-    except (ValueError, OSError, OmegaConfBaseException) as error:
+        convert(config)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,0 +1,98 @@
+"""Config files and overrides -> a typed config; a mistake in them -> one message."""
+
+import dataclasses
+import difflib
+import functools
+import os
+import pathlib
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+C = TypeVar("C")
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def program(schema: type[C], folder: str) -> Callable[[Callable[[C], None]], Callable[[], None]]:
+    """Makes a command-line program of a function of a config of type `schema`, a dataclass.
+
+    --config-name= chooses a file in `folder`, in which base.yaml is what the others extend. Exits
+    with a message where there is no such file, or the config hasn't the schema's keys and types.
+    (Hydra would suggest to add a key that it doesn't know, and then not check it.)
+    """
+
+    def decorate(function: Callable[[C], None]) -> Callable[[], None]:
+        # Hydra and OmegaConf raise alike from both calls; what the function raises isn't caught.
+        def run(composed: DictConfig) -> None:
+            try:
+                if HydraConfig.get().job.config_name == "base":
+                    sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
+                typed = OmegaConf.merge(OmegaConf.structured(schema), composed)
+                config = typing.cast(C, OmegaConf.to_object(typed))
+            except OmegaConfBaseException as error:
+                sys.exit(f"error: {_message(error, schema, folder)}")
+            function(config)
+
+        @functools.wraps(function)
+        def main() -> None:
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
+            job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
+            try:
+                job(run)()
+            except (HydraException, OmegaConfBaseException) as error:
+                sys.exit(f"error: {_message(error, schema, folder)}")
+
+        return main
+
+    return decorate
+
+
+def _names(folder: str) -> str:
+    files = (ROOT / folder).glob("*.yaml")
+    return ", ".join(sorted(file.stem for file in files if file.stem != "base"))
+
+
+def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
+    """The schema's keys with dots, those of its sections included."""
+    for name, hint in typing.get_type_hints(schema).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(hint, f"{prefix}{name}.")
+
+
+def _message(error: Exception, schema: Any, folder: str) -> str:
+    if isinstance(error, MissingConfigException):
+        name = str(error.missing_cfg_file)
+        there = ", ".join(error.options) if error.options else _names(folder)
+        close = difflib.get_close_matches(name.rpartition("/")[2], there.split(", "))
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        return f"no config {name}; {hint}there are {there}"
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key} is missing: add {key}=..."
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        section, _, last = str(key).rpartition(".")
+        sections = {known: known.rpartition(".")[0] for known in _keys(schema)}
+        names = {known: known.rpartition(".")[2] for known in sections}
+        close = difflib.get_close_matches(last, names.values())
+        if meant := [known for known in names if names[known] in close]:
+            return f"unknown key {key}; did you mean {' or '.join(meant)}?"
+        siblings = [known for known in sections if sections[known] == section]
+        return f"unknown key {key}; there are {', '.join(siblings)}"
+    if isinstance(error, OverrideParseException):
+        return f"can't read {error.override}; an override is KEY=VALUE, a text with signs in quotes"
+    problem = str(cause).split("\n    ")[0]
+    return f"{key}: {problem}" if key else problem

@@ -1,0 +1,264 @@
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.checkpoint import CHUNK_BYTES, CheckpointError, Checkpoints, chunk_shape
+from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
+from tests import golden
+from tests.helpers import MESHES, mesh
+
+SIZES = {"V": 16, "M": 24, "F": 8, "layers": 3}
+
+
+@pytree_dataclass
+class Layer:
+    w: f32["M/d F/t"]
+    half: bf16["F/t M/d"]
+
+
+@pytree_dataclass
+class Tree:
+    step: u32[""]
+    embed: f32["V/t M/d"]
+    layers: Stacked["layers", Layer]
+    gain: f32["M/t/d"]
+    whole: f32["F"]
+
+
+def values(seed=0):
+    """Any bits at all: NaNs with payloads, infinities, denormals, zeros of both signs."""
+    rng = np.random.default_rng(seed)
+
+    def bits(*shape, dtype=np.float32):
+        word = np.dtype(f"u{np.dtype(dtype).itemsize}")
+        drawn = rng.integers(0, 2 ** (8 * word.itemsize), shape, word, endpoint=False)
+        return drawn.view(dtype)
+
+    zeros = np.zeros((16, 24), np.float32)
+    zeros[3, 5] = -0.0
+    layers = Layer(bits(3, 24, 8), bits(3, 8, 24, dtype=ml_dtypes.bfloat16))
+    return Tree(np.uint32(7), zeros, layers, bits(24), bits(8))
+
+
+def on_mesh(tree):
+    return jax.tree.map(jax.device_put, tree, make_shardings(Tree))
+
+
+def assert_same_bits(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(a), np.asarray(b)
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+def save(path, step=7, tree=None, hint=Tree):
+    return pathlib.Path(
+        Checkpoints(str(path), 4).save(step, tree or on_mesh(values()), hint, "model: small\n")
+    )
+
+
+def restore(path, hint=Tree, sizes=SIZES):
+    return Checkpoints(str(path), 4).restore(hint, sizes)
+
+
+@pytest.mark.parametrize("written", MESHES)
+def test_what_one_mesh_writes_every_mesh_reads_bit_for_bit(written, tmp_path):
+    with jax.set_mesh(mesh(*written)):
+        save(tmp_path)
+    for read in MESHES:
+        with jax.set_mesh(mesh(*read)):
+            tree = restore(tmp_path)
+            assert_same_bits(tree, values())
+            layouts = jax.tree.map(lambda leaf: leaf.sharding, tree)
+            assert layouts == make_shardings(Tree)
+
+
+def test_on_disk_is_what_the_page_says(tmp_path):
+    """Read by nothing but zarr, json and file names."""
+    with jax.set_mesh(mesh(4, 2)):
+        path = save(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/00000007.1"
+    group = zarr.open_group(path, mode="r")
+    tree = values()
+    arrays = {
+        "step": tree.step,
+        "embed": tree.embed,
+        "layers/w": tree.layers.w,
+        "layers/half": tree.layers.half.view(np.uint16),
+        "gain": tree.gain,
+        "whole": tree.whole,
+    }
+    about = json.loads((path / "zarr.json").read_text())["attributes"]
+    assert list(about)[-1] == "write_completed" and about["write_completed"] is True
+    assert (about["step"], about["config"]) == (7, "model: small\n")
+    assert about["versions"]["format"] == 1 and about["versions"]["jax"] == jax.__version__
+    assert list(about["arrays"]) == list(arrays)
+    for name, wanted in arrays.items():
+        assert_same_bits(group[name][()], wanted)
+        assert group[name].metadata.to_dict()["codecs"][-1]["name"] == "crc32c"
+        entry = about["arrays"][name]
+        files = [p for p in (path / name / "c").rglob("*") if p.is_file()]
+        if not files:  # a scalar's one chunk is the file c itself
+            files = [path / name / "c"]
+        assert len(files) == entry["chunks"] and tuple(entry["shape"]) == wanted.shape
+        stored = sum(file.stat().st_size for file in files)
+        assert stored == wanted.nbytes + 4 * len(files), "each chunk once, and its checksum"
+    assert about["arrays"]["layers/w"] == {
+        "dtype": "float32",
+        "dimensions": ["layers", "M", "F"],
+        "shape": [3, 24, 8],
+        "chunk_shape": [3, 6, 4],
+        "chunks": 8,
+    }
+    assert about["arrays"]["layers/half"]["dtype"] == "bfloat16"
+    assert dict(group["writers/0"].attrs) == {"shards": 1 + 8 + 8 + 8 + 8 + 1, "problem": None}
+
+
+def test_whichever_write_fails_the_checkpoint_is_not_complete(tmp_path, monkeypatch):
+    """Every write of a save, by number, once: also that of a chunk, and that of the last mark."""
+    put, count, failing = zarr.storage.LocalStore.set, [0], [-1]
+
+    async def set_or_fail(self, key, value, *args, **kwargs):
+        count[0] += 1
+        if count[0] == failing[0]:
+            raise OSError(28, "No space left on device", key)
+        await put(self, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(zarr.storage.LocalStore, "set", set_or_fail)
+    with jax.set_mesh(mesh(2, 2)):
+        tree = on_mesh(values())
+        save(tmp_path, 1, tree)
+        save(tmp_path, 2, tree)
+        total, count[0] = count[0] // 2, 0
+        assert total > 25
+        for number in range(1, total + 1):
+            failing[0] = number
+            with pytest.raises(CheckpointError, match=r"can't be written: .*No space left"):
+                save(tmp_path, 3, tree)
+            assert count[0] >= number
+            failing[0] = count[0] = 0
+            assert Checkpoints(str(tmp_path), 4).newest_step == 2
+        save(tmp_path, 3, tree)
+        assert_same_bits(restore(tmp_path), values())
+    assert Checkpoints(str(tmp_path), 4).newest_step == 3
+
+
+def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
+    with jax.set_mesh(mesh(2, 2)):
+        tree = on_mesh(values())
+        tree.gain.delete()
+        with pytest.raises((CheckpointError, RuntimeError), match="deleted"):
+            save(tmp_path, 3, tree)
+    assert Checkpoints(str(tmp_path), 4).newest_step == -1
+
+
+DAMAGE = {
+    "a flipped bit": lambda file: file.write_bytes(
+        bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
+    ),
+    "a chunk cut short": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "an empty chunk": lambda file: file.write_bytes(b""),
+    "a missing chunk": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+@pytest.mark.parametrize("chunk", ["embed/c/1/2", "gain/c/0", "step/c", "layers/half/c/0/1/3"])
+def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.set_mesh(mesh(4, 2)):
+        path = save(pathlib.Path("checkpoints"))
+        DAMAGE[case](path / chunk)
+        with pytest.raises(CheckpointError, match=chunk.split("/c")[0]) as error:
+            restore("checkpoints")
+    if chunk == "embed/c/1/2":
+        golden.check("checkpoints.txt", case, str(error.value))
+
+
+@pytree_dataclass
+class Renamed:
+    step: u32[""]
+    embedding: f32["V/t M/d"]
+
+
+@pytree_dataclass
+class Known:
+    step: u32[""]
+    embed: f32["V/t M/d"]
+
+
+@pytree_dataclass
+class Half:
+    step: u32[""]
+    embed: bf16["V/t M/d"]
+
+
+@pytree_dataclass
+class Turned:
+    step: u32[""]
+    embed: f32["M/t V/d"]
+
+
+OTHER_MODELS = {
+    "another size": (Known, {"V": 16, "M": 32}),
+    "another name": (Renamed, {"V": 16, "M": 24}),
+    "another dtype": (Half, {"V": 16, "M": 24}),
+    "other dimensions of the same sizes": (Turned, {"V": 24, "M": 16}),
+    "arrays that the model lacks": (Known, {"V": 16, "M": 24}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_another_model_is_refused(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.set_mesh(mesh(4, 2)):
+        save("checkpoints")
+        with pytest.raises(CheckpointError) as error:
+            restore("checkpoints", *OTHER_MODELS[case])
+    golden.check("checkpoints.txt", case, str(error.value))
+
+
+def test_each_attempt_writes_apart_and_the_newest_complete_one_counts(tmp_path):
+    with jax.set_mesh(mesh(4, 2)):
+        assert Checkpoints(str(tmp_path / "none"), 4).newest_step == -1
+        tree = on_mesh(values())
+        first = Checkpoints(str(tmp_path), 4)
+        first.save(5, tree, Tree, "")
+        first.save(10, tree, Tree, "")
+        with pytest.raises(Exception, match=r"00000010\.1"):
+            first.save(10, tree, Tree, "")
+        # What a writer leaves that was killed, at first and later; and what isn't ours.
+        (tmp_path / "00000015.1").mkdir()
+        shutil.copytree(tmp_path / "00000010.1", tmp_path / "00000020.2")
+        zarr.open_group(tmp_path / "00000020.2").attrs.update({"write_completed": False})
+        zarr.open_group(tmp_path / "notes").create_group("x")
+        again = Checkpoints(str(tmp_path), 4)
+        assert (again.newest, again.attempt) == ("00000010.1", 3)
+        again.save(10, tree, Tree, "")
+        assert Checkpoints(str(tmp_path), 4).newest == "00000010.3"
+
+
+@given(st.lists(st.integers(1, 2**14), max_size=4), st.sampled_from([1, 2, 4]))
+def test_chunks_divide_a_shard_evenly_and_fit(shard, itemsize):
+    chunk = chunk_shape(tuple(shard), itemsize)
+    assert all(length % part == 0 for length, part in zip(shard, chunk, strict=True))
+    size = itemsize * int(np.prod(chunk, dtype=object))
+    assert size <= CHUNK_BYTES
+    if itemsize * int(np.prod(shard, dtype=object)) <= CHUNK_BYTES:
+        assert chunk == tuple(shard)
+
+
+def test_a_large_part_is_cut_along_its_first_dimensions():
+    assert chunk_shape((8, 2048, 8192), 4) == (1, 2048, 8192)
+    assert chunk_shape((8, 512, 8192), 4) == (4, 512, 8192)
+    assert chunk_shape((4, 2**13, 2**12), 4) == (1, 2**12, 2**12)
+    assert chunk_shape((7, 1024), 4) == (7, 1024)
+    assert jnp.float32(0).nbytes == 4

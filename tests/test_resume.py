@@ -1,0 +1,122 @@
+"""A run that is killed and started again ends as if it had not been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import zarr
+
+from tests.helpers import ROOT, SMALL, train_here
+
+ARGUMENTS = [
+    "--config-name=local_test_synthetic",
+    *SMALL[1:2],
+    "model.vocab=128",
+    *SMALL[2:],
+    "training.steps=10",
+    "mesh={d: 2, t: 2}",
+    "checkpoint_interval=3",
+]
+
+# Runs train, and kills itself at the given write to a checkpoint, or in the middle of a row.
+KILLED = """
+import os, signal, sys
+import zarr.storage
+import train
+from data.run import Run
+
+what, number = sys.argv.pop(1), int(sys.argv.pop(1))
+put, log, count = zarr.storage.LocalStore.set, Run.log, 0
+
+async def set_or_die(self, key, value, *args, **kwargs):
+    global count
+    count += 1
+    if what == "write" and count == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await put(self, key, value, *args, **kwargs)
+
+def log_or_die(self, row):
+    if what == "row" and row["step"] == number:
+        self.metrics.write('{"step": %d, "lo' % number)
+        self.metrics.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    log(self, row)
+
+zarr.storage.LocalStore.set, Run.log = set_or_die, log_or_die
+train.main()
+"""
+
+
+def killed(root, what, number):
+    command = [sys.executable, "-c", KILLED, what, str(number), *ARGUMENTS]
+    settings = [f"paths.root_working_dir={root}", "paths.model_name=killed"]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{root}/compiled"}  # the test's time
+    done = subprocess.run([*command, *settings], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout
+
+
+def rows(path):
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in found]
+
+
+def arrays(path):
+    group = zarr.open_group(path, mode="r")
+    return {name: np.asarray(group[name][()]).tobytes() for name in group.attrs["arrays"]}
+
+
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, capsys, monkeypatch):
+    settings = f"paths.root_working_dir={tmp_path}"
+    out, message = train_here(capsys, monkeypatch, *ARGUMENTS, settings, "paths.model_name=whole")
+    assert not message and out.count("\nsaved ") == 4
+    whole = tmp_path / "whole"
+    assert [row["step"] for row in rows(whole)] == list(range(10))
+    assert rows(whole)[-1]["loss"] < rows(whole)[0]["loss"] - 0.1
+
+    run = tmp_path / "killed"
+    writes = sum(len(files) for _, _, files in os.walk(whole / "checkpoints/00000003.1"))
+    out = killed(tmp_path, "write", 20)  # among the arrays' descriptions, of the first save
+    assert "resumed" not in out
+    out = killed(tmp_path, "write", 2 * writes - 5)  # among the chunks of the second
+    assert "resumed" not in out and "\nsaved " in out
+    assert [row["step"] for row in rows(run)] == list(range(6))
+    out = killed(tmp_path, "row", 5)
+    assert "\nresumed at step 3 from " in out and "00000003.2\n" in out
+    assert (run / "metrics.jsonl").read_text().endswith('\n{"step": 5, "lo')
+    out = killed(tmp_path, "write", 2 * writes + 7)  # a third save, after two of this attempt
+    assert "\nresumed at step 3 from " in out
+
+    out, message = train_here(capsys, monkeypatch, *ARGUMENTS, settings, "paths.model_name=killed")
+    assert not message and "\nresumed at step 9 from " in out and "\ndone: 1 steps" in out
+    assert rows(run) == rows(whole)
+    last = sorted((run / "checkpoints").iterdir())[-2]
+    assert last.name == "00000010.4", "after it comes zarr.json"
+    assert arrays(last) == arrays(whole / "checkpoints/00000010.1")
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monkeypatch):
+    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    short = [*run, "training.steps_for_lr=10", "training.steps=2"]
+    train_here(capsys, monkeypatch, *short)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    out, message = train_here(capsys, monkeypatch, *short)
+    assert (out, message) == (
+        f"{tmp_path}/run is complete: 2 steps of training.steps=2 are done\n",
+        "",
+    )
+    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+
+    out, message = train_here(capsys, monkeypatch, *run, "model.d_ff=80")
+    assert (
+        message.startswith("error: ")
+        and "layers/w_gate is float32[layers=2, M=32, F=40]" in message
+    )
+    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+
+    out, message = train_here(capsys, monkeypatch, *run, "mesh={d: 1, t: 4}", "training.steps=4")
+    assert not message and "\nresumed at step 2 from 00000002.1\n" in out
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
