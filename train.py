@@ -400,6 +400,7 @@ def probe(config: Config) -> None:
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
     may_be_zero = ("seed", "warmup_steps", "interval")
+    hyper, paths = config.training, config.paths
 
     def check(key: str, value: Any) -> None:
         if dataclasses.is_dataclass(value):
@@ -411,12 +412,18 @@ def check_config(config: Config) -> None:
                 raise ValueError(f"{key}={value}: it must be at least {low}")
 
     check("", config)
-    if config.training.grad_clip == 0:
+    if hyper.grad_clip == 0:
         raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
+    if max(hyper.adam_b1, hyper.adam_b2) >= 1:
+        raise ValueError("training.adam_b1 and training.adam_b2 must be below 1")
     if config.model.d_head % 2:
         raise ValueError(f"model.d_head={config.model.d_head}: RoPE rotates pairs, so it is even")
-    if not config.paths.model_name:
+    if not paths.model_name:
         raise ValueError("paths.model_name is empty; it names the run's folder")
+    if "://" in paths.root_working_dir:
+        raise ValueError(
+            f"paths.root_working_dir={paths.root_working_dir}: runs write to a local folder"
+        )
 
 
 def make_mesh(config: Config) -> jax.sharding.Mesh:
@@ -441,8 +448,8 @@ def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
     try:
         make_shapes(tuple[State, TokenBatch], size)
     except ValueError as error:
-        keys = ", ".join(f"{name} is {key}" for name, key in DIMENSIONS.items())
-        raise ValueError(f"{error} ({keys})") from None
+        keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
+        raise ValueError(f"{error}; {', '.join(keys)}") from None
     loader = functools.partial(
         Loader, config.flat_tokens, size["B"], size["L"], size["V"], config.io.max_io_threads
     )
@@ -537,7 +544,6 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         if saves:
             run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
             finished = time.perf_counter()
-    run.close()
 
     typical = statistics.median(seconds[1:] or seconds)
     run.say(

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import zarr
+from zarr.codecs import ZstdCodec
 
 SPLITS = ("train", "validation")
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
@@ -54,7 +55,13 @@ class Writer:
         self.token_count = self.sequence_count = self.max_token_id = 0
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
-        return self.group.create_array(name, shape=(0,), chunks=(CHUNK,), dtype=dtype)
+        return self.group.create_array(
+            name,
+            shape=(0,),
+            chunks=(CHUNK,),
+            dtype=dtype,
+            compressors=[ZstdCodec(checksum=True)],  # readers find damage, at 4 bytes a chunk
+        )
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
@@ -116,6 +123,12 @@ class FlatTokens:
             raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
         except KeyError:
             raise FlatTokensError(f"{path} has no split {split}") from None
+        except (
+            OSError,
+            ValueError,
+            ImportError,
+        ) as error:  # the last: no package for gs:// or s3://
+            raise FlatTokensError(f"{path} can't be opened: {error}") from None
         self.tokens = self._array("encoded_tokens", np.uint32)
         self.seq_starts = self._array("seq_starts", np.uint64)
         if "max_token_id" not in self.group.attrs:
@@ -125,7 +138,7 @@ class FlatTokens:
         self.sequence_count = self.seq_starts.shape[0] - 1
         if self.sequence_count < 1:
             raise FlatTokensError(f"{self.name} has no sequences")
-        if int(np.asarray(self.seq_starts[-1])) != self.token_count:
+        if self._load(self.seq_starts, -1, None)[0] != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
@@ -137,15 +150,34 @@ class FlatTokens:
             )
         return array
 
+    def _load(self, array: zarr.Array, start: int, stop: int | None) -> np.ndarray:
+        try:
+            return np.asarray(array[start:stop])
+        except Exception as error:  # each codec and store raises its own
+            where = f"{self.name}/{array.basename}[{start}:{'' if stop is None else stop}]"
+            raise FlatTokensError(f"{where} is damaged: {error}") from error
+
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
-        return decode(np.asarray(self.tokens[start:stop]))
+        ids, is_start = decode(self._load(self.tokens, start, stop))
+        if not ids.all():
+            where = start + int(np.argmin(ids))
+            raise FlatTokensError(
+                f"{self.name}: token {where} has the reserved id 0, as all of a missing chunk have"
+            )
+        return ids, is_start
+
+    def starts(self, first: int, last: int) -> np.ndarray:
+        """Where each of the sequences `first` to `last` starts, and where the last of them ends:
+        int64[last+1-first]."""
+        starts = self._load(self.seq_starts, first, last + 1).astype(np.int64)
+        if not (np.diff(starts) > 0).all() or (first == 0 and starts[0]):
+            raise FlatTokensError(f"{self.name}: seq_starts does not increase from 0")
+        return starts
 
     def validate(self) -> None:
         """Reads all of it. Raises FlatTokensError for the first rule that doesn't hold."""
-        starts = np.asarray(self.seq_starts[:]).astype(np.int64)
-        if starts[0] != 0 or not (np.diff(starts) > 0).all():
-            raise FlatTokensError(f"{self.name}: seq_starts does not increase from 0")
+        starts = self.starts(0, self.sequence_count)
         largest = 0
         for low in range(0, self.token_count, 8 * CHUNK):
             high = min(low + 8 * CHUNK, self.token_count)
@@ -157,9 +189,6 @@ class FlatTokens:
                 raise FlatTokensError(
                     f"{self.name}: tokens {low} to {high} mark other starts than seq_starts lists"
                 )
-            if not ids.all():
-                where = low + int(np.argmin(ids))
-                raise FlatTokensError(f"{self.name}: token {where} has the reserved id 0")
         if largest != self.max_token_id:
             raise FlatTokensError(
                 f"{self.name}: max_token_id is {self.max_token_id}, the largest id {largest}"

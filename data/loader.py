@@ -149,7 +149,7 @@ class Loader:
         if self.config.sequence_packing:
             ids, starts = self.dataset.read(first * self.length, last * self.length)
             return ids.reshape(-1, self.length), starts.reshape(-1, self.length)
-        bounds = np.asarray(self.dataset.seq_starts[first : last + 1]).astype(np.int64)
+        bounds = self.dataset.starts(first, last)
         ids = np.zeros((last - first, self.length), np.uint32)
         starts = np.zeros((last - first, self.length), np.bool_)
         # One read for all, unless documents are so long that most of it would be thrown away.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 
 import jax
@@ -27,28 +28,25 @@ class Run:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and first_step == 0:
             metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
+        metrics.touch()
         kept = 0
-        for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else ():
+        for line in metrics.read_bytes().splitlines(keepends=True):
             try:
                 if json.loads(line)["step"] >= first_step:
                     break
             except ValueError:  # a row cut short
                 break
             kept += len(line)
-        self.metrics = metrics.open("a", buffering=1)
-        self.metrics.truncate(kept)
+        os.truncate(metrics, kept)
 
     def log(self, row: dict[str, float]) -> None:
         """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""
         if self.first_host:
             finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
-            self.metrics.write(json.dumps(finite) + "\n")
+            with (self.folder / "metrics.jsonl").open("a") as metrics:
+                metrics.write(json.dumps(finite) + "\n")
 
     def say(self, text: str) -> None:
         """Prints a line."""
         if self.first_host:
             print(text, flush=True)
-
-    def close(self) -> None:
-        if self.first_host:
-            self.metrics.close()

@@ -40,8 +40,8 @@ async def set_or_die(self, key, value, *args, **kwargs):
 
 def log_or_die(self, row):
     if what == "row" and row["step"] == number:
-        self.metrics.write('{"step": %d, "lo' % number)
-        self.metrics.flush()
+        with (self.folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"step": %d, "lo' % number)
         os.kill(os.getpid(), signal.SIGKILL)
     log(self, row)
 

@@ -1,0 +1,211 @@
+"""What a person may get wrong, and the one message that each mistake gets.
+
+tests/golden/wrong_inputs.txt is the table.
+"""
+
+import pathlib
+import shutil
+
+import pytest
+import zarr
+
+from data.flat_tokens import Writer
+from tests import golden
+from tests.helpers import ROOT, train_here
+from tools import huggingface_to_flat_tokens
+
+MODEL = [
+    "model.d_model=32",
+    "model.n_kv=8",
+    "model.d_head=4",
+    "model.vocab=48",
+    "model.d_ff=40",
+    "training.tokens={batch: 8, len: 12}",
+    "training.steps=2",
+    "flat_tokens.filespec=tokens.zarr",
+    "paths.model_name=run",
+]
+STREAM = ["flat_tokens.sequence_packing=false"]
+
+
+def damage(path, change=lambda data: data[:-1] + bytes([data[-1] ^ 1])):
+    file = pathlib.Path(path)
+    if (changed := change(file.read_bytes())) is None:
+        file.unlink()
+    else:
+        file.write_bytes(changed)
+
+
+def missing(_):
+    return None
+
+
+def short(data):
+    return data[:10]
+
+
+def nothing():
+    pass
+
+
+def no_split():
+    shutil.rmtree("tokens.zarr/validation")
+
+
+def unfinished():
+    zarr.open_group("tokens.zarr/train").attrs.clear()
+
+
+def other_arrays():
+    shutil.rmtree("tokens.zarr/train/encoded_tokens")
+    zarr.open_group("tokens.zarr/train").create_array("ids", shape=(3,), dtype="int32")
+
+
+# The name of the case: what is done first, and the overrides.
+CASES = {
+    "a key that isn't there": (nothing, ["training.stepz=5"]),
+    "a key that isn't there, with a plus": (nothing, ["+training.stepz=5"]),
+    "a key that isn't there, like no other": (nothing, ["mesh.pipeline=5"]),
+    "a key in the wrong place": (nothing, ["d_model=5"]),
+    "a section that isn't there": (nothing, ["trainin.steps=5"]),
+    "a section as a number": (nothing, ["training=5"]),
+    "a mesh axis that isn't there": (nothing, ["+mesh.x=2"]),
+    "an override that can't be read": (nothing, ["training.steps=[1"]),
+    "an override without a value": (nothing, ["training.steps"]),
+    "a number as text": (nothing, ["training.steps=many"]),
+    "an integer with a fraction": (nothing, ["training.steps=1.5"]),
+    "a switch that is neither on nor off": (nothing, ["simulate_devices=perhaps"]),
+    "nothing for a number": (nothing, ["training.steps=null"]),
+    "a reference to nothing": (nothing, ["training.steps=${stepz}"]),
+    "a key taken away": (nothing, ["~training.seed"]),
+    "a negative number": (nothing, ["mesh.t=-1"]),
+    "a negative rate": (nothing, ["training.learning_rate=-1e-3"]),
+    "a rate that is no number": (nothing, ["training.learning_rate=nan"]),
+    "no steps": (nothing, ["training.steps=0"]),
+    "a moment that never fades": (nothing, ["training.adam_b2=1"]),
+    "gradients clipped to nothing": (nothing, ["training.grad_clip=0"]),
+    "no name": (nothing, ["paths.model_name=???"]),
+    "an empty name": (nothing, ["paths.model_name="]),
+    "a run on a remote store": (nothing, ["paths.root_working_dir=gs://bucket/runs"]),
+    "a run below a file": (
+        lambda: pathlib.Path("file").write_text(""),
+        ["paths.root_working_dir=file"],
+    ),
+    "more devices than there are": (nothing, ["mesh={d: 8, t: 2}"]),
+    "a batch that doesn't split": (nothing, ["training.tokens.batch=6"]),
+    "heads that don't split": (nothing, ["model.n_kv=3"]),
+    "a vocabulary that doesn't split": (nothing, ["model.vocab=49"]),
+    "an odd head dimension": (nothing, ["model.d_head=5"]),
+    "a vocabulary that is too small": (nothing, ["model.vocab=8"]),
+    "no dataset": (nothing, ["flat_tokens.filespec=other.zarr"]),
+    "a dataset on a store that can't be reached": (
+        nothing,
+        ["flat_tokens.filespec=foo://bucket/x.zarr"],
+    ),
+    "a dataset that is a file": (
+        lambda: pathlib.Path("file").write_text("text"),
+        ["flat_tokens.filespec=file"],
+    ),
+    "a dataset without the split": (no_split, ["training.validation_interval=1"]),
+    "a dataset that isn't flat tokens": (other_arrays, []),
+    "a dataset not written to its end": (unfinished, []),
+    "a dataset too small for a batch": (nothing, ["training.tokens.len=1000"]),
+    "streams that don't divide the batch": (nothing, ["flat_tokens.streams=3"]),
+    "a damaged chunk of tokens": (lambda: damage("tokens.zarr/train/encoded_tokens/c/0"), []),
+    "a chunk of tokens cut short": (
+        lambda: damage("tokens.zarr/train/encoded_tokens/c/0", short),
+        [],
+    ),
+    "a missing chunk of tokens": (
+        lambda: damage("tokens.zarr/train/encoded_tokens/c/0", missing),
+        [],
+    ),
+    "a damaged chunk of starts": (lambda: damage("tokens.zarr/train/seq_starts/c/0"), STREAM),
+    "a missing chunk of starts": (
+        lambda: damage("tokens.zarr/train/seq_starts/c/0", missing),
+        STREAM,
+    ),
+    "a dataset whose description is damaged": (
+        lambda: damage("tokens.zarr/train/encoded_tokens/zarr.json", short),
+        [],
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to work in, but for a small dataset."""
+    monkeypatch.chdir(tmp_path)
+    for split in "train", "validation":
+        with Writer("tokens.zarr", split) as writer:
+            for i in range(40):
+                writer.append([1 + i, 2, 3, 4, 5, 6, 7])
+    return tmp_path
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if path.name != "metrics.jsonl"}
+
+
+def check(case, message, before, folder):
+    assert message.startswith("error: ") and "Traceback" not in message
+    golden.check("wrong_inputs.txt", case, message)
+    written = {p for p in contents(folder) if p not in before}
+    assert {p.name for p in written} <= {"config.yaml"}, "nothing but the run's folder is written"
+    assert before.items() <= contents(folder).items(), "nothing is harmed"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training(case, folder, capsys, monkeypatch):
+    prepare, overrides = CASES[case]
+    prepare()
+    before = contents(folder)
+    _, message = train_here(
+        capsys, monkeypatch, "--config-name=local_test_synthetic", *MODEL, *overrides
+    )
+    check(case, message, before, folder)
+
+
+@pytest.mark.parametrize("name", ["", "local_test_syntetic", "c5"])
+def test_the_name_of_a_config(name, folder, capsys, monkeypatch):
+    _, message = train_here(capsys, monkeypatch, *([f"--config-name={name}"] if name else []))
+    message = message.split("there are ")[0].split("--config-name=: ")[0]  # the list grows
+    check(f"config {name or 'not named'}", message, contents(folder), folder)
+
+
+def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
+    start = ["--config-name=local_test_synthetic", *MODEL]
+    train_here(capsys, monkeypatch, *start, "training.steps=1", "training.steps_for_lr=2")
+    before = contents(folder)
+    _, message = train_here(capsys, monkeypatch, *start, "model.d_ff=80")
+    check("a checkpoint of another model", message, before, folder)
+    damage("runs/run/checkpoints/00000001.1/weights/embed/c/1/1", short)
+    before = contents(folder)
+    _, message = train_here(capsys, monkeypatch, *start)
+    check("a damaged checkpoint", message, before, folder)
+
+
+CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]
+CONVERSIONS = {
+    "convert: no output": CONVERT,
+    "convert: the output is there": [*CONVERT, "output=tokens.zarr"],
+    "convert: no text": ["--config-name=text_files", "output=new.zarr"],
+    "convert: no such column": [*CONVERT, "output=new.zarr", "column=words"],
+    "convert: an unknown key": [*CONVERT, "outptu=new.zarr"],
+}
+
+
+@pytest.mark.parametrize("case", CONVERSIONS)
+def test_converting(case, folder, capsys, monkeypatch):
+    pathlib.Path("text.txt").write_text("a text\n" * 40)
+    before = contents(folder)
+    _, message = train_here(
+        capsys, monkeypatch, *CONVERSIONS[case], program=huggingface_to_flat_tokens.main
+    )
+    check(case, message, before, folder)
+
+
+def test_there_are_at_least_25():
+    assert len(CASES) >= 25
+    assert (ROOT / "tests/golden/wrong_inputs.txt").read_text().count("\nerror: ") >= 25
