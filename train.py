@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from omegaconf import MISSING, OmegaConf
 
+from data import hlo
 from data.checkpoint import CheckpointError, Checkpoints
 from data.config import program
 from data.flat_tokens import FlatTokensError
@@ -117,7 +118,9 @@ class Config:
     flat_tokens: FlatTokensConfig
     paths: PathsConfig
     io: IoConfig
-    checkpoint_interval: int
+    checkpoint_interval: int  # steps; 0: at the end only
+    profile: bool  # a few steps into profile/
+    hlo_svg: bool  # the compiled step, drawn
     num_hosts: int
     simulate_devices: bool
 
@@ -528,21 +531,36 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         return done == hyper.steps or (interval > 0 and done % interval == 0)
 
     # Metrics are read a step late, as reading those of the step at work would make the host wait.
-    # They are read at once where validation or a save follows, so that its time is not taken for
-    # the step's, and so that a checkpoint's steps all have their rows.
+    # They are read at once where something else follows, so that its time is not taken for the
+    # step's, and so that a checkpoint's steps all have their rows.
     unread: tuple[int, Metrics] | None = None
+    profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
+    profile = run.folder / f"profile/host_{jax.process_index()}"
     for step, batch in enumerate(loader.batches(first, hyper.steps), first):
-        state, metrics = training_step(state, batch, config)
+        if config.hlo_svg and step == first:
+            drawn = hlo.draw(training_step.lower(state, batch, config), run.folder / "step")
+            run.say(f"drew {drawn}")
+        if config.profile and step == profiled[0]:
+            jax.block_until_ready(state)
+            hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, metrics = training_step(state, batch, config)
         if unread:
             record(*unread)
         unread = step, metrics
         validates = validation is not None and due(hyper.validation_interval, step)
         saves = due(config.checkpoint_interval, step)
-        if validates or saves:
+        stops_profile = config.profile and step == profiled[1]
+        if validates or saves or stops_profile:
             record(step, metrics, state.weights if validates else None)
             unread = None
         if saves:
             run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
+        if stops_profile:
+            jax.block_until_ready(state)
+            program = training_step.lower(state, batch, config).compile().as_text() or ""
+            run.say(f"profiled {hlo.stop_profile(profile, program)}")
+        if saves or stops_profile:
             finished = time.perf_counter()
 
     typical = statistics.median(seconds[1:] or seconds)

@@ -57,6 +57,8 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     assert list(tmp_path.iterdir()) == [tmp_path / "run"], "nothing else is written"
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"config.yaml", "metrics.jsonl", "checkpoints"}
 
 
 def test_two_hosts_train_as_one_does(tmp_path):
@@ -202,7 +204,8 @@ def test_the_probe_passes_the_source_as_it_is():
 
 
 def test_importing_train_leaves_out_what_a_run_does_not_need():
-    script = "import sys, train; print(*{'datasets', 'transformers', 'optax'} & set(sys.modules))"
+    unneeded = {"datasets", "transformers", "graphviz", "optax"}
+    script = f"import sys, train; print(*{unneeded} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 

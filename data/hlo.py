@@ -1,0 +1,94 @@
+"""The compiled step, for people: a profile whose events say their type strings, and a graph."""
+
+import gzip
+import json
+import pathlib
+import re
+import shutil
+import tempfile
+
+import jax
+
+COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
+INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
+SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)")  # see shardlib.ops.scope_name
+
+
+def describe(op_name: str) -> str:
+    """An op_name for short: `all_gather(V/t M/d -> V/t M), backward: reduce_scatter`."""
+    phases = {"rematted_computation": ", recomputed", "transpose(": ", backward"}
+    phase = next((text for sign, text in phases.items() if sign in op_name), "")
+    scope = SCOPE.search(op_name)
+    *path, primitive = op_name.split("/")
+    where = scope[0].replace("|", "/") if scope else path[-1] if path else ""
+    return f"{where}{phase}: {primitive}"
+
+
+def op_names(hlo: str) -> dict[str, str]:
+    """Instruction -> its op_name, the path of JAX's scopes that led to it.
+
+    A fusion without one takes one from its body: the last that has a type string, or the last.
+    """
+    names: dict[str, str] = {}
+    bodies: dict[str, str] = {}
+    fusions: dict[str, str] = {}
+    computation = ""
+    for line in hlo.splitlines():
+        if match := COMPUTATION.match(line):
+            computation = match[1]
+        elif match := INSTRUCTION.match(line):
+            if found := re.search(r'op_name="([^"]*)"', match[4]):
+                names[match[1]] = found[1]
+                if SCOPE.search(found[1]) or not SCOPE.search(bodies.get(computation, "")):
+                    bodies[computation] = found[1]
+            elif found := re.search(r"calls=%([\w.-]+)", match[4]):
+                fusions[match[1]] = found[1]
+    return {name: bodies[body] for name, body in fusions.items() if body in bodies} | names
+
+
+def start_profile(folder: pathlib.Path, session: str) -> None:
+    """Each process writes below a folder of its own: several may share a machine and its name."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's calls are many, and say little of the devices
+    options.session_id = session
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+
+
+def stop_profile(folder: pathlib.Path, hlo: str) -> pathlib.Path:
+    """Ends the profile, and writes beside it the same events for Perfetto, in which those of the
+    program `hlo` are called what `describe` says. Returns that file."""
+    jax.profiler.stop_trace()
+    written = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    module, names = hlo.split(None, 2)[1].rstrip(","), op_names(hlo)
+    events = []
+    for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]:
+        # The CPU's thread pool says more of itself than of all the rest.
+        if not event or event["name"].startswith("ThreadpoolListener"):
+            continue
+        args = event.get("args", {})
+        if args.get("hlo_module") == module and args.get("hlo_op") in names:
+            args["op_name"] = names[args["hlo_op"]]
+            event["name"] = describe(args["op_name"])
+        events.append(event)
+    events.sort(key=lambda event: event.get("ts", -1))
+    named = folder / "perfetto.json.gz"
+    named.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    return named
+
+
+def draw(step: jax.stages.Lowered, path: pathlib.Path) -> str:
+    """Compiles the program once more, and writes the optimized one as XLA draws it: hover over an
+    instruction for its type string and source line. Returns the svg's path, or, where Graphviz's
+    `dot` is missing, the .dot file's and why."""
+    import graphviz  # only a run that asks needs it
+
+    dot, svg = path.with_suffix(".dot"), path.with_suffix(".svg")
+    with tempfile.TemporaryDirectory() as folder:  # XLA writes all there is
+        step.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_dot": True})
+        (drawn,) = pathlib.Path(folder).glob("*after_optimizations.dot")
+        shutil.copy(drawn, dot)
+    try:
+        graphviz.render("dot", "svg", dot, outfile=svg)
+    except graphviz.ExecutableNotFound:
+        return f"{dot}; no svg, as Graphviz's `dot` is not installed"
+    return str(svg)
