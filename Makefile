@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-long lint format size
+.PHONY: train test test-long test-gpu lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -20,11 +20,15 @@ $(VENV)/dev: $(VENV)/cpu pyproject.toml
 	touch $@
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Some four minutes more: trains the stdlib config to its end.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
+
+# In an environment that has requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
+test-gpu:
+	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check

@@ -16,10 +16,11 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from data.checkpoint import CheckpointError, Checkpoints
 from data.config import program
 from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
-from data.run import Run
+from data.run import MetricsError, Run
 from shardlib import devices, ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.types import (
@@ -459,26 +460,26 @@ def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
     return loader("train"), loader("validation") if config.training.validation_interval else None
 
 
-def step_flops(config: Config) -> int:
-    """Matmul FLOPs of a step, forward and backward, recomputation left out and attention counted
-    causal: per token 6 for each weight of a matmul, and 6 * L * heads * D per layer for the two
-    products of attention. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B."""
+def step_flops(config: Config) -> tuple[int, int]:
+    """Matmul FLOPs of a step, forward and backward, recomputation left out: those of projections,
+    per token 6 for each weight of a matmul; and those of attention's two products, counted causal,
+    per token 6 * L * heads * D a layer. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
+    appendix B."""
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
     per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size["F"])
     weights = size["layers"] * per_layer + size["V"] * size["M"]
-    per_token = 6 * weights + 6 * size["layers"] * size["L"] * heads
-    return per_token * size["B"] * size["L"]
+    tokens = size["B"] * size["L"]
+    return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
-def mfu(config: Config, step_seconds: float) -> str:
-    """Model FLOPs utilization as text: the share of the devices' peak that `step_flops` uses."""
+def mfu(config: Config, flops: int, step_seconds: float) -> str:
+    """Model FLOPs utilization as text: the share of the devices' peak that `flops` a step uses."""
     device = jax.devices()[0]
     peak = devices.peak_flops(device)
     if peak is None:
         return f"unknown chip ({device.device_kind})"
-    count = math.prod(dataclasses.astuple(config.mesh))
-    return f"{step_flops(config) / step_seconds / peak / count:.1%}"
+    return f"{flops / step_seconds / peak / math.prod(dataclasses.astuple(config.mesh)):.1%}"
 
 
 def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
@@ -494,12 +495,15 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     tokens = hyper.tokens.batch * hyper.tokens.len
     run = Run(paths.root_working_dir, paths.model_name)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
-    first = max(0, checkpoints.newest_step)
+    first = checkpoints.newest_step
     if first >= hyper.steps:
         run.say(f"{run.folder} is complete: {first} steps of training.steps={hyper.steps} are done")
         return
-    state = checkpoints.restore(State, dimensions(config)) if first else init_state(config)
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
+    if first:
+        state = checkpoints.restore(State, dimensions(config), resolved)
+    else:
+        state = init_state(config)
     run.open(resolved, first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
@@ -566,8 +570,17 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     typical = statistics.median(seconds[1:] or seconds)
     run.say(
         f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
-        f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, typical)}"
+        f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, sum(step_flops(config)), typical)}"
     )
+
+
+def stop(config: Config, message: str) -> NoReturn:
+    """Ends the program. One of several hosts doesn't say goodbye to JAX: it would wait for the
+    others, which may be waiting for it."""
+    if config.num_hosts == 1:
+        sys.exit(f"error: {message}")
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @program(Config, "configs")
@@ -578,19 +591,17 @@ def main(config: Config) -> None:
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        stop(config, str(error))
     try:
         probe(config)
     except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
-        sys.exit(
-            f"error: train.py's types don't hold (tried at sizes that tell all dimensions apart)\n"
-            f"{explain(error)}"
-        )
+        says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
+        stop(config, f"{says}\n{explain(error)}")
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)
-    except (FlatTokensError, CheckpointError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (FlatTokensError, CheckpointError, MetricsError, OSError) as error:
+        stop(config, str(error))
 
 
 if __name__ == "__main__":

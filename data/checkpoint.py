@@ -5,10 +5,11 @@ docs/checkpoints.md is the specification.
 
 import importlib.metadata
 import math
+import os
 import platform
 import re
 import time
-import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,11 +17,13 @@ import jax
 import numpy as np
 import zarr
 from jax.experimental import multihost_utils
+from omegaconf import OmegaConf
 from zarr.codecs import Crc32cCodec
 
 from shardlib.types import ArrayType, make_shapes, make_shardings, type_tree
 
-CHUNK_BYTES = 2**26  # a chunk's checksum is taken, and a chunk is read, as a whole
+FORMAT = 1
+CHUNK_BYTES = 2**26  # a chunk is read, and its checksum taken, as a whole
 
 
 class CheckpointError(ValueError):
@@ -28,14 +31,16 @@ class CheckpointError(ValueError):
 
 
 def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """A device's part of an array, cut evenly along its first dimensions to CHUNK_BYTES or less."""
+    """A device's part of an array, cut evenly to CHUNK_BYTES or less if small factors allow it."""
     chunk = list(shard)
-    for i, length in enumerate(shard):
-        rest = itemsize * math.prod(chunk[i + 1 :])
-        fitting = (n for n in range(length, 1, -1) if length % n == 0 and n * rest <= CHUNK_BYTES)
-        chunk[i] = next(fitting, 1)
-        if chunk[i] > 1:
+    while itemsize * math.prod(chunk) > CHUNK_BYTES:
+        factors = [
+            (n, i) for i, length in enumerate(chunk) for n in range(2, 65) if length % n == 0
+        ]
+        if not factors:
             break
+        factor, i = min(factors)
+        chunk[i] //= factor
     return tuple(chunk)
 
 
@@ -67,104 +72,99 @@ def _stored_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class Checkpoints:
-    """The checkpoints of one run: groups `<step>.<attempt>` in the zarr group at `path`.
+    """The checkpoints of one run: zarr groups `<step>.<start>` in the folder `path`.
 
-    An attempt is one start of the run, and writes under names of its own. So nothing that is there
-    is written to again, whoever may be writing to it still, and nothing need be deleted. All hosts
-    make this object, and call its methods, at the same steps.
+    A start of the run writes under names of its own. So nothing that is there is written to again,
+    whoever may be writing to it still, and nothing need be deleted. All hosts make this object, and
+    call its methods, at the same steps.
     """
 
     def __init__(self, path: str, io_threads: int):
         self.path, self.threads = path, ThreadPoolExecutor(io_threads)
-        complete, names = [(-1, 0)], [(-1, 0)]
-        if jax.process_index() == 0:
-            for name, group in self._groups():
-                names.append(name)
-                if group.attrs.get("write_completed") is True:
-                    complete.append(name)
+        newest, start = max(self._complete(), default=(0, 0)), time.time_ns() // 10**6
         # What the first host sees counts for all: a shared file system may be late to another.
-        attempt = 1 + max(attempt for _, attempt in names)
-        seen = multihost_utils.broadcast_one_to_all(np.array([*max(complete), attempt], np.int32))
-        self.newest_step, newest_attempt, self.attempt = map(int, seen)
-        self.newest = self._name(self.newest_step, newest_attempt) if self.newest_step >= 0 else ""
+        seen = np.array([f"{newest[0]} {newest[1]} {start}".ljust(64)], "S").view(np.uint8)
+        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(seen))).decode()
+        self.newest_step, newest_start, self.start = map(int, text.split())  # step 0: there is none
+        self.newest = self._path(self.newest_step, newest_start)
 
-    @staticmethod
-    def _name(step: int, attempt: int) -> str:
-        return f"{step:08d}.{attempt}"
+    def _path(self, step: int, start: int) -> str:
+        return f"{self.path}/{step:08d}.{start}"
 
-    def _groups(self) -> list[tuple[tuple[int, int], Any]]:
-        try:
-            folder = zarr.open_group(self.path, mode="r")
-        except FileNotFoundError:
-            return []
-        with warnings.catch_warnings():  # of a group whose writer was killed while it made it
-            warnings.simplefilter("ignore")
-            groups = [(re.fullmatch(r"(\d+)\.(\d+)", name), g) for name, g in folder.groups()]
-        return [((int(name[1]), int(name[2])), group) for name, group in groups if name]
+    def _complete(self) -> Iterator[tuple[int, int]]:
+        """Step and start of each complete checkpoint."""
+        for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
+            if not re.fullmatch(r"\d{8,}\.\d+", name):
+                continue
+            step, start = map(int, name.split("."))
+            try:
+                attributes = zarr.open_group(f"{self.path}/{name}", mode="r").attrs
+            except (OSError, ValueError):  # its writer was killed while it made the group
+                continue
+            if attributes.get("write_completed") is True and attributes.get("step") == step:
+                yield step, start
 
     def save(self, step: int, tree: Any, hint: Any, config: str) -> str:
         """Writes a tree of arrays typed by `hint`, each host its devices' parts, and returns the
-        checkpoint's path once all hosts are done. The config, as text, goes into the manifest.
+        checkpoint's path once all hosts are done. The config, YAML text, goes into the manifest.
 
         Hosts learn of each other from the store alone, so this may run in a thread. Raises
         CheckpointError, on every host that is still there, if any part could not be written.
         """
-        name, host = self._name(step, self.attempt), jax.process_index()
+        path, host = self._path(step, self.start), jax.process_index()
         leaves, kinds = _named(tree), _named(type_tree(hint))
-        path = f"{self.path}/{name}"
         try:
             if host == 0:
-                self._create(name, kinds, leaves, {"step": step, "config": config})
+                self._create(path, kinds, leaves, {"step": step, "config": config})
             group = self._wait(path, "arrays")
-            futures = {
-                self.threads.submit(self._write, group, name, shard): name
+            writes = [
+                (name, self.threads.submit(self._write, group, name, shard))
                 for name, leaf in leaves.items()
                 for shard in leaf.addressable_shards
                 if shard.replica_id == 0
-            }
-            problems = [f"{futures[f]}: {f.exception()!r}" for f in futures if f.exception()]
-            report = {"shards": len(futures), "problem": problems[0] if problems else None}
+            ]
+            results = [(name, write.exception()) for name, write in writes]
+            problems = [f"{name}: {error!r}" for name, error in results if error]
+            report = {"shards": len(writes), "problem": problems[0] if problems else None}
             group.create_group(f"writers/{host}", attributes=report)
             if host == 0:
-                count = range(jax.process_count())
-                reports = [self._wait(f"{path}/writers/{i}", "shards").attrs for i in count]
+                hosts = range(jax.process_count())
+                reports = [self._wait(f"{path}/writers/{i}", "shards").attrs for i in hosts]
                 failed = [str(report["problem"]) for report in reports if report["problem"]]
                 group.attrs.update(
                     {"write_failed": failed[0]} if failed else {"write_completed": True}
                 )
             outcome = self._wait(path, "write_completed", "write_failed").attrs.asdict()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} can't be written: {error}") from error
         if "write_failed" in outcome:
             raise CheckpointError(f"{path} can't be written: {outcome['write_failed']}")
         return path
 
+    @staticmethod
     def _create(
-        self,
-        name: str,
-        kinds: dict[str, ArrayType],
-        leaves: dict[str, jax.Array],
-        about: dict[str, Any],
+        path: str, kinds: dict[str, ArrayType], leaves: dict[str, jax.Array], about: dict[str, Any]
     ) -> None:
-        group = zarr.open_group(self.path, mode="a").create_group(name)
+        group = zarr.open_group(path, mode="w-")
         manifest: Any = {}
-        for path, leaf in leaves.items():
-            entry = _entry(kinds[path], leaf.shape)
+        for name, leaf in leaves.items():
+            entry = _entry(kinds[name], leaf.shape)
             shard = leaf.sharding.shard_shape(leaf.shape)
             chunks = chunk_shape(shard, leaf.dtype.itemsize)
             array = group.create_array(
-                path,
+                name,
                 shape=leaf.shape,
                 dtype=_stored_dtype(leaf.dtype),
                 chunks=chunks,
                 compressors=[Crc32cCodec()],
                 dimension_names=entry["dimensions"],
             )
-            manifest[path] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
+            manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
         packages = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "zarr")}
-        versions: Any = {"format": 1, "python": platform.python_version(), **packages}
+        versions = {"python": platform.python_version(), **packages}
         # The manifest last: it tells the other hosts that the arrays are there.
-        group.attrs.update({**about, "versions": versions, "arrays": manifest})
+        about |= {"format": FORMAT, "versions": versions, "hosts": jax.process_count()}
+        group.attrs.update({**about, "arrays": manifest})
 
     @staticmethod
     def _write(group: Any, name: str, shard: Any) -> None:
@@ -176,6 +176,7 @@ class Checkpoints:
     @staticmethod
     def _wait(path: str, *keys: str) -> Any:
         """The group, once it is there and has one of the attributes."""
+        pause = 0.05
         while True:
             try:
                 group = zarr.open_group(path, mode="r+")
@@ -184,47 +185,67 @@ class Checkpoints:
             else:
                 if any(key in group.attrs for key in keys):
                     return group
-            time.sleep(0.1)
+            time.sleep(pause)
+            pause = min(2 * pause, 2)
 
-    def restore(self, hint: Any, sizes: dict[str, int]) -> Any:
+    def restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
         """The newest checkpoint as a tree of type `hint` on the mesh in context; each host reads
         its devices' parts.
 
-        Raises CheckpointError, naming the first array that differs, if the checkpoint holds another
-        tree, and naming the array if one is damaged.
+        Raises CheckpointError for another model's, naming the first difference between the `model`
+        sections of the configs, or between the arrays; and for a damaged one, naming the array.
         """
-        path = f"{self.path}/{self.newest}"
-        group: Any = zarr.open_group(path, mode="r")
+        try:
+            group: Any = zarr.open_group(self.newest, mode="r")
+            about = group.attrs.asdict()
+            self._check_model(about, hint, sizes, config)
+            kinds, shapes = _named(type_tree(hint)), make_shapes(hint, sizes)
+            named, shardings = _named(shapes), jax.tree.leaves(make_shardings(hint))
+            leaves = self.threads.map(
+                lambda name, sharding: self._read(group[name], named[name], sharding),
+                kinds,
+                shardings,
+            )
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.newest} {error}") from None
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{self.newest} is damaged: {error!r}") from error
+
+    @staticmethod
+    def _check_model(about: Any, hint: Any, sizes: dict[str, int], config: str) -> None:
+        if about["format"] != FORMAT:
+            raise CheckpointError(f"has format {about['format']}; this program reads {FORMAT}")
+        here, there = OmegaConf.create(config).model, OmegaConf.create(about["config"]).model
         kinds, shapes = _named(type_tree(hint)), _named(make_shapes(hint, sizes))
-        manifest = group.attrs["arrays"]
-        for name in dict.fromkeys([*shapes, *manifest]):
-            wanted = _entry(kinds[name], shapes[name].shape) if name in shapes else None
-            found = manifest.get(name)
-            if _show(wanted) != _show(found):
+        entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
+        pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
+        for name in dict.fromkeys([*entries, *about["arrays"]]):
+            pairs.append((name, _show(about["arrays"].get(name)), _show(entries.get(name))))
+        for name, found, wanted in pairs:
+            if found != wanted:
                 raise CheckpointError(
-                    f"{path} is of another model: {name} is {_show(found)} there, and "
-                    f"{_show(wanted)} here; choose another model_name, or the config it was made by"
+                    f"is of another model: {name} is {found} there, {wanted} here; choose another "
+                    "paths.model_name, or the config it was made by"
                 )
 
-        def damaged(what: str) -> CheckpointError:
-            return CheckpointError(
-                f"{path} is damaged, {what}; to go on from the checkpoint before it, move it away"
+    @staticmethod
+    def _read(
+        array: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+    ) -> jax.Array:
+        cure = "move it away to go on from the one before it"
+        if missing := array.nchunks - array.nchunks_initialized:
+            raise CheckpointError(
+                f"is damaged: {array.path} lacks {missing} of its {array.nchunks} chunks; {cure}"
             )
 
-        def read(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-            array, dtype = group[name], shapes[name].dtype
-            if missing := array.nchunks - array.nchunks_initialized:
-                raise damaged(f"{name}: {missing} of its {array.nchunks} chunks are missing")
+        def part(index: Any) -> np.ndarray:
+            try:
+                return np.asarray(array[index]).view(shape.dtype)
+            except (OSError, ValueError) as error:
+                shown = ", ".join(f"{s.start or 0}:{s.stop or ''}" for s in index)
+                raise CheckpointError(
+                    f"is damaged: {array.path}[{shown}]: {str(error).split('. ')[0]}; {cure}"
+                ) from None
 
-            def part(index: Any) -> np.ndarray:
-                try:
-                    return np.asarray(array[index]).view(dtype)
-                except (ValueError, OSError) as error:
-                    shown = ", ".join(f"{s.start or 0}:{s.stop or ''}" for s in index)
-                    raise damaged(f"{name}[{shown}]: {error}") from None
-
-            return jax.make_array_from_callback(shapes[name].shape, sharding, part)
-
-        shardings = make_shardings(hint)
-        leaves = self.threads.map(read, shapes, jax.tree.leaves(shardings))
-        return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
+        return jax.make_array_from_callback(shape.shape, sharding, part)

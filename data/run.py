@@ -8,6 +8,10 @@ import pathlib
 import jax
 
 
+class MetricsError(ValueError):
+    """An earlier metrics.jsonl that can't be read."""
+
+
 class Run:
     """`<root>/<name>/` with config.yaml and metrics.jsonl, written by the first host alone."""
 
@@ -18,8 +22,9 @@ class Run:
     def open(self, config: str, first_step: int) -> None:
         """Before `first_step`: writes the config, and keeps the metrics of the steps before it.
 
-        Those of later steps, which an earlier attempt did after its last checkpoint, are cut off.
-        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`.
+        Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
+        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
+        MetricsError for one that it can't read.
         """
         if not self.first_host:
             return
@@ -30,11 +35,17 @@ class Run:
             metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
         metrics.touch()
         kept = 0
-        for line in metrics.read_bytes().splitlines(keepends=True):
+        for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):  # the last row, cut short
+                break
             try:
-                if json.loads(line)["step"] >= first_step:
-                    break
-            except ValueError:  # a row cut short
+                step = json.loads(line)["step"]
+            except (ValueError, TypeError, KeyError):
+                where = f"{metrics}, line {number}"
+                raise MetricsError(
+                    f"{where} is no row of metrics; mend it, or move it away"
+                ) from None
+            if step >= first_step:
                 break
             kept += len(line)
         os.truncate(metrics, kept)

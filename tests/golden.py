@@ -12,6 +12,7 @@ FOLDER = pathlib.Path(__file__).parent / "golden"
 def check(file: str, case: str, text: str) -> None:
     """Compares with the text under `case`; UPDATE_GOLDEN=1 writes it instead."""
     text = re.sub(r"(test_\w+\.py):\d+", r"\1:LINE", text)
+    text = re.sub(r"\b(\d{8})\.\d{13}\b", r"\1.START", text)  # a checkpoint's name
     path = FOLDER / file
     blocks = path.read_text().split("=== ")[1:] if path.exists() else []
     known = dict(block.split("\n", 1) for block in blocks)

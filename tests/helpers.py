@@ -27,10 +27,16 @@ def compose_config(name: str, *overrides: str, folder: str = "configs") -> "trai
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
 
 
+# A tiny model; its vocabulary holds the ids of the synthetic dataset.
 SMALL = [
-    "paths.model_name=test",
-    "model={d_model: 32, n_q_per_kv: 2, n_kv: 8, d_head: 4, layers: 2, vocab: 48, d_ff: 40, "
-    "rope_max_timescale: 100}",
+    "model.d_model=32",
+    "model.n_q_per_kv=2",
+    "model.n_kv=8",
+    "model.d_head=4",
+    "model.layers=2",
+    "model.vocab=128",
+    "model.d_ff=40",
+    "model.rope_max_timescale=100",
     "training.tokens={batch: 8, len: 12}",
     "training.learning_rate=1e-2",
 ]
@@ -49,7 +55,8 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
 
 def small_config(*overrides: str) -> "train.Config":
     """A tiny model whose every dimension splits over 8 devices."""
-    return compose_config("local_test_synthetic", *SMALL, *overrides)
+    name = "paths.model_name=test"
+    return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
 
 
 def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import train
+from data.checkpoint import Checkpoints
 from shardlib.types import make_shapes
 from tests.helpers import ROOT, compose_config, mesh
 
@@ -15,7 +16,7 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_name_what_is_there(page):
     text = (ROOT / page).read_text()
-    for module, config in re.findall(r"python -m (\S+) --config-name=(\S+)", text):
+    for module, config in re.findall(r"python -m (\S+) --config-name=(\w+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists()
         folder = "configs/convert" if module.startswith("tools.huggingface_to") else "configs"
         assert (ROOT / folder / f"{config}.yaml").exists()
@@ -40,6 +41,19 @@ def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
     shown = re.findall(r"(encoded_tokens|seq_starts) +(\[.*\])", page)
     dataset = scope["dataset"]
     assert {name: str(dataset.group[name][:].tolist()) for name, _ in shown} == dict(shown)
+
+
+def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    config = compose_config("local_test_synthetic", "paths.model_name=x")
+    with jax.set_mesh(mesh(4, 2)):
+        weights = train.init_state(config).weights
+        saved = Checkpoints("checkpoints", 4).save(50, weights, train.Weights, "")
+    scope = {}
+    example = page.split("```python\n")[1].split("```")[0]
+    exec(re.sub(r"runs/synthetic/[\w/.]*", saved, example).replace("weights/", ""), scope)
+    assert scope["embed"].shape == weights.embed.shape and scope["embed"].dtype == "float32"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -10,8 +10,6 @@ from data import hlo
 from shardlib.ops import scope_name
 from tests.helpers import ROOT, SMALL, train_here
 
-RUN = ["--config-name=local_test_synthetic", SMALL[1], "model.vocab=128", *SMALL[2:]]
-
 
 def test_an_op_name_for_short():
     path = "jit(training_step)/shard_map"
@@ -56,7 +54,8 @@ def test_the_names_in_a_compiled_program():
 
 def test_a_profile_says_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
     out, message = train_here(
-        capsys, monkeypatch, *RUN, "training.steps=4", "profile=true", "hlo_svg=true",
+        capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL, "training.steps=4",
+        "profile=true", "hlo_svg=true",
         f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
     )  # fmt: skip
     folder = tmp_path / "run/profile/host_0"

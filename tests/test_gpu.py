@@ -1,0 +1,53 @@
+"""What only a GPU can show: make test-gpu. Everywhere else these are left out."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
+from tests.test_train import expected, loss_and_grads, random_rows
+
+pytestmark = pytest.mark.gpu
+
+
+def test_there_is_a_gpu():
+    assert jax.devices()[0].platform == "gpu"
+
+
+def test_loss_and_gradients_are_close_to_the_oracles():
+    with jax.default_matmul_precision("highest"):
+        expected_loss, expected_grads = expected()
+    loss, grads, _ = loss_and_grads(train, small_config(), *random_rows(), mesh(1, 1))
+    np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
+    assert_close(grads, expected_grads, 5e-2)
+
+
+def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):
+    run = [
+        "--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}", "simulate_devices=false",
+        f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "training.steps_for_lr=100",
+    ]  # fmt: skip
+    train_here(capsys, monkeypatch, *run, "training.steps=3")
+    out, message = train_here(capsys, monkeypatch, *run, "training.steps=8", "profile=true")
+    assert not message and "\nresumed at step 3 " in out
+    file = tmp_path / "run/profile/host_0/perfetto.json.gz"
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events}
+    for op in "einsum_unreduced(B/d L M, M F/t -> B/d L F/t)", "index_unreduced([V/t] M, B/d L":
+        assert any(name.startswith(op) for name in names), sorted(names)[:50]
+
+
+def test_the_benchmark_knows_the_chip_and_its_memory():
+    command = [sys.executable, "-m", "tools.benchmark", "--config-name=c4_a100x1_84m"]
+    settings = ["flat_tokens.filespec=data/synthetic.zarr", "training.tokens.batch=32"]
+    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^MFU, causal attention included +\d+\.\d%$", done.stdout, re.MULTILINE)
+    assert re.search(r"^peak memory .* on a device$", done.stdout, re.MULTILINE)

@@ -1,0 +1,82 @@
+import json
+import re
+
+import jax
+import pytest
+
+import train
+from tests.helpers import ROOT, SMALL, mesh, small_config, train_here
+from tools import benchmark
+
+
+def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "LEAST", 3)
+    monkeypatch.setattr(benchmark, "MOST", 4)
+    monkeypatch.setattr(benchmark.train.devices, "peak_flops", lambda device: 1e9)
+    out, message = train_here(
+        capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL,
+        "training.grad_clip=inf", f"paths.root_working_dir={tmp_path}", program=benchmark.main,
+    )  # fmt: skip
+    assert not message and not list(tmp_path.iterdir()), "it writes nothing"
+    *table, line = out.splitlines()
+    record = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert record["config"]["training"]["grad_clip"] == "Infinity"
+    assert record["config"]["model"]["d_model"] == 32
+    assert len(record["step_seconds"]) == len(record["data_wait_seconds"]) == 4
+    assert all(
+        step > wait >= 0
+        for step, wait in zip(record["step_seconds"], record["data_wait_seconds"], strict=True)
+    )
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
+    assert record["versions"]["jax"] == jax.__version__ and record["devices"] == 8
+    assert record["tokens_per_step"] == 96 and record["peak_memory_bytes"] > 2**27
+    parts = record["start_seconds"]
+    assert next(iter(parts)) == "import" and {"trace", "compile", "load a batch"} <= set(parts)
+    assert all(seconds >= 0 for seconds in parts.values())
+
+    shown = {line[:32].strip(): line[33:] for line in table}
+    with jax.set_mesh(mesh(4, 2)):
+        state = train.init_state(small_config("model.vocab=128"))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+    assert shown["parameters"] == f"{weights:,}" and record["parameters"] == weights
+    median = sorted(record["step_seconds"])[1:3]
+    rate = float(shown["tokens/s"].replace(",", ""))
+    assert rate == pytest.approx(96 / (sum(median) / 2), rel=0.01)
+    for name, flops in {
+        "MFU, projections only": record["projection_flops"],
+        "MFU, causal attention included": record["projection_flops"] + record["attention_flops"],
+    }.items():
+        share = flops / (8 * 1e9) / (96 / rate)
+        assert float(shown[name].rstrip("%")) / 100 == pytest.approx(share, rel=0.01, abs=1e-3)
+    total = float(shown["to the first step's end"].split()[0])
+    assert total == pytest.approx(sum(parts.values()), abs=0.06)
+
+
+def test_the_steps_that_are_timed(monkeypatch):
+    """By a clock of our own: each step ends a second after the one before it."""
+    monkeypatch.setattr(benchmark, "SECONDS", 4.5)
+    monkeypatch.setattr(benchmark, "MOST", 20)
+    monkeypatch.setattr(benchmark, "LEAST", 6)
+    now = [0.0]
+
+    class Metrics:
+        def block_until_ready(self):
+            now[0] += 1
+
+    def batches(first, last):
+        while True:
+            now[0] += 0.25
+            yield "batch"
+
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(benchmark.train, "training_step", lambda *_: ("state", Metrics()))
+    monkeypatch.setattr(benchmark.jax, "block_until_ready", lambda x: x.block_until_ready() if
+                        isinstance(x, Metrics) else x)  # fmt: skip
+    loader = type("Loader", (), {"batches": staticmethod(batches)})
+    steps, waits = benchmark.time_steps(None, loader, "state")
+    assert steps == [1.25] * 6 and waits == [0.25] * 6
+
+
+def test_the_page_of_figures_names_their_commands():
+    page = (ROOT / "docs/performance.md").read_text()
+    assert page.count("python -m tools.benchmark --config-name=") >= 1
