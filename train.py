@@ -558,13 +558,12 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         if validates or saves or stops_profile:
             record(step, metrics, state.weights if validates else None)
             unread = None
+        if stops_profile:
+            program = training_step.lower(state, batch, config).compile()
+            run.say(f"profiled {hlo.stop_profile(profile, program)}")
         if saves:
             run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
-        if stops_profile:
-            jax.block_until_ready(state)
-            program = training_step.lower(state, batch, config).compile().as_text() or ""
-            run.say(f"profiled {hlo.stop_profile(profile, program)}")
-        if saves or stops_profile:
+        if stops_profile or saves:
             finished = time.perf_counter()
 
     typical = statistics.median(seconds[1:] or seconds)

@@ -54,10 +54,11 @@ def start_profile(folder: pathlib.Path, session: str) -> None:
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 
-def stop_profile(folder: pathlib.Path, hlo: str) -> pathlib.Path:
+def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.Path:
     """Ends the profile, and writes beside it the same events for Perfetto, in which those of the
-    program `hlo` are called what `describe` says. Returns that file."""
+    program are called what `describe` says. Returns that file."""
     jax.profiler.stop_trace()
+    hlo = str(program.as_text())
     written = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     module, names = hlo.split(None, 2)[1].rstrip(","), op_names(hlo)
     events = []
@@ -86,6 +87,8 @@ def draw(step: jax.stages.Lowered, path: pathlib.Path) -> str:
     with tempfile.TemporaryDirectory() as folder:  # XLA writes all there is
         step.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_dot": True})
         (drawn,) = pathlib.Path(folder).glob("*after_optimizations.dot")
+        if jax.process_index():  # all hosts compile, as they may have to do it together
+            return ""
         shutil.copy(drawn, dot)
     try:
         graphviz.render("dot", "svg", dot, outfile=svg)
