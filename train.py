@@ -559,6 +559,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             record(step, metrics, state.weights if validates else None)
             unread = None
         if stops_profile:
+            jax.block_until_ready(state)
             program = training_step.lower(state, batch, config).compile()
             run.say(f"profiled {hlo.stop_profile(profile, program)}")
         if saves:
