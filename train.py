@@ -33,7 +33,7 @@ from data.config import program
 from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
 from data.run import MetricsError, Run
-from shardlib import devices, ops
+from shardlib import audit, devices, ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.types import (
     Stacked,
@@ -394,8 +394,8 @@ def probe(config: Config) -> None:
     unnoticed because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     with jax.sharding.use_abstract_mesh(mesh):
-        step = functools.partial(training_step, config=config)
-        jax.eval_shape(step, make_shapes(State, sizes), make_shapes(TokenBatch, sizes))
+        shapes = make_shapes(tuple[State, TokenBatch], sizes)
+        audit.check(training_step.trace(*shapes, config).jaxpr, dict(mesh.shape), sizes)
 
 
 # --- Loop -----------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import tempfile
 
 import jax
 
+from shardlib.ops import SCOPE
+
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
-SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)")  # see shardlib.ops.scope_name
 
 
 def describe(op_name: str) -> str:

@@ -71,11 +71,13 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
 
     Each axis has a prime size of its own, each dimension a prime of its own times twice all axes'
     sizes: it splits evenly over any axes, and no part or whole of one dimension is as long as any
-    part or whole of another, as it may be at the sizes one trains with.
+    part or whole of another, as it may be at the sizes one trains with. The dimensions' primes are
+    above 100, so that no part is as long as a small number that stands in a model.
     """
     primes = _primes()
     axis_sizes = {axis: next(primes) for axis in axes}
     total = 2 * math.prod(axis_sizes.values())
+    primes = itertools.dropwhile(lambda prime: prime < 100, primes)
     sizes = {dim: total * next(primes) for dim in dims}
     types = (AxisType.Auto,) * len(axis_sizes)
     return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types), sizes

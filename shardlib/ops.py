@@ -13,6 +13,7 @@ a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Ea
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,10 @@ from shardlib.types import (
 def scope_name(op: str, signature: str) -> str:
     """The name an op runs under. "/" would start a new path segment there, so it becomes "|"."""
     return f"{op}({signature})".replace("/", "|")
+
+
+# Finds that name, of any op, in a longer path.
+SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsum_of_squares\b")
 
 
 def parse_scope_name(name: str) -> tuple[str, str]:
@@ -361,6 +366,7 @@ def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Ar
     return _owing(lookup(wide, local).astype(table.dtype), owed)
 
 
+@jax.named_scope("sum_of_squares")
 def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     """The sum of the squares of all numbers in a typed tree, f32[""], whatever its layout.
 
@@ -379,8 +385,7 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
         axes = tuple(a for a in mesh_shape() if a in kind.spec.axes)
         square = jnp.sum(jnp.square(x.astype(jnp.float32)))
         totals[axes] = totals[axes] + square if axes in totals else square
-    with jax.named_scope("sum_of_squares"):
-        paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
+    paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
     total = sum(paid, start=jnp.float32(0))
     check(total, Spec(), "the result of ops.sum_of_squares")
     return total

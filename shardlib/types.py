@@ -20,9 +20,10 @@ Sizes are bound to names within a scope. Each call of a function decorated with 
 
 The sums owed are JAX's own types, and so are the axes along which a value may differ: an array that
 varies over d and is unreduced over t prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the
-documentation of `jax.shard_map`). What a check can't see: JAX knows that a value may differ, not
+documentation of `jax.shard_map`). What these checks can't see: JAX knows that a value may differ, not
 whether it does. A sum over a split dimension that is taken by hand, not by an op, owes without
-saying so, and passes for a whole array until it meets a scalar or a result of `typed_shard_map`.
+saying so, and passes for a whole array until it meets a scalar or a result of `typed_shard_map`;
+`audit.check` finds it.
 """
 
 import contextlib
@@ -344,6 +345,12 @@ def _caller() -> str:
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def own_frames(trace: Any) -> list[Any]:
+    """The frames of a traceback of JAX's that are neither ours nor a library's, innermost first."""
+    left_out = (*_LIBRARIES, sys.prefix)
+    return [f for f in trace.frames if not f.file_name.startswith(left_out)] if trace else []
 
 
 def explain(error: Exception) -> str:

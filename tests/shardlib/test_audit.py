@@ -1,0 +1,127 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardlib import audit, devices, ops
+from shardlib.types import ShardTypeError, f32, make_shapes, typed_shard_map
+from tests import golden
+from tests.helpers import ROOT, compose_config, edited
+
+# What a person may write along F, which is split over t, and along B, split over d, by hand. As it
+# stands in train.py, whose lines must be right too.
+LINE = "hidden = jax.nn.silu(gate) * up"
+BY_HAND = {
+    "sum": "gate - jnp.sum(up, axis=-1, keepdims=True)",
+    "mean over the batch": "gate - jnp.mean(up, axis=0)",
+    "maximum": "gate - jnp.max(up, axis=-1, keepdims=True)",
+    "softmax": "jax.nn.softmax(gate, axis=-1) * up",
+    "argmax": "gate * jnp.argmax(up, axis=-1)[..., None].astype(bf16.dtype)",
+    "any": "gate * jnp.any(up > 0, axis=-1)[..., None].astype(bf16.dtype)",
+    "norm": "gate * jnp.linalg.norm(up, axis=-1)[..., None].astype(bf16.dtype)",
+    "einsum": 'gate * jnp.einsum("blf, blf -> bl", gate, up)[..., None]',
+    "product with itself": 'gate * jnp.einsum("blf, clf -> lbc", up, up)[0, 0, 0]',
+    "cumulative sum": "jnp.cumsum(gate, axis=-1) * up",
+    "sort": "lax.sort(gate, dimension=-1) * up",
+    "top k": "gate * lax.top_k(up, 2)[0][..., :1]",
+    "reversal": "gate * lax.rev(up, (2,))",
+    "roll": "gate * jnp.roll(up, 1, axis=-1)",
+    "positions": "gate * jnp.arange(up.shape[-1]).astype(bf16.dtype)",
+    "slice": "gate * up[..., :1]",
+    "one place": "gate * up[..., 3, None]",
+    "taken places": "gate * jnp.take(up, jnp.array([3]), axis=-1)",
+    "a place set": "(gate * up).at[..., 0].set(0)",
+    "a slice at a variable place": "gate * lax.dynamic_slice_in_dim(up, document[0, 0], 1, axis=2)",
+    "a slice set": "lax.dynamic_update_slice_in_dim(gate * up, up[..., :1] * 0, 0, axis=2)",
+    "concatenation": "jnp.concatenate([gate, up], axis=-1)[..., : up.shape[-1]]",
+    "padding": "jnp.pad(gate * up, ((0, 0), (0, 0), (1, 0)))[..., 1:]",
+    "a scan": "jnp.moveaxis(lax.scan(lambda c, x: (c + x, c), 0 * up[:, :, 0], "
+    "jnp.moveaxis(up, -1, 0))[1], 0, -1)",
+    "sum of a reshaped array": "gate * jnp.sum(up.reshape(up.shape[0], -1), axis=1)[:, None, None]",
+    "a collective": 'gate * lax.pmax(lax.stop_gradient(up), "t")',
+}
+
+
+def probe(*edits):
+    module = edited("train.py", *edits)
+    module.probe(compose_config("local_test_synthetic", "paths.model_name=x", "mesh={d: 2, t: 2}"))
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_nothing_is_done_by_hand_along_a_split_dimension(case):
+    with pytest.raises(ShardTypeError) as error:
+        probe((LINE, f"hidden = {BY_HAND[case]}"))
+    before, _, _ = (ROOT / "train.py").read_text().partition(LINE)
+    place = f"train_edited.py:{before.count(chr(10)) + 1}: "
+    assert all(line.startswith(place) for line in str(error.value).split("\n"))
+    golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
+
+
+# The same along what a device has whole; some of it at the price of a gather.
+WHOLE = {
+    "mean along the sequence": "gate - jnp.mean(up, axis=1, keepdims=True)",
+    "positions in the sequence": "gate * jnp.arange(up.shape[1])[:, None].astype(bf16.dtype)",
+    "shift along the sequence": "gate * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]",
+    "mean after a gather": (
+        'gate - jnp.mean(ops.all_gather("B/d L F/t -> B/d L F", up), axis=-1, keepdims=True)'
+    ),
+    "a small length of one's own": "gate * jnp.sum(jnp.ones((14, 1, 1), up.dtype), axis=0) * up",
+    "transposition and reshaping": (
+        "jnp.moveaxis(jnp.moveaxis(gate, -1, 0).reshape(up.shape[2], -1), 0, -1)"
+        ".reshape(up.shape) * up"
+    ),
+    "broadcast and cast": "gate * up * jnp.ones(up.shape[-1:], up.dtype)",
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_is_done_along_a_whole_dimension_passes(case):
+    probe((LINE, f"hidden = {WHOLE[case]}"))
+
+
+def check(function, axes, sizes, *hints):
+    on, probe_sizes = devices.probe_mesh(axes, sizes)
+    with jax.sharding.use_abstract_mesh(on):
+        shapes = make_shapes(tuple[hints], probe_sizes)
+        traced = jax.jit(jax.grad(typed_shard_map(function))).trace(*shapes)
+        audit.check(traced.jaxpr, dict(on.shape), probe_sizes)
+
+
+def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
+    """`scale` is the same on all devices, what it multiplies is not: its gradient sums over d."""
+
+    def loss(scale: f32["M"], x: f32["B/d M"]) -> f32[""]:
+        y = jnp.sin(x * scale)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
+
+    with pytest.raises(
+        ShardTypeError, match=r"test_audit.py:\d+: psum_invariant over d, which no op"
+    ):
+        check(loss, "dt", "BM", f32["M"], f32["B/d M"])
+
+    def split(scale: f32["M/d"], x: f32["B/d M"]) -> f32[""]:
+        y = jnp.sin(x * ops.all_gather("M/d -> M", scale))
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
+
+    check(split, "dt", "BM", f32["M/d"], f32["B/d M"])
+
+
+@pytest.mark.parametrize("axes", ["d", "dt", "rdt", "rdtx"])
+def test_a_length_tells_its_dimensions_and_splits(axes):
+    """Alone and in products of two; and no whole one, half or neighbour is taken for a part."""
+    on, sizes = devices.probe_mesh(axes, "BLMFV")
+    shape = dict(on.shape)
+    for name, size in sizes.items():
+        for picked in range(2 ** len(axes)):
+            split = [a for i, a in enumerate(reversed(axes)) if picked >> i & 1]
+            length = size
+            for axis in split:
+                length //= shape[axis]
+            shown = ["/".join([name, *split])] if split else []
+            assert audit._split(length, shape, sizes) == shown
+            other = sizes["B" if name != "B" else "L"]
+            both = audit._split(length * other, shape, sizes)
+            assert [text.split("/")[1:] for text in both] == ([split, split] if split else [])
+        for whole in size, size // 2, size - 1, size + 1, 2 * size, 1, 2, 3:
+            assert audit._split(whole, shape, sizes) == []
