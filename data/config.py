@@ -8,7 +8,7 @@ import pathlib
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,11 +25,14 @@ C = TypeVar("C")
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def program(schema: type[C], folder: str) -> Callable[[Callable[[C], None]], Callable[[], None]]:
+def program(
+    schema: type[C], folder: str, preset: dict[str, Any] | None = None
+) -> Callable[[Callable[[C], None]], Callable[[], None]]:
     """Makes a command-line program of a function of a config of type `schema`, a dataclass.
 
     --config-name= chooses a file in `folder`, in which base.yaml is what the others extend. Exits
     with a message where there is no such file, or the config hasn't the schema's keys and types.
+    `preset` has values for keys that the files leave to the user and this program has no use for.
     (Hydra would suggest to add a key that it doesn't know, and then not check it.)
     """
 
@@ -39,15 +42,20 @@ def program(schema: type[C], folder: str) -> Callable[[Callable[[C], None]], Cal
             try:
                 if HydraConfig.get().job.config_name == "base":
                     sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
-                typed = OmegaConf.merge(OmegaConf.structured(schema), composed)
-                config = typing.cast(C, OmegaConf.to_object(typed))
+                typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
+                config = cast(C, OmegaConf.to_object(typed))
             except OmegaConfBaseException as error:
                 sys.exit(f"error: {_message(error, schema, folder)}")
             function(config)
 
+        # Hydra wants to be told of sections that are in no file: those that have a default.
+        factories = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, schema))}
+        added = [name for name, made in factories.items() if made is not dataclasses.MISSING]
+
         @functools.wraps(function)
         def main() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
+            sys.argv = [f"++{a}" if a.split(".")[0] in added else a for a in sys.argv]
             job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             try:
                 job(run)()

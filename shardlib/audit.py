@@ -4,17 +4,21 @@ import collections
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.ops import SCOPE
 from shardlib.types import Dim, ShardTypeError, own_frames
 
+# JAX's primitives that communicate, and what they are.
 COLLECTIVES = {
-    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pmax", "pmin"),
-    *("ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter"),
-    *("unreduced_psum", "unreduced_reduce_scatter"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
+    "ppermute": "permute",
 }
 
 # Primitives that keep an array's shape and yet don't treat the places along a dimension alike, and
@@ -27,21 +31,48 @@ ORDERED = {
 }
 
 
-def equations(jaxpr: Any, path: str = "", line: str = "") -> Iterator[tuple[JaxprEqn, str, str]]:
-    """Each equation, those of inner jaxprs too, with the names that it runs under and its line.
+class Equation(NamedTuple):
+    """An equation of a jaxpr: what it is, under which names and at which line of the source it
+    stands, and how often it runs."""
+
+    eqn: JaxprEqn
+    path: str
+    line: str
+    times: int
+
+
+def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
+    """Each equation, those of inner jaxprs too.
 
     What a library's jitted function holds was traced where it was first called: its line is that of
     the call at hand.
     """
+    path, times = (outer.path, outer.times) if outer else ("", 1)
+    jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
     for eqn in jaxpr.eqns:
-        here = f"{path}/{eqn.source_info.name_stack}"
-        inner_eqns = [e for inner in jaxprs_in_params(eqn.params) for e in inner.eqns]
-        frames = map(own_frames, (e.source_info.traceback for e in (eqn, *inner_eqns)))
-        own = next(filter(None, frames), None)  # a loop that JAX took apart has but its body's
-        at = line or (f"{os.path.basename(own[0].file_name)}:{own[0].line_num}" if own else "")
-        yield eqn, here, at
+        line = outer.line if outer and jitted else _line(eqn) or (outer.line if outer else "")
+        here = Equation(eqn, f"{path}/{eqn.source_info.name_stack}", line, times)
+        yield here
+        inside = here._replace(times=times * eqn.params.get("length", 1))
         for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner, here, at if path and eqn.primitive.name == "jit" else line)
+            yield from equations(inner, inside)
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """`train.py:253`; of a loop that JAX took apart, that of its first equation which has one."""
+    if own := own_frames(eqn.source_info.traceback):
+        return f"{os.path.basename(own[0].file_name)}:{own[0].line_num}"
+    inner = (_line(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    return next(filter(None, inner), "")
+
+
+def phase(path: str) -> str:
+    """The part of a training step in which an equation, or a compiled instruction, runs."""
+    if "rematted_computation" in path:
+        return "recomputed"
+    if "transpose(" in path:
+        return "backward"
+    return "forward" if "jvp(" in path else "update"
 
 
 def _lengths(eqn: JaxprEqn) -> list[int]:
@@ -65,20 +96,20 @@ def _lengths(eqn: JaxprEqn) -> list[int]:
     return [n for count in counts for n in count if all(count[n] > out[n] for out in kept)]
 
 
-def _split(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[str]:
-    """The dimensions that a length at probe sizes is made of, with the axes that they are split
-    over; nothing if it is whole.
+def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
+    """The dimensions that a length at the sizes of `devices.probe_mesh` is made of: one, or several
+    that were merged; none if it is just a number.
 
     Each dimension's size is a prime of its own times 2 and all axes' sizes, which are primes; a
     split over an axis takes one factor of it away.
     """
     total = 2 * math.prod(axes.values())
-    dims = [name for name, size in sizes.items() if length % (size // total) == 0]
-    rest = length // math.prod(sizes[name] // total for name in dims)
-    split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(dims))
-    if not split or rest % 2 ** len(dims) or total ** len(dims) % rest:
-        return []  # whole, or a length that only happens to have these factors
-    return [str(Dim(name, split)) for name in dims]
+    names = [name for name, size in sizes.items() if length % (size // total) == 0]
+    rest = length // math.prod(sizes[name] // total for name in names)
+    if rest % 2 ** len(names) or total ** len(names) % rest:
+        return []  # it only happens to have these factors
+    split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
+    return [Dim(name, split) for name in names]
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
@@ -90,7 +121,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     dimensions: those that an op has split forward, and in which the op pays the sum.
     """
     problems = []
-    for eqn, path, line in equations(jaxpr):
+    for eqn, path, line, _ in equations(jaxpr):
         if SCOPE.search(path):
             continue
         name = eqn.primitive.name
@@ -98,10 +129,99 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             over = ", ".join(eqn.params.get("axis_name") or eqn.params["axes"])
             problems.append(f"{line}: {name} over {over}, which no op says")
         for length in _lengths(eqn) if "transpose(" not in path else ():
-            if dims := _split(length, axes, sizes):
+            dims = dims_of(length, axes, sizes)
+            if any(dim.axes for dim in dims):
                 problems.append(
-                    f"{line}: {name} along {' '.join(dims)} by hand, where each device has a part "
-                    "of it: use an op, or ops.all_gather first"
+                    f"{line}: {name} along {' '.join(map(str, dims))} by hand, where each device "
+                    "has a part of it: use an op, or ops.all_gather first"
                 )
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
+
+
+# --- The ledger -----------------------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """A collective: what each device receives in one run of it."""
+
+    line: str
+    op: str  # with its type string, or the primitive that none says
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    times: int
+    elements: int  # of the array, whole along the axes
+    bytes: float  # by a ring: of n devices, each gets what the other n - 1 have
+
+
+class Product(NamedTuple):
+    """A product of matrices: each device's FLOPs in one run of it."""
+
+    line: str
+    op: str
+    phase: str
+    times: int
+    flops: int
+
+
+class Saved(NamedTuple):
+    """An array that the forward pass keeps for the backward pass, on each device."""
+
+    line: str
+    times: int  # arrays, if a loop stacks them
+    shape: tuple[int, ...]  # of one
+    dtype: str
+    bytes: int  # of all
+
+
+class Ledger(NamedTuple):
+    transfers: list[Transfer]
+    products: list[Product]
+    saved: list[Saved]
+
+
+def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
+    """What a function under `typed_shard_map` does, from the jaxpr of its `jax.jit`, on a mesh of
+    these axes: for each device, what it receives, computes and, if it takes a gradient, keeps."""
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    transfers, products = [], []
+    for eqn, path, line, times in equations(live):
+        name, scope = eqn.primitive.name, SCOPE.search(path)
+        op = scope[0].replace("|", "/") if scope else name
+        if name in COLLECTIVES:
+            over = eqn.params.get("axis_name") or eqn.params["axes"]
+            n = math.prod(axes[axis] for axis in over)
+            kind = COLLECTIVES[name]
+            arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+            elements = max(math.prod(array.shape) for array in arrays)
+            size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
+            row = (line, op, kind, tuple(over), phase(path), times, elements, size * (n - 1) / n)
+            transfers.append(Transfer(*row))
+        if name == "dot_general":
+            left, result = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore
+            summed = math.prod(left[i] for i in eqn.params["dimension_numbers"][0][0])
+            flops = 2 * summed * math.prod(result)
+            products.append(Product(line, op, phase(path), times, flops))
+    bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
+    return Ledger(transfers, products, [array for body in bodies for array in _saved(body)])
+
+
+def _saved(body: Any) -> Iterator[Saved]:
+    """What the backward pass takes from the forward pass: of a loop, the arrays it stacks."""
+    makers: dict[Any, Any] = {}
+    for eqn in body.eqns:
+        if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
+            for var in eqn.invars:
+                if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
+                    array, times, line = var.aval, 1, _line(maker)
+                    if maker.primitive.name == "scan":
+                        inner = maker.params["jaxpr"].jaxpr
+                        out = inner.outvars[maker.outvars.index(var)]
+                        line = next((_line(e) for e in inner.eqns if out in e.outvars), line)
+                        times = maker.params["length"] if out.aval.ndim < array.ndim else 1
+                    shape = array.shape if times == 1 else array.shape[1:]
+                    size = math.prod(array.shape) * array.dtype.itemsize
+                    yield Saved(line, times, shape, array.dtype.name, size)
+        else:
+            makers |= dict.fromkeys(eqn.outvars, eqn)

@@ -21,9 +21,9 @@ Sizes are bound to names within a scope. Each call of a function decorated with 
 The sums owed are JAX's own types, and so are the axes along which a value may differ: an array that
 varies over d and is unreduced over t prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the
 documentation of `jax.shard_map`). What these checks can't see, and `audit.check` finds: JAX knows
-that a value may differ, not whether it does. A sum over a split dimension that is taken by hand, not
-by an op, owes without saying so, and passes for a whole array until it meets a scalar or a result of
-`typed_shard_map`.
+that a value may differ, not whether it does. A sum over a split dimension that is taken by hand,
+not by an op, owes without saying so, and passes for a whole array until it meets a scalar or a
+result of `typed_shard_map`.
 """
 
 import contextlib

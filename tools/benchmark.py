@@ -35,16 +35,6 @@ LEAST, MOST = 10, 100  # steps that are timed
 SECONDS = 30  # after which no more than LEAST are
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class BenchmarkPaths(train.PathsConfig):
-    model_name: str = "benchmark"  # needed to compose, and not used
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class BenchmarkConfig(train.Config):
-    paths: BenchmarkPaths
-
-
 def time_start(config: train.Config, loader: Loader) -> tuple[train.State, dict[str, float]]:
     """The state, and the seconds that each part of the way to the first step's end takes."""
     marks = {"import": IMPORTED - START, "devices and dataset": time.perf_counter() - IMPORTED}
@@ -109,8 +99,8 @@ def commit() -> str:
     return done.stdout.strip() + ("+" if changed.stdout else "") or "unknown"
 
 
-@program(BenchmarkConfig, "configs")
-def main(config: BenchmarkConfig) -> None:
+@program(train.Config, "configs", {"paths": {"model_name": "none"}})
+def main(config: train.Config) -> None:
     config.training.validation_interval = 0  # no need of a validation split
     try:
         train.check_config(config)

@@ -1,13 +1,29 @@
+import collections
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from shardlib import audit, devices, ops
-from shardlib.types import ShardTypeError, f32, make_shapes, typed_shard_map
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.types import (
+    ShardTypeError,
+    Stacked,
+    f32,
+    make_shapes,
+    pytree_dataclass,
+    typed_shard_map,
+)
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited
+
+
+@pytree_dataclass
+class Weight:
+    w: f32["M/d F/t"]
+
 
 # What a person may write along F, which is split over t, and along B, split over d, by hand. As it
 # stands in train.py, whose lines must be right too.
@@ -80,6 +96,54 @@ def test_what_is_done_along_a_whole_dimension_passes(case):
     probe((LINE, f"hidden = {WHOLE[case]}"))
 
 
+def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
+    """Two layers, each gathering its weight over d and paying a sum over t."""
+
+    def loss(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> f32[""]:
+        def layer(x, weight):
+            w = ops.all_gather("M/d F/t -> M F/t", weight.w)
+            h = save_for_backward(jnp.sin(ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w)))
+            y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", h, w)
+            dead = ops.all_gather("M/d F/t -> M F/t", weight.w + 1)
+            return ops.psum("B/d M {U:t} -> B/d M", y), dead[0, 0]
+
+        x, _ = lax.scan(explicit_activation_checkpointing(layer), x, stack)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", x))
+
+    def gradient(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> Stacked["layers", Weight]:
+        return jax.grad(loss)(stack, x)
+
+    sizes = {"layers": 2, "B": 24, "M": 40, "F": 56}
+    for axes in {"d": 4, "t": 2}, {"d": 2, "t": 4}, {"d": 1, "t": 8}:
+        d, t = axes["d"], axes["t"]
+        kinds = (jax.sharding.AxisType.Auto,) * 2
+        on = jax.sharding.AbstractMesh((d, t), ("d", "t"), axis_types=kinds)
+        with jax.sharding.use_abstract_mesh(on):
+            shapes = make_shapes(tuple[Stacked["layers", Weight], f32["B/d M"]], sizes)
+            traced = jax.jit(typed_shard_map(gradient)).trace(*shapes)
+        ledger = audit.ledger(traced.jaxpr.jaxpr, axes)
+        weight, sums = 40 * 56 // t * 4, 24 // d * 40 * 4
+        rows = [(r.kind, "".join(r.axes), r.phase, r.times, r.bytes) for r in ledger.transfers]
+        assert sorted(rows) == sorted(
+            [
+                ("all-gather", "d", "forward", 2, weight * (d - 1) / d),
+                ("all-gather", "d", "recomputed", 2, weight * (d - 1) / d),
+                ("reduce-scatter", "d", "backward", 2, weight * (d - 1) / d),
+                ("all-reduce", "t", "forward", 2, 2 * sums * (t - 1) / t),
+                ("all-reduce", "t", "backward", 2, 2 * sums * (t - 1) / t),
+            ]
+        ), axes
+        flops = 2 * (24 // d) * 40 * (56 // t)
+        products = collections.Counter()
+        for row in ledger.products:
+            assert row.flops == flops
+            products[row.phase] += row.times
+        assert products == {"forward": 2 * 2, "recomputed": 2, "backward": 2 * 4}
+        saved = [(row.shape, row.times, row.bytes) for row in ledger.saved]
+        assert ((24 // d, 56 // t), 2, 2 * (24 // d) * (56 // t) * 4) in saved
+        assert ((24 // d, 40), 2, 2 * sums) in saved and len(saved) == 2
+
+
 def check(function, axes, sizes, *hints):
     on, probe_sizes = devices.probe_mesh(axes, sizes)
     with jax.sharding.use_abstract_mesh(on):
@@ -118,10 +182,11 @@ def test_a_length_tells_its_dimensions_and_splits(axes):
             length = size
             for axis in split:
                 length //= shape[axis]
-            shown = ["/".join([name, *split])] if split else []
-            assert audit._split(length, shape, sizes) == shown
+            assert [str(d) for d in audit.dims_of(length, shape, sizes)] == [
+                "/".join([name, *split])
+            ]
             other = sizes["B" if name != "B" else "L"]
-            both = audit._split(length * other, shape, sizes)
-            assert [text.split("/")[1:] for text in both] == ([split, split] if split else [])
-        for whole in size, size // 2, size - 1, size + 1, 2 * size, 1, 2, 3:
-            assert audit._split(whole, shape, sizes) == []
+            both = audit.dims_of(length * other, shape, sizes)
+            assert [dim.axes for dim in both] == [tuple(split)] * 2
+        for whole in size // 2, size - 1, size + 1, 2 * size, 1, 2, 3, 14, 128:
+            assert not any(dim.axes for dim in audit.dims_of(whole, shape, sizes))

@@ -1,0 +1,80 @@
+import json
+import re
+
+import pytest
+
+import train
+from tests import golden
+from tests.helpers import compose_config, train_here
+from tools import audit
+
+CONFIG = ["--config-name=c4_a100x8_1b", "mesh={d: 4, t: 2}"]
+
+
+def test_the_tables(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "audit.json"
+    out, message = train_here(
+        capsys, monkeypatch, *CONFIG, f"audit.json={file}", program=audit.main
+    )
+    assert not message
+    golden.check("audit.txt", "1b on 4 x 2 devices", re.sub(r"train\.py:\d+", "train.py:LINE", out))
+    assert audit.report(json.loads(file.read_text())) + "\n" == out
+
+
+def test_the_sums_are_those_of_the_model():
+    """By formulas of the shapes alone."""
+    config = compose_config("c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
+                            "flat_tokens.filespec=x")  # fmt: skip
+    result = audit.audit_step(config)
+    batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
+    weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
+    assert result["held"]["weights"] == result["held"]["gradients"] == 4 * weights // 8
+
+    # All of attention's products, not their causal half; scores again in the backward pass.
+    tokens = batch * length
+    attention = 4 * length * heads * tokens * layers
+    projections = 2 * (4 * m * heads + 3 * m * f) * tokens * layers + 2 * m * v * tokens
+    flops = {"forward": 0, "backward": 0, "recomputed": 0}
+    for row in result["products"]:
+        flops[row["phase"]] += row["times"] * row["flops"]
+    forward = (projections + attention) // 8
+    assert flops == {"forward": forward, "backward": 2 * forward, "recomputed": attention // 16}
+    assert result["model_flops"] == 3 * (projections + attention // 2)
+    assert result["model_flops"] == sum(train.step_flops(config))
+
+    # Each weight is gathered over d forward and, in a layer, again; its gradient is scattered.
+    received = {}
+    for row in result["transfers"]:
+        key = (*row["axes"], row["phase"])
+        received[key] = received.get(key, 0) + row["times"] * row["bytes"]
+    layer = layers * (4 * m * heads + 3 * m * f) // t * 2 * (d - 1) / d
+    ends = 2 * v * m // t * 2 * (d - 1) / d
+    loss = 2 * 4 * (d - 1) / d * 2  # two scalars
+    assert received["d", "forward"] == pytest.approx(layer + ends + loss)
+    assert received["d", "recomputed"] == layer
+    assert received["d", "backward"] == layer + ends
+    # Of the residual stream, over t: two gathers and two scatters a layer, one of each besides.
+    stream = tokens // d * m * 2 * (t - 1) / t
+    peaks = 3 * 2 * tokens // d * 4 * (t - 1) / t
+    assert received["t", "forward"] == (4 * layers + 2) * stream + peaks
+    assert received["t", "recomputed"] == 2 * layers * stream
+    assert received["t", "backward"] == (4 * layers + 2) * stream
+
+    saved = {(row["type"], row["bytes"]) for row in result["saved"]}
+    per_layer = layers * tokens // d * 2
+    for kind, wide in {
+        "B/d L F/t": f // t,
+        "B/d L M/t": m // t,
+        "B/d L K/t D": heads // t,
+        "B/d L Q K/t D": heads // t,
+    }.items():
+        assert (f'bf16["{kind}"]', per_layer * wide) in saved
+
+
+def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
+    _, message = train_here(
+        capsys, monkeypatch, *CONFIG, "mesh.d=3", "training.tokens.batch=256", program=audit.main
+    )
+    assert message == (
+        'error: dimension M=2048 does not split evenly over d=3, as f32["V/t M/d"] needs'
+    )
