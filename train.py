@@ -496,10 +496,14 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run = Run(paths.root_working_dir, paths.model_name)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
     first = checkpoints.newest_step
-    if first >= hyper.steps:
-        run.say(f"{run.folder} is complete: {first} steps of training.steps={hyper.steps} are done")
-        return
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
+    if first >= hyper.steps:
+        checkpoints.check_model(State, dimensions(config), resolved)
+        run.say(
+            f"{run.folder} is complete: {first} steps are done. To go on, set training.steps above "
+            "that; to start anew, choose another paths.model_name"
+        )
+        return
     if first:
         state = checkpoints.restore(State, dimensions(config), resolved)
     else:

@@ -195,27 +195,31 @@ class Checkpoints:
         Raises CheckpointError for another model's, naming the first difference between the `model`
         sections of the configs, or between the arrays; and for a damaged one, naming the array.
         """
-        try:
-            group: Any = zarr.open_group(self.newest, mode="r")
-            about = group.attrs.asdict()
-            self._check_model(about, hint, sizes, config)
-            kinds, shapes = _named(type_tree(hint)), make_shapes(hint, sizes)
-            named, shardings = _named(shapes), jax.tree.leaves(make_shardings(hint))
-            leaves = self.threads.map(
-                lambda name, sharding: self._read(group[name], named[name], sharding),
-                kinds,
-                shardings,
-            )
-            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.newest} {error}") from None
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{self.newest} is damaged: {error!r}") from error
+        self.check_model(hint, sizes, config)
+        group: Any = zarr.open_group(self.newest, mode="r")
+        shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
+        named = _named(shapes)
 
-    @staticmethod
-    def _check_model(about: Any, hint: Any, sizes: dict[str, int], config: str) -> None:
+        def read(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+            try:
+                return self._read(group[name], named[name], sharding)
+            except (OSError, ValueError, KeyError) as error:
+                problem = str(error).split(". ")[0]
+                raise CheckpointError(
+                    f"{self.newest} is damaged: {name}: {problem}; move it away to go on from the "
+                    "one before it"
+                ) from error
+
+        leaves = self.threads.map(read, named, jax.tree.leaves(shardings))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
+        """Raises CheckpointError if the newest checkpoint is another model's."""
+        about: Any = zarr.open_group(self.newest, mode="r").attrs.asdict()
         if about["format"] != FORMAT:
-            raise CheckpointError(f"has format {about['format']}; this program reads {FORMAT}")
+            raise CheckpointError(
+                f"{self.newest} has format {about['format']}; this program reads {FORMAT}"
+            )
         here, there = OmegaConf.create(config).model, OmegaConf.create(about["config"]).model
         kinds, shapes = _named(type_tree(hint)), _named(make_shapes(hint, sizes))
         entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
@@ -225,27 +229,18 @@ class Checkpoints:
         for name, found, wanted in pairs:
             if found != wanted:
                 raise CheckpointError(
-                    f"is of another model: {name} is {found} there, {wanted} here; choose another "
-                    "paths.model_name, or the config it was made by"
+                    f"{self.newest} is of another model: {name} is {found} there, {wanted} here; "
+                    "choose another paths.model_name, or the config it was made by"
                 )
 
     @staticmethod
     def _read(
         array: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
     ) -> jax.Array:
-        cure = "move it away to go on from the one before it"
         if missing := array.nchunks - array.nchunks_initialized:
-            raise CheckpointError(
-                f"is damaged: {array.path} lacks {missing} of its {array.nchunks} chunks; {cure}"
-            )
+            raise ValueError(f"{missing} of its {array.nchunks} chunks are missing")
 
         def part(index: Any) -> np.ndarray:
-            try:
-                return np.asarray(array[index]).view(shape.dtype)
-            except (OSError, ValueError) as error:
-                shown = ", ".join(f"{s.start or 0}:{s.stop or ''}" for s in index)
-                raise CheckpointError(
-                    f"is damaged: {array.path}[{shown}]: {str(error).split('. ')[0]}; {cure}"
-                ) from None
+            return np.asarray(array[index]).view(shape.dtype)
 
         return jax.make_array_from_callback(shape.shape, sharding, part)

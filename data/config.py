@@ -5,6 +5,7 @@ import difflib
 import functools
 import os
 import pathlib
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -95,12 +96,20 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         section, _, last = str(key).rpartition(".")
         sections = {known: known.rpartition(".")[0] for known in _keys(schema)}
         names = {known: known.rpartition(".")[2] for known in sections}
-        close = difflib.get_close_matches(last, names.values())
-        if meant := [known for known in names if names[known] in close]:
-            return f"unknown key {key}; did you mean {' or '.join(meant)}?"
         siblings = [known for known in sections if sections[known] == section]
+        if not siblings and section in sections:
+            return f"unknown key {key}; to add it to {section}, write +{key}=..."
+        for known in [k for k in names if names[k] == last], siblings, list(names):
+            close = difflib.get_close_matches(last, [names[name] for name in known])
+            if meant := [name for name in known if names[name] in close]:
+                return f"unknown key {key}; did you mean {' or '.join(meant)}?"
         return f"unknown key {key}; there are {', '.join(siblings)}"
     if isinstance(error, OverrideParseException):
-        return f"can't read {error.override}; an override is KEY=VALUE, a text with signs in quotes"
+        return (
+            f"can't read {error.override}; an override is KEY=VALUE without spaces around the =, "
+            "and a value with special signs is in quotes within the shell's quotes"
+        )
+    if group := re.match(r"Could not override '([^']*)'. No match", str(error)):
+        return f"this config isn't made of parts, so {group[1]}= has nothing to choose"
     problem = str(cause).split("\n    ")[0]
     return f"{key}: {problem}" if key else problem

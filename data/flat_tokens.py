@@ -142,7 +142,10 @@ class FlatTokens:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
-        array = self.group.get(name) if isinstance(self.group, zarr.Group) else None
+        try:
+            array = self.group.get(name) if isinstance(self.group, zarr.Group) else None
+        except (OSError, ValueError) as error:
+            raise FlatTokensError(f"{self.name}/{name} can't be opened: {error}") from None
         if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
             raise FlatTokensError(
                 f"{self.name} is not flat tokens: it lacks a one-dimensional "

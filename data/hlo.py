@@ -4,25 +4,31 @@ import gzip
 import json
 import pathlib
 import re
-import shutil
 import tempfile
 
 import jax
 
+from shardlib.audit import phase
 from shardlib.ops import SCOPE
 
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
 
 
+# Parts of an op_name that say how JAX got there, not what the source does.
+MACHINERY = re.compile(
+    r"jit\(training_step\)|shard_map|(transpose\()?jvp\(\)+|while|body|cond|closed_call|eval_jaxpr|"
+    r"checkpoint|rematted_computation"
+)
+
+
 def describe(op_name: str) -> str:
     """An op_name for short: `all_gather(V/t M/d -> V/t M), backward: reduce_scatter`."""
-    phases = {"rematted_computation": ", recomputed", "transpose(": ", backward"}
-    phase = next((text for sign, text in phases.items() if sign in op_name), "")
-    scope = SCOPE.search(op_name)
     *path, primitive = op_name.split("/")
-    where = scope[0].replace("|", "/") if scope else path[-1] if path else ""
-    return f"{where}{phase}: {primitive}"
+    scope, names = SCOPE.search(op_name), [p for p in path if not MACHINERY.fullmatch(p)]
+    where = scope[0].replace("|", "/") if scope else names[-1] if names else ""
+    part = {"forward": "", "update": ""}.get(phase(op_name), f", {phase(op_name)}")
+    return f"{where}{part}: {primitive}" if where else f"{primitive}{part}"
 
 
 def op_names(hlo: str) -> dict[str, str]:
@@ -64,8 +70,8 @@ def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.
     module, names = hlo.split(None, 2)[1].rstrip(","), op_names(hlo)
     events = []
     for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]:
-        # The CPU's thread pool says more of itself than of all the rest.
-        if not event or event["name"].startswith("ThreadpoolListener"):
+        # The CPU's threads say more of themselves than of all the rest.
+        if not event or event["name"].startswith(("ThreadpoolListener", "end: ", "Wait: ")):
             continue
         args = event.get("args", {})
         if args.get("hlo_module") == module and args.get("hlo_op") in names:
@@ -79,9 +85,9 @@ def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.
 
 
 def draw(step: jax.stages.Lowered, path: pathlib.Path) -> str:
-    """Compiles the program once more, and writes the optimized one as XLA draws it: hover over an
-    instruction for its type string and source line. Returns the svg's path, or, where Graphviz's
-    `dot` is missing, the .dot file's and why."""
+    """Compiles the program once more, and the first host writes the optimized one as XLA draws it:
+    hover over an instruction for its type string and source line. Returns the svg's path, or, where
+    Graphviz's `dot` is missing, the .dot file's and why."""
     import graphviz  # only a run that asks needs it
 
     dot, svg = path.with_suffix(".dot"), path.with_suffix(".svg")
@@ -90,7 +96,7 @@ def draw(step: jax.stages.Lowered, path: pathlib.Path) -> str:
         (drawn,) = pathlib.Path(folder).glob("*after_optimizations.dot")
         if jax.process_index():  # all hosts compile, as they may have to do it together
             return ""
-        shutil.copy(drawn, dot)
+        dot.write_text(re.sub(r"(?<=\w)\|(?=[a-z])", "/", drawn.read_text()))  # type strings' slash
     try:
         graphviz.render("dot", "svg", dot, outfile=svg)
     except graphviz.ExecutableNotFound:

@@ -32,7 +32,9 @@ class Run:
         (self.folder / "config.yaml").write_text(config)
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and first_step == 0:
-            metrics.rename(self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl")
+            kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+            metrics.rename(kept_as)
+            self.say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
         metrics.touch()
         kept = 0
         for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):

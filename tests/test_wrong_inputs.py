@@ -67,6 +67,7 @@ CASES = {
     "a mesh axis that isn't there": (nothing, ["+mesh.x=2"]),
     "an override that can't be read": (nothing, ["training.steps=[1"]),
     "an override without a value": (nothing, ["training.steps"]),
+    "a part of a config that isn't made of parts": (nothing, ["model=84m"]),
     "a number as text": (nothing, ["training.steps=many"]),
     "an integer with a fraction": (nothing, ["training.steps=1.5"]),
     "a switch that is neither on nor off": (nothing, ["simulate_devices=perhaps"]),
@@ -147,7 +148,7 @@ def check(case, message, before, folder):
     assert message.startswith("error: ") and "Traceback" not in message
     golden.check("wrong_inputs.txt", case, message)
     written = {p for p in contents(folder) if p not in before}
-    assert {p.name for p in written} <= {"config.yaml"}, "nothing but the run's folder is written"
+    assert {p.name for p in written} <= {"config.yaml", "zarr.json"}, "no data is written"
     assert before.items() <= contents(folder).items(), "nothing is harmed"
 
 
@@ -189,6 +190,8 @@ CONVERSIONS = {
     "convert: no text": ["--config-name=text_files", "output=new.zarr"],
     "convert: no such column": [*CONVERT, "output=new.zarr", "column=words"],
     "convert: an unknown key": [*CONVERT, "outptu=new.zarr"],
+    "convert: an argument that the config lacks": [*CONVERT, "load_dataset.data_dir=x"],
+    "convert: too few documents to hold one out": [*CONVERT, "output=new.zarr"],
 }
 
 

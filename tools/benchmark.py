@@ -31,8 +31,8 @@ from data.loader import Loader
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps that are run first and left out
-LEAST, MOST = 10, 100  # steps that are timed
-SECONDS = 30  # after which no more than LEAST are
+LEAST, MOST = 10, 100  # steps that are timed: MOST, or once there are LEAST
+SECONDS = 30  # as many as this takes
 
 
 def time_start(config: train.Config, loader: Loader) -> tuple[train.State, dict[str, float]]:
@@ -75,8 +75,8 @@ def time_steps(
             ends.append(time.perf_counter())
         before = metrics
         # Several hosts have to stop at the same step, and their clocks differ.
-        late = jax.process_count() > 1 or (len(ends) > 1 and ends[-1] - ends[0] > SECONDS)
-        if step - WARMUP >= (LEAST if late else MOST):
+        enough = jax.process_count() > 1 or (len(ends) > 1 and ends[-1] - ends[0] > SECONDS)
+        if step - WARMUP >= (LEAST if enough else MOST):
             break
     jax.block_until_ready(state)
     return list(np.diff(ends[WARMUP - 1 :])), waits[WARMUP : len(ends)]
@@ -108,7 +108,7 @@ def main(config: train.Config) -> None:
         with jax.set_mesh(mesh):
             loader, _ = train.make_loaders(config)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        train.stop(config, str(error))
     with jax.set_mesh(mesh):
         state, start = time_start(config, loader)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))

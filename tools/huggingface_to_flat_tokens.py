@@ -108,6 +108,12 @@ def convert(config: ConvertConfig) -> None:
                 writers[split].append(ids)
             else:
                 empty += 1
+        if not writers["validation"].sequence_count:
+            count = writers["train"].sequence_count
+            raise ValueError(
+                f"validation_share={config.validation_share} of {count} documents is none: raise "
+                "it, or name a validation_split"
+            )
     for writer in writers.values():
         print(
             f"{writer.name}: {writer.sequence_count:,} sequences, "
