@@ -1,0 +1,76 @@
+"""What the audit reads off the source's jaxpr is what the compiled program does, collective by
+collective."""
+
+import functools
+
+import jax
+import pytest
+
+import train
+from data.loader import TokenBatch
+from shardlib import audit
+from shardlib.types import make_shapes, make_shardings
+from tests import compiled
+from tests.helpers import compose_config, mesh, small_config
+
+NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
+PROGRAMS = {
+    "synthetic on 4 x 2": lambda: compose_config("local_test_synthetic", *NAMES),
+    "stdlib on 4 x 2": lambda: compose_config("local_python_stdlib", *NAMES),
+    "small on 8 x 1": lambda: small_config("mesh={d: 8, t: 1}"),
+    "small on 1 x 8": lambda: small_config("mesh={d: 1, t: 8}"),
+    "small on 2 x 4": lambda: small_config("mesh={d: 2, t: 4}"),
+    "one layer on 4 x 2": lambda: small_config("model.layers=1"),
+}
+
+
+@functools.cache
+def program(name):
+    """The ledger's transfers, the compiled program's collectives, and the mesh."""
+    config = PROGRAMS[name]()
+    axes = vars(config.mesh)
+    with jax.set_mesh(mesh(**axes)):
+        hint = tuple[train.State, TokenBatch]
+        shapes = jax.tree.map(
+            lambda shape, sharding: shape.update(sharding=sharding),
+            make_shapes(hint, train.dimensions(config)),
+            make_shardings(hint),
+        )
+        traced = train.training_step.trace(*shapes, config)
+        text = traced.lower().compile().as_text()
+    ledger = audit.ledger(traced.jaxpr.jaxpr, axes)
+    return ledger.transfers, compiled.collectives(text, axes), axes
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
+    transfers, found, axes = program(name)
+    assert len(found) > 40 and all(row.line.startswith("train.py:") for row in found)
+    assert compiled.unexplained(transfers, found, axes) == ([], [])
+
+
+@pytest.mark.parametrize("rule", compiled.RULES)
+def test_without_the_rule_some_program_is_not_explained(rule):
+    rules = set(compiled.RULES) - {rule}
+    shown_by = {
+        "one": "small on 8 x 1",
+        "merged": "synthetic on 4 x 2",
+        "once": "one layer on 4 x 2",
+    }
+    assert compiled.unexplained(*program(shown_by[rule]), rules) != ([], [])
+
+
+def test_a_row_too_many_or_too_few_is_noticed():
+    transfers, found, axes = program("synthetic on 4 x 2")
+    for i in range(0, len(transfers), 5):
+        if transfers[i].kind == "all-reduce":  # their lines are not told apart
+            continue
+        for wrong in (
+            transfers[:i] + transfers[i + 1 :],
+            [*transfers, transfers[i]],
+            [*transfers[:i], transfers[i]._replace(times=9), *transfers[i + 1 :]],
+            [*transfers[:i], transfers[i]._replace(line="train.py:1"), *transfers[i + 1 :]],
+            [*transfers[:i], transfers[i]._replace(axes=("d", "x")), *transfers[i + 1 :]],
+            [*transfers[:i], transfers[i]._replace(elements=3), *transfers[i + 1 :]],
+        ):
+            assert compiled.unexplained(wrong, found, axes | {"x": 2}) != ([], [])
