@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-long test-gpu lint format size
+.PHONY: train test test-long test-gpu mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -25,6 +25,10 @@ test: $(VENV)/dev
 # Some four minutes more: trains the stdlib config to its end.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
+
+# Five minutes: some 500 edits of train.py's ops, none of which may change its numbers unnoticed.
+mutations: $(VENV)/cpu
+	$(BIN)/python -m tools.mutations
 
 # In an environment that has requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:

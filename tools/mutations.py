@@ -1,0 +1,219 @@
+"""Edits each op in train.py in every way that somebody might get it wrong, and says what notices.
+
+    python -m tools.mutations
+
+Each edit is probed as train.py probes itself before it compiles. Those that pass are run, in f32,
+on three meshes of simulated devices, and have to give the loss and the gradients that the source
+gives. Prints a line per edit, and ends with an error if one changes them unnoticed.
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import itertools
+import linecache
+import os
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import train
+from data.config import ROOT
+from shardlib.devices import make_mesh, simulate_cpu_devices
+from shardlib.types import ShardTypeError, SpecError, make_shardings, parse_signature
+
+SOURCE = pathlib.Path(train.__file__).read_text()
+MESHES = ({"d": 2, "t": 2}, {"d": 4, "t": 2}, {"d": 1, "t": 4})
+SETTINGS = (
+    *("model.d_model=16", "model.n_kv=4", "model.d_head=4", "model.d_ff=24", "model.vocab=32"),
+    *("training.tokens={batch: 4, len: 8}", "training.grad_clip=inf", "paths.model_name=none"),
+)
+
+
+AXIS = re.compile(r"(?<=[/:])[a-z]\b")
+
+
+class Mutation(NamedTuple):
+    line: int
+    what: str
+    source: str
+
+
+def other_strings(text: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """A signature with one of its axes exchanged, with all of them, and with the axes of a
+    dimension at another one of the same array."""
+    for found in AXIS.finditer(text):
+        for axis in axes:
+            if axis != found[0]:
+                yield f"{axis} for {found[0]}", text[: found.start()] + axis + text[found.end() :]
+    exchanged = dict(zip(axes, (*axes[1:], axes[0]), strict=True))
+    yield "all axes exchanged", AXIS.sub(lambda found: exchanged[found[0]], text)
+    parts = re.split(r"(->|,|\{.*?\})", text)
+    for i, array in enumerate(parts[::2]):
+        dims = array.split()
+        for one, other in itertools.permutations(range(len(dims)), 2):
+            _, slash, split = dims[one].strip("[]").partition("/")
+            if slash:
+                moved = list(dims)
+                moved[one] = dims[one].replace(slash + split, "")
+                moved[other] = re.sub(r"(\]?)$", rf"{slash}{split}\1", dims[other], count=1)
+                changed = "".join([*parts[: 2 * i], f" {' '.join(moved)} ", *parts[2 * i + 1 :]])
+                yield f"/{split} at {dims[other]}", changed.strip()
+
+
+def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
+    """What somebody would write who knows jnp and not the op."""
+    bare = re.sub(r"\{U:[^}]*\}|/[a-z]|[][]", "", signature)
+    left, right = (part.split() for part in bare.split("->"))
+    if op in ("reduce_sum", "reduce_max"):
+        removed = tuple(i for i, dim in enumerate(left) if dim not in right)
+        return f"jnp.{op.removeprefix('reduce_')}({arguments[0]}, axis={removed})"
+    if op == "einsum_unreduced":
+        names = dict.fromkeys(re.findall(r"\w+", bare))
+        letters = {name: chr(ord("a") + i) for i, name in enumerate(names)}
+        terms = re.sub(r"\w+", lambda name: letters[name[0]], bare).replace(" ", "")
+        return f"jnp.einsum({terms!r}, {', '.join(arguments[:2])})"
+    if op in ("all_gather", "psum_scatter"):
+        (given,), wanted = parse_signature(signature)
+        pairs = enumerate(zip(given.dims, wanted.dims, strict=True))
+        i, axes = next((i, {*a.axes} ^ {*b.axes}) for i, (a, b) in pairs if a != b)
+        parts = " * ".join(f"jax.sharding.get_abstract_mesh().shape[{axis!r}]" for axis in axes)
+        if op == "all_gather":
+            return f"jnp.concatenate([{arguments[0]}] * ({parts}), axis={i})"
+        return (
+            f"lax.slice_in_dim({arguments[0]}, 0, {arguments[0]}.shape[{i}] // ({parts}), axis={i})"
+        )
+    if op == "psum":
+        return f"({arguments[0]} * 2)"
+    if op == "index_unreduced" and signature.startswith("["):
+        return f"jnp.take({', '.join(arguments)}, axis=0)"
+    if op == "index_unreduced":
+        return f"jnp.take_along_axis({arguments[0]}, {arguments[1]}[..., None], axis=-1)[..., 0]"
+    return None
+
+
+def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
+    offsets = [0]
+    for line in SOURCE.splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line))
+
+    def span(node: Any) -> tuple[int, int]:
+        return (
+            offsets[node.lineno - 1] + node.col_offset,
+            offsets[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def edit(node: Any, text: str) -> str:
+        start, end = span(node)
+        return SOURCE[:start] + text + SOURCE[end:]
+
+    calls = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: node.lineno):
+        name = ast.unparse(call.func)
+        arguments = [SOURCE[slice(*span(a))] for a in call.args]
+        whole = SOURCE[slice(*span(call))]
+        if name == "save_for_backward":
+            yield Mutation(call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
+        if not name.startswith("ops.") or not isinstance(call.args[0], ast.Constant):
+            continue
+        signature, op = str(call.args[0].value), name.removeprefix("ops.")
+        yield Mutation(call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
+        if len(arguments) == 2:
+            again = whole.replace(arguments[1], whole, 1)
+            yield Mutation(call.lineno, f"{op} twice", edit(call, again))
+        for what, other in other_strings(signature, axes):
+            yield Mutation(call.lineno, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
+        if text := by_jnp(op, signature, arguments[1:]):
+            yield Mutation(call.lineno, f"{op} by jnp", edit(call, text))
+
+
+def load(source: str) -> types.ModuleType:
+    """A source text as a module."""
+    module = types.ModuleType(f"mutation_{len(sys.modules)}")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    file = f"{os.path.dirname(train.__file__)}/train_mutated.py"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), vars(module))
+    return module
+
+
+def probe(source: str, config: Any) -> tuple[str, str]:
+    """The net that the edit falls into, and the first line of what the person is told; or two empty
+    texts."""
+    try:
+        load(source).probe(config)
+    except (TypeError, ValueError, IndexError) as error:
+        text = str(error)
+        if isinstance(error, SpecError):
+            net = "spec"
+        elif not isinstance(error, ShardTypeError):
+            net = "jax's shapes"
+        elif "by hand" in text or "which no op says" in text:
+            net = "by hand"
+        else:
+            net = "sums owed" if re.search(r"owes|sum over|is paid", text) else "layout"
+        return net, text.split("\n")[0]
+    return "", ""
+
+
+def numbers(source: str, config: Any, meshes: Any = MESHES) -> list[Any]:
+    """Loss and gradients of a step in f32, on each of the meshes."""
+    module = load(source.replace("bf16", "f32"))
+    size, rng = module.dimensions(config), np.random.default_rng(0)
+    shape = size["B"], size["L"]
+    batch = module.TokenBatch(
+        rng.integers(1, size["V"], shape).astype(np.uint32), rng.random(shape) < 0.2
+    )
+    results = []
+    for axes in meshes:
+        with jax.set_mesh(make_mesh(axes)):
+            placed = jax.tree.map(jax.device_put, batch, make_shardings(module.TokenBatch))
+            state, metrics = module.training_step(module.init_state(config), placed, config)
+            results.append(jax.device_get((metrics.loss, jax.tree.leaves(state.mu))))
+    return results
+
+
+def same(found: list[Any], wanted: list[Any]) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() + 1e-12 for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--every", type=int, default=1, help="try every N-th edit only")
+    every = parser.parse_args().every
+    simulate_cpu_devices(8)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        composed = compose("local_test_synthetic", overrides=[*SETTINGS, "mesh={d: 2, t: 2}"])
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+    axes = tuple(dataclasses.asdict(config.mesh))
+    wanted = numbers(SOURCE, config)
+    counts: collections.Counter[str] = collections.Counter()
+    for i, (line, what, source) in enumerate(mutations(axes)):
+        if i % every:
+            continue
+        net, message = probe(source, config)
+        if not net:
+            net = "same numbers" if same(numbers(source, config), wanted) else "SURVIVES"
+        counts[net] += 1
+        print(f"train.py:{line}  {net:12}  {what:40}  {message}".rstrip(), flush=True)
+    print(
+        f"\n{counts.total()} edits: " + ", ".join(f"{n} {net}" for net, n in counts.most_common())
+    )
+    if counts["SURVIVES"]:
+        sys.exit(f"error: {counts['SURVIVES']} edits change the numbers, and nothing notices")
+
+
+if __name__ == "__main__":
+    main()
