@@ -163,6 +163,7 @@ class Product(NamedTuple):
     phase: str
     times: int
     flops: int
+    bytes: int  # of its operands and result
 
 
 class Saved(NamedTuple):
@@ -202,7 +203,9 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             left, result = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore
             summed = math.prod(left[i] for i in eqn.params["dimension_numbers"][0][0])
             flops = 2 * summed * math.prod(result)
-            products.append(Product(line, op, phase(path), times, flops))
+            operands: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+            size = sum(math.prod(array.shape) * array.dtype.itemsize for array in operands)
+            products.append(Product(line, op, phase(path), times, flops, size))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
     return Ledger(transfers, products, [array for body in bodies for array in _saved(body)])
 

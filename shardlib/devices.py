@@ -4,28 +4,40 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
-# Peak dense bf16 FLOP/s of one device, by a part of `device.device_kind`; the first match counts.
-PEAK_FLOPS = {
-    "A100": 312e12,  # NVIDIA A100 datasheet, tensor core, without sparsity
-    "H100 PCIe": 756e12,  # NVIDIA H100 datasheet, halved: it quotes the sparse figure
-    "H100": 989e12,  # the same, SXM
-    "H200": 989e12,  # NVIDIA H200 datasheet, halved
-    "TPU v4": 275e12,  # cloud.google.com/tpu/docs/v4
-    "TPU v5 lite": 197e12,  # cloud.google.com/tpu/docs/v5e
-    "TPU v5": 459e12,  # cloud.google.com/tpu/docs/v5p
-    "TPU v6 lite": 918e12,  # cloud.google.com/tpu/docs/v6e
+
+class Chip(NamedTuple):
+    kind: str  # a part of JAX's `device.device_kind`
+    flops: float  # FLOP/s, dense bf16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of that memory
+    links: dict[str, float]  # bytes/s that a device receives over one kind of link
+
+
+# The first whose kind fits a device is its. From NVIDIA's datasheets (those of Hopper quote twice
+# the dense rate; nvlink is half of what they give for both directions; ib is the customary adapter
+# per GPU, 200 Gb/s, then 400) and docs.cloud.google.com/tpu/docs (ici: a torus axis has two links).
+CHIPS = {
+    "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}),
+    "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}),
+    "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}),
+    "h200": Chip("H200", 989e12, 141e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}),
+    "v4": Chip("TPU v4", 275e12, 32e9, 1.2e12, {"ici": 100e9}),
+    "v5e": Chip("TPU v5 lite", 197e12, 16e9, 0.819e12, {"ici": 100e9}),
+    "v5p": Chip("TPU v5", 459e12, 95e9, 2.765e12, {"ici": 200e9}),
+    "v6e": Chip("TPU v6 lite", 918e12, 32e9, 1.638e12, {"ici": 200e9}),
 }
 
 
 def peak_flops(device: jax.Device) -> float | None:
     """Peak dense bf16 FLOP/s of the device, or None for one that isn't in the table."""
-    return next((peak for kind, peak in PEAK_FLOPS.items() if kind in device.device_kind), None)
+    return next((c.flops for c in CHIPS.values() if c.kind in device.device_kind), None)
 
 
 def simulate_cpu_devices(count: int) -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.audit --config-name=c4_a100x8_1b
     python -m tools.audit --config-name=c4_a100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
+    python -m tools.audit --config-name=c4_a100x8_1b audit.chip=a100 audit.links={d: nvlink}
 
 Traces the step that train.py runs, for the config's mesh, and prints the ledger of its jaxpr. Sizes
 are decimal: a GB is 10^9 bytes.
@@ -26,14 +27,16 @@ from shardlib import audit, devices
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
 
 
-@dataclasses.dataclass(unsafe_hash=True)
+@dataclasses.dataclass
 class AuditOptions:
     json: str = ""  # a file to write the ledger to
+    chip: str = ""  # of devices.CHIPS, for a roofline
+    links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class AuditConfig(train.Config):
-    audit: AuditOptions = dataclasses.field(default_factory=AuditOptions)
+    audit: AuditOptions = dataclasses.field(default_factory=AuditOptions, hash=False)
 
 
 DTYPES = {kind.dtype.name: kind.name for kind in (f32, bf16, i32, u32, bool_)}
@@ -47,7 +50,11 @@ def trace(config: train.Config, mesh: AbstractMesh, sizes: dict[str, int]) -> An
 
 
 def show(amount: float, unit: str = "B") -> str:
-    """`1.07 GB`."""
+    """`1.07 GB`, `2.5 ms`."""
+    for prefix in ("m", "u") if 0 < amount < 1 else ():
+        amount *= 1000
+        if amount >= 1:
+            return f"{amount:.3g} {prefix}{unit}"
     for prefix in ("", "k", "M", "G", "T", "P"):
         if amount < 999.5:
             return f"{amount:.3g} {prefix}{unit}"
@@ -171,6 +178,60 @@ def report(result: dict[str, Any]) -> str:
     )
 
 
+def least_seconds(
+    result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
+) -> dict[str, float]:
+    """The least time that a step takes of each resource. Of memory: what matrix products read
+    and write, and the optimizer. A collective over several axes takes their slowest link."""
+    moved = sum(row["times"] * row["bytes"] for row in result["products"])
+    moved += 7 * result["held"]["weights"]  # 4 arrays read, 3 written
+    seconds = {
+        "compute": sum(row["times"] * row["flops"] for row in result["products"]) / chip.flops,
+        "memory": moved / chip.bandwidth,
+    }
+    for row in result["transfers"]:
+        if row["bytes"]:
+            link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
+            spent = row["times"] * row["bytes"] / chip.links[link]
+            seconds[link] = seconds.get(link, 0) + spent
+    return seconds
+
+
+def roofline(config: AuditConfig) -> str:
+    """A row for the config's mesh, and for each that has twice the devices along its first axis,
+    while the step splits over it. Raises ValueError for a chip or link that isn't in the table."""
+    chip = devices.CHIPS.get(config.audit.chip)
+    if chip is None:
+        there = ", ".join(devices.CHIPS)
+        raise ValueError(f"audit.chip={config.audit.chip}: the table has {there}")
+    axes = dataclasses.asdict(config.mesh)
+    links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
+    for axis, link in links.items():
+        if axis not in axes or link not in chip.links:
+            there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
+            raise ValueError(f"audit.links.{axis}={link}: {there}")
+    rows, outer = [], next(iter(axes))
+    while math.prod(axes.values()) <= 4096:
+        try:
+            result = audit_step(dataclasses.replace(config, mesh=train.MeshConfig(**axes)))
+        except ValueError:  # a dimension doesn't split any further
+            break
+        seconds = least_seconds(result, chip, links)
+        longest = max(seconds, key=seconds.__getitem__)
+        count = math.prod(axes.values())
+        ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
+        shown = [show(seconds.get(name, 0), "s") for name in ("compute", "memory", *chip.links)]
+        mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        rows.append((mesh, *shown, longest, f"{ceiling:.0%}"))
+        axes[outer] *= 2
+    chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
+    head = ("mesh", "compute", "memory", *chip.links, "longest", "MFU at most")
+    return (
+        f"\n\nThe least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
+        f"longest:\n\n{table(head, rows)}"
+    )
+
+
 NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}}
 
 
@@ -179,9 +240,10 @@ def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
         result = audit_step(config)
+        text = report(result) + (roofline(config) if config.audit.chip else "")
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(report(result))
+    print(text)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
 

@@ -78,3 +78,31 @@ def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
     assert message == (
         'error: dimension M=2048 does not split evenly over d=3, as f32["V/t M/d"] needs'
     )
+
+
+def test_the_roofline_is_the_ledger_over_the_chips_rates(capsys, monkeypatch):
+    chip = ["audit.chip=a100", "audit.links={d: ib}"]
+    out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)
+    assert not message
+    rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:]]
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[0] for row in rows] == [f"d={2**i}, t=2" for i in range(2, 9)]
+    # The figures of the test above: 205.6 TFLOP; 2.316 GB over d; 11.28 GB over t.
+    assert rows[0][1:] == [audit.show(205.6087e12 / 312e12, "s"), "120 ms", "37.6 ms", "92.6 ms",
+                           "compute", "98%"]  # fmt: skip
+    assert rows[-1][-2:] == ["ib", "8%"], "the batch is the same: on more devices, less each"
+
+
+@pytest.mark.parametrize(
+    "option", ["audit.chip=b200", "audit.links={x: nvlink}", "audit.links={t: ici}"]
+)
+def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
+    chip = [] if "chip" in option else ["audit.chip=a100"]
+    _, message = train_here(capsys, monkeypatch, *CONFIG, *chip, option, program=audit.main)
+    golden.check("wrong_inputs.txt", f"audit: {option}", message)
+
+
+def test_amounts():
+    shown = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
+    assert shown == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
+    assert [audit.show(x, "s") for x in (0.659, 5.87e-4)] == ["659 ms", "587 us"]
