@@ -9,6 +9,7 @@ import train
 from data.checkpoint import Checkpoints
 from shardlib.types import make_shapes
 from tests.helpers import ROOT, compose_config, mesh
+from tools import audit
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 
@@ -55,6 +56,24 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     assert saved.startswith("checkpoints/")
     exec(example.replace("runs/synthetic/", "").replace("weights/", ""), scope)
     assert scope["embed"].shape == weights.embed.shape and scope["embed"].dtype == "float32"
+
+
+def test_the_rows_of_the_audit_in_the_readme():
+    """But for their lines, which move with every edit of train.py."""
+
+    def plain(text):
+        return [" ".join(re.sub(r"train\.py:\d+", "", line).split()) for line in text.splitlines()]
+
+    shown = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if re.match(r" +(train\.py:|saved at|sent at)", line)
+    ]
+    config = compose_config(
+        "c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x", "flat_tokens.filespec=x"
+    )
+    report = plain(audit.report(audit.audit_step(config)))
+    assert len(shown) == 4 and all(line in report for line in plain("\n".join(shown)))
 
 
 @pytest.mark.parametrize("page", PAGES)
