@@ -2,7 +2,7 @@
 
     python -m tools.audit --config-name=c4_a100x8_1b
     python -m tools.audit --config-name=c4_a100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
-    python -m tools.audit --config-name=c4_a100x8_1b audit.chip=a100 audit.links={d: nvlink}
+    python -m tools.audit --config-name=c4_a100x8_1b audit.chip=a100 audit.html=audit.html
 
 Traces the step that train.py runs, for the config's mesh, and prints the ledger of its jaxpr. Sizes
 are decimal: a GB is 10^9 bytes.
@@ -25,11 +25,13 @@ from data.config import program
 from data.loader import TokenBatch
 from shardlib import audit, devices
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
+from tools.audit_page import page
 
 
 @dataclasses.dataclass
 class AuditOptions:
     json: str = ""  # a file to write the ledger to
+    html: str = ""  # a file for a page of train.py with the ledger beside its lines
     chip: str = ""  # of devices.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
@@ -246,6 +248,9 @@ def main(config: AuditConfig) -> None:
     print(text)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
+    if config.audit.html:
+        first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
+        pathlib.Path(config.audit.html).write_text(page(result, first, show))
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import html.parser
 import json
 import re
 
@@ -5,7 +6,7 @@ import pytest
 
 import train
 from tests import golden
-from tests.helpers import compose_config, train_here
+from tests.helpers import ROOT, compose_config, train_here
 from tools import audit
 
 CONFIG = ["--config-name=c4_a100x8_1b", "mesh={d: 4, t: 2}"]
@@ -106,3 +107,50 @@ def test_amounts():
     shown = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
     assert shown == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
     assert [audit.show(x, "s") for x in (0.659, 5.87e-4)] == ["659 ms", "587 us"]
+
+
+class Page(html.parser.HTMLParser):
+    """The links, what is loaded from elsewhere, and the cells of each row of the source."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.rows, self.loaded, self.row, self.open = [], {}, [], None, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.open.append(tag)
+        self.links += [attributes["href"]] if "href" in attributes else []
+        self.loaded += [tag] if tag in ("script", "link", "img") or "src" in attributes else []
+        if tag == "tr":
+            self.row = attributes.get("id")
+        elif tag == "td" and self.row:
+            self.rows.setdefault(self.row, []).append("")
+
+    def handle_endtag(self, tag):
+        while self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if self.row and self.open and self.open[-1] == "td":
+            self.rows[self.row][-1] += data
+
+
+def test_the_page(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "audit.html"
+    out, message = train_here(
+        capsys, monkeypatch, *CONFIG, f"audit.html={file}", program=audit.main
+    )
+    page = Page(file.read_text())
+    assert not message and not page.loaded, "it opens without a network"
+    source = (ROOT / "train.py").read_text().splitlines()
+    assert [row[:2] for row in page.rows.values()] == [
+        [str(i), line] for i, line in enumerate(source, 1)
+    ]
+    assert len(page.links) > 90 and {link.lstrip("#") for link in page.links} <= set(page.rows)
+    beside = {row[1].strip(): row[2:] for row in page.rows.values()}
+    gather = 'w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)'
+    assert beside[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
+    product = 'up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))'
+    assert beside[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
+    assert "32 GB in all" in file.read_text() and "32 GB in all" in out
