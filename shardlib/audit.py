@@ -31,6 +31,10 @@ ORDERED = {
 }
 
 
+# Primitives of linear algebra: they mix the last two dimensions.
+MATRICES = {"cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "triangular_solve"}
+
+
 class Equation(NamedTuple):
     """An equation of a jaxpr: what it is, under which names and at which line of the source it
     stands, and how often it runs."""
@@ -86,6 +90,19 @@ def _lengths(eqn: JaxprEqn) -> list[int]:
         return [shapes[0][i] for i in (positions if isinstance(positions, tuple) else (positions,))]
     if name.startswith("scatter"):
         return [shapes[0][i] for i in params["dimension_numbers"].scatter_dims_to_operand_dims]
+    if name == "random_bits":  # each device would draw the same
+        return list(params["shape"])
+    if name == "fft":
+        return list(taken[0][-len(params["fft_lengths"]) :])
+    if name == "conv_general_dilated":
+        return [taken[0][i] for i in params["dimension_numbers"].lhs_spec[1:]]
+    if name.startswith("reduce_window"):
+        return [n for n, w in zip(taken[0], params["window_dimensions"], strict=True) if w > 1]
+    if name in MATRICES:
+        return list(taken[0][-2:])
+    if name == "gather":
+        indexed = params["dimension_numbers"].start_index_map
+        return [taken[0][i] for i in indexed if params["slice_sizes"][i] != taken[0][i]]
     if name == "dynamic_update_slice":
         update = taken[1]
         return [n for n, part in zip(shapes[0], update, strict=True) if n != part]
@@ -118,15 +135,17 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 
     To JAX a device's part of an array looks like a whole one that differs between devices: only its
     lengths tell that a sum by jnp, say, is of a part. The backward pass does sum along split
-    dimensions: those that an op has split forward, and in which the op pays the sum.
+    dimensions: those that an op has split forward, and in which the op pays the sum. It doesn't see
+    a length that is used as a number, or that was cut so that its factors are lost.
     """
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
         if SCOPE.search(path):
             continue
         name = eqn.primitive.name
-        if name in COLLECTIVES:
-            over = ", ".join(eqn.params.get("axis_name") or eqn.params["axes"])
+        if name in COLLECTIVES or name == "axis_index":
+            over = eqn.params.get("axis_name") or eqn.params["axes"]
+            over = over if isinstance(over, str) else ", ".join(over)
             problems.append(f"{line}: {name} over {over}, which no op says")
         for length in _lengths(eqn) if "transpose(" not in path else ():
             dims = dims_of(length, axes, sizes)

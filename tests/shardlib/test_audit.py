@@ -55,6 +55,12 @@ BY_HAND = {
     "a scan": "jnp.moveaxis(lax.scan(lambda c, x: (c + x, c), 0 * up[:, :, 0], "
     "jnp.moveaxis(up, -1, 0))[1], 0, -1)",
     "sum of a reshaped array": "gate * jnp.sum(up.reshape(up.shape[0], -1), axis=1)[:, None, None]",
+    "dropout": "gate * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
+    "a permutation of the batch": "gate * up[(document[:, 0] + 1) % up.shape[0]]",
+    "a Fourier transform": "jnp.fft.fft(gate.astype(f32.dtype)).real.astype(bf16.dtype) * up",
+    "a convolution": "lax.conv_general_dilated(gate.reshape(-1, 1, gate.shape[-1]), "
+    'jnp.ones((1, 1, 3), gate.dtype), (1,), "SAME").reshape(gate.shape) * up',
+    "the device's place": 'gate * up * (1 + lax.axis_index("t")).astype(bf16.dtype)',
     "a collective": 'gate * lax.pmax(lax.stop_gradient(up), "t")',
 }
 
