@@ -393,9 +393,14 @@ def probe(config: Config) -> None:
     """Traces the step on a mesh without devices, at sizes where a mistaken layout can't go
     unnoticed because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
-    with jax.sharding.use_abstract_mesh(mesh):
-        shapes = make_shapes(tuple[State, TokenBatch], sizes)
-        audit.check(training_step.trace(*shapes, config).jaxpr, dict(mesh.shape), sizes)
+
+    def trace(mesh: jax.sharding.AbstractMesh) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            shapes = make_shapes(tuple[State, TokenBatch], sizes)
+            return training_step.trace(*shapes, config).jaxpr
+
+    audit.check(jaxpr := trace(mesh), dict(mesh.shape), sizes)
+    audit.check_numbers(jaxpr, trace(devices.turned(mesh)))
 
 
 # --- Loop -----------------------------------------------------------------------------------------

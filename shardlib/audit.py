@@ -1,6 +1,7 @@
 """What a traced function does, read off its jaxpr; and that it does nothing its source hides."""
 
 import collections
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     To JAX a device's part of an array looks like a whole one that differs between devices: only its
     lengths tell that a sum by jnp, say, is of a part. The backward pass does sum along split
     dimensions: those that an op has split forward, and in which the op pays the sum. It doesn't see
-    a length that is used as a number, or that was cut so that its factors are lost.
+    a length that was cut so that its factors are lost.
     """
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
@@ -153,6 +154,30 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
                 problems.append(
                     f"{line}: {name} along {' '.join(map(str, dims))} by hand, where each device "
                     "has a part of it: use an op, or ops.all_gather first"
+                )
+    if problems:
+        raise ShardTypeError("\n".join(dict.fromkeys(problems)))
+
+
+def check_numbers(jaxpr: Any, other: Any) -> None:
+    """Raises ShardTypeError for a number that a function takes from the length of a part, or of an
+    axis: given its jaxprs on a probe mesh and on that mesh `devices.turned`, which has the same
+    lengths in all, and other parts, the numbers in both must be the same. (The parts of what is
+    split over all axes are the same too, and pass.)"""
+    problems = []
+    for here, there in itertools.zip_longest(equations(jaxpr), equations(other)):
+        if not here or not there or here.eqn.primitive != there.eqn.primitive:
+            line = (here or there).line
+            problems.append(f"{line}: what is computed from here on depends on the mesh")
+            break
+        if SCOPE.search(here.path):
+            continue
+        for a, b in zip(here.eqn.invars, there.eqn.invars, strict=True):
+            if isinstance(a, Literal) and (not isinstance(b, Literal) or a.val != b.val):
+                problems.append(
+                    f"{here.line}: {here.eqn.primitive.name} takes a number that depends on the "
+                    "mesh, as the length of a device's part does: sum ones by an op, or take the "
+                    "length from the config"
                 )
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))

@@ -93,3 +93,10 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     sizes = {dim: total * next(primes) for dim in dims}
     types = (AxisType.Auto,) * len(axis_sizes)
     return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types), sizes
+
+
+def turned(mesh: AbstractMesh) -> AbstractMesh:
+    """The mesh with each axis as long as the next one was: other parts of the same whole, but for
+    what is split over all axes."""
+    sizes = (*mesh.axis_sizes[1:], mesh.axis_sizes[0])
+    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)

@@ -80,6 +80,26 @@ def test_nothing_is_done_by_hand_along_a_split_dimension(case):
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 
 
+# A number that depends on how the arrays are split: the edited text, and what it becomes.
+NUMBERS = {
+    "a mean over targets by their count on a device": (
+        ' / ops.psum("{U:d} -> ", count)',
+        " / is_target.size",
+    ),
+    "a part's length in a scale": (LINE, "hidden = jax.nn.silu(gate) * up / up.shape[-1]"),
+    "its root": (LINE, "hidden = jax.nn.silu(gate) * up * up.shape[-1] ** -0.5"),
+    "the size of an axis": (LINE, 'hidden = jax.nn.silu(gate) * up / lax.psum(1, "t")'),
+    "a branch on a part's length": (LINE, f"{LINE} if up.shape[-1] % 5 else gate"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_no_number_depends_on_the_mesh(case):
+    with pytest.raises(ShardTypeError) as error:
+        probe(NUMBERS[case])
+    golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
+
+
 # The same along what a device has whole; some of it at the price of a gather.
 WHOLE = {
     "mean along the sequence": "gate - jnp.mean(up, axis=1, keepdims=True)",
