@@ -81,11 +81,12 @@ class Checkpoints:
 
     def __init__(self, path: str, io_threads: int):
         self.path, self.threads = path, ThreadPoolExecutor(io_threads)
-        newest, start = max(self._complete(), default=(0, 0)), time.time_ns() // 10**6
-        # What the first host sees counts for all: a shared file system may be late to another.
-        seen = np.array([f"{newest[0]} {newest[1]} {start}".ljust(64)], "S").view(np.uint8)
-        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(seen))).decode()
-        self.newest_step, newest_start, self.start = map(int, text.split())  # step 0: there is none
+        # The first host looks for all: a shared file system may be late to another.
+        complete = self._complete() if jax.process_index() == 0 else ()
+        seen = np.array([*max(complete, default=(0, 0)), time.time_ns() // 10**6])
+        # As bytes, for JAX would cut 64 bits to 32.
+        told = np.asarray(multihost_utils.broadcast_one_to_all(seen.view(np.uint8)))
+        self.newest_step, newest_start, self.start = told.view(seen.dtype).tolist()  # step 0: none
         self.newest = self._path(self.newest_step, newest_start)
 
     def _path(self, step: int, start: int) -> str:

@@ -32,9 +32,9 @@ def program(
     """Makes a command-line program of a function of a config of type `schema`, a dataclass.
 
     --config-name= chooses a file in `folder`, in which base.yaml is what the others extend. Exits
-    with a message where there is no such file, or the config hasn't the schema's keys and types.
-    `preset` has values for keys that the files leave to the user and this program has no use for.
-    (Hydra would suggest to add a key that it doesn't know, and then not check it.)
+    with a message where there is no such file, or the config doesn't have the schema's keys and
+    types: Hydra would suggest to add a key that it doesn't know, and then not check it. `preset`
+    has values for keys that the files leave to the user and this program has no use for.
     """
 
     def decorate(function: Callable[[C], None]) -> Callable[[], None]:

@@ -14,17 +14,16 @@ from shardlib.ops import SCOPE
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
 
-
 # Parts of an op_name that say how JAX got there, not what the source does.
 MACHINERY = re.compile(
-    r"jit\(training_step\)|shard_map|(transpose\()?jvp\(\)+|while|body|cond|closed_call|eval_jaxpr|"
+    r"shard_map|(transpose\()?jvp\(\)+|while|body|cond|closed_call|eval_jaxpr|"
     r"checkpoint|rematted_computation"
 )
 
 
 def describe(op_name: str) -> str:
     """An op_name for short: `all_gather(V/t M/d -> V/t M), backward: reduce_scatter`."""
-    *path, primitive = op_name.split("/")
+    *path, primitive = re.sub(r"^jit\(\w+\)/", "", op_name).split("/")
     scope, names = SCOPE.search(op_name), [p for p in path if not MACHINERY.fullmatch(p)]
     where = scope[0].replace("|", "/") if scope else names[-1] if names else ""
     part = {"forward": "", "update": ""}.get(phase(op_name), f", {phase(op_name)}")

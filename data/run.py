@@ -29,7 +29,6 @@ class Run:
         if not self.first_host:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(config)
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and first_step == 0:
             kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
@@ -51,6 +50,7 @@ class Run:
                 break
             kept += len(line)
         os.truncate(metrics, kept)
+        (self.folder / "config.yaml").write_text(config)
 
     def log(self, row: dict[str, float]) -> None:
         """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""

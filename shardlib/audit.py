@@ -173,7 +173,7 @@ def check_numbers(jaxpr: Any, other: Any) -> None:
         if SCOPE.search(here.path):
             continue
         for a, b in zip(here.eqn.invars, there.eqn.invars, strict=True):
-            if isinstance(a, Literal) and (not isinstance(b, Literal) or a.val != b.val):
+            if isinstance(a, Literal) and str(a.val) != str(getattr(b, "val", "")):  # NaN too
                 problems.append(
                     f"{here.line}: {here.eqn.primitive.name} takes a number that depends on the "
                     "mesh, as the length of a device's part does: sum ones by an op, or take the "

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 import train
-from data.config import program
+from data.config import ROOT, program
 from data.loader import Loader
 
 IMPORTED = time.perf_counter()
@@ -93,7 +93,7 @@ def peak_memory() -> tuple[int, str]:
 
 def commit() -> str:
     """The git commit of the source, with a plus if it was changed since."""
-    git = ["git", "-C", train.__file__.rpartition("/")[0] or "."]
+    git = ["git", "-C", str(ROOT)]
     done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
     return done.stdout.strip() + ("+" if changed.stdout else "") or "unknown"

@@ -157,7 +157,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
             net = "spec"
         elif not isinstance(error, ShardTypeError):
             net = "jax's shapes"
-        elif "by hand" in text or "which no op says" in text:
+        elif re.search("by hand|which no op says|depends on the mesh", text):
             net = "by hand"
         else:
             net = "sums owed" if re.search(r"owes|sum over|is paid", text) else "layout"

@@ -113,6 +113,7 @@ WHOLE = {
         "jnp.moveaxis(jnp.moveaxis(gate, -1, 0).reshape(up.shape[2], -1), 0, -1)"
         ".reshape(up.shape) * up"
     ),
+    "a NaN": "jnp.where(gate == gate, gate, jnp.nan) * up",
     "broadcast and cast": "gate * up * jnp.ones(up.shape[-1:], up.dtype)",
 }
 

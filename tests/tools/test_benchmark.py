@@ -5,7 +5,7 @@ import jax
 import pytest
 
 import train
-from tests.helpers import ROOT, SMALL, mesh, small_config, train_here
+from tests.helpers import SMALL, mesh, small_config, train_here
 from tools import benchmark
 
 
@@ -75,8 +75,3 @@ def test_the_steps_that_are_timed(monkeypatch):
     loader = type("Loader", (), {"batches": staticmethod(batches)})
     steps, waits = benchmark.time_steps(None, loader, "state")
     assert steps == [1.25] * 6 and waits == [0.25] * 6
-
-
-def test_the_page_of_figures_names_their_commands():
-    page = (ROOT / "docs/performance.md").read_text()
-    assert page.count("python -m tools.benchmark --config-name=") >= 1
