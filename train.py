@@ -389,18 +389,21 @@ def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[
     return mean_loss(weights, batch, config.model)
 
 
+def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
+    """The jaxpr of the training step on a mesh without devices, at other sizes than the config's if
+    you like. Raises ValueError where a dimension doesn't split over the mesh."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        shapes = make_shapes(tuple[State, TokenBatch], sizes)
+        return training_step.trace(*shapes, config).jaxpr.jaxpr
+
+
 def probe(config: Config) -> None:
-    """Traces the step on a mesh without devices, at sizes where a mistaken layout can't go
-    unnoticed because two sizes happen to agree. Raises ShardTypeError; takes about a second."""
+    """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
+    to agree. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
-
-    def trace(mesh: jax.sharding.AbstractMesh) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh):
-            shapes = make_shapes(tuple[State, TokenBatch], sizes)
-            return training_step.trace(*shapes, config).jaxpr
-
-    audit.check(jaxpr := trace(mesh), dict(mesh.shape), sizes)
-    audit.check_numbers(jaxpr, trace(devices.turned(mesh)))
+    jaxpr = trace_step(config, mesh, sizes)
+    audit.check(jaxpr, dict(mesh.shape), sizes)
+    audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
 
 
 # --- Loop -----------------------------------------------------------------------------------------

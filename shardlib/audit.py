@@ -4,7 +4,7 @@ import collections
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
@@ -22,18 +22,32 @@ COLLECTIVES = {
     "ppermute": "permute",
 }
 
-# Primitives that keep an array's shape and yet don't treat the places along a dimension alike, and
-# the parameter that says which dimension.
-ORDERED = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
-    "sort": "dimension",
-    "rev": "dimensions",
-    "iota": "dimension",
+# Primitives that may keep all lengths and yet don't treat the places along a dimension alike: the
+# positions of such dimensions, from the parameters and the array's rank.
+ORDERED: dict[str, Callable[[dict[str, Any], int], Iterable[int]]] = {
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+        lambda params, _: [params["axis"]],
+    ),
+    **dict.fromkeys(("sort", "iota"), lambda params, _: [params["dimension"]]),
+    "rev": lambda params, _: params["dimensions"],
+    "random_bits": lambda _, rank: range(rank),  # each device would draw the same
+    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
+    "conv_general_dilated": lambda params, _: params["dimension_numbers"].lhs_spec[1:],
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+        lambda params, _: [i for i, n in enumerate(params["window_dimensions"]) if n > 1],
+    ),
+    **dict.fromkeys(
+        ("cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "triangular_solve"),
+        lambda _, rank: (rank - 2, rank - 1),
+    ),
+    "gather": lambda params, _: params["dimension_numbers"].start_index_map,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"),
+        lambda params, _: params["dimension_numbers"].scatter_dims_to_operand_dims,
+    ),
 }
-
-
-# Primitives of linear algebra: they mix the last two dimensions.
-MATRICES = {"cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "triangular_solve"}
 
 
 class Equation(NamedTuple):
@@ -87,26 +101,10 @@ def _lengths(eqn: JaxprEqn) -> list[int]:
         return [params["length"]]
     taken, shapes = ([getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars))
     if name in ORDERED:
-        positions = params[ORDERED[name]]
-        return [shapes[0][i] for i in (positions if isinstance(positions, tuple) else (positions,))]
-    if name.startswith("scatter"):
-        return [shapes[0][i] for i in params["dimension_numbers"].scatter_dims_to_operand_dims]
-    if name == "random_bits":  # each device would draw the same
-        return list(params["shape"])
-    if name == "fft":
-        return list(taken[0][-len(params["fft_lengths"]) :])
-    if name == "conv_general_dilated":
-        return [taken[0][i] for i in params["dimension_numbers"].lhs_spec[1:]]
-    if name.startswith("reduce_window"):
-        return [n for n, w in zip(taken[0], params["window_dimensions"], strict=True) if w > 1]
-    if name in MATRICES:
-        return list(taken[0][-2:])
-    if name == "gather":
-        indexed = params["dimension_numbers"].start_index_map
-        return [taken[0][i] for i in indexed if params["slice_sizes"][i] != taken[0][i]]
+        shape = shapes[0] if name in ("iota", "random_bits") else taken[0]
+        return [shape[i] for i in ORDERED[name](params, len(shape))]
     if name == "dynamic_update_slice":
-        update = taken[1]
-        return [n for n, part in zip(shapes[0], update, strict=True) if n != part]
+        return [n for n, part in zip(*taken[:2], strict=True) if n != part]
     if name == "reshape" or (next(jaxprs_in_params(params), None) and name[:6] != "reduce"):
         return []
     kept = [collections.Counter(shape) for shape in shapes]

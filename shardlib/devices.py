@@ -71,6 +71,12 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
+def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
+    """A mesh without devices, to trace on."""
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+
 def _primes() -> Iterator[int]:
     """The odd primes: 3, 5, 7, ..."""
     for n in itertools.count(3, 2):
@@ -91,12 +97,11 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     total = 2 * math.prod(axis_sizes.values())
     primes = itertools.dropwhile(lambda prime: prime < 100, primes)
     sizes = {dim: total * next(primes) for dim in dims}
-    types = (AxisType.Auto,) * len(axis_sizes)
-    return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types), sizes
+    return abstract_mesh(axis_sizes), sizes
 
 
 def turned(mesh: AbstractMesh) -> AbstractMesh:
     """The mesh with each axis as long as the next one was: other parts of the same whole, but for
     what is split over all axes."""
     sizes = (*mesh.axis_sizes[1:], mesh.axis_sizes[0])
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=mesh.axis_types)
+    return abstract_mesh(dict(zip(mesh.axis_names, sizes, strict=True)))

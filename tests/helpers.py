@@ -1,8 +1,5 @@
 """What several tests need: configs, meshes, and train.py with an edit applied to its source."""
 
-import linecache
-import pathlib
-import sys
 import types
 
 import jax
@@ -11,9 +8,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
+from data.config import ROOT
 from shardlib.devices import make_mesh
+from tools import mutations
 
-ROOT = pathlib.Path(__file__).parent.parent
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 
 
@@ -65,13 +63,7 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
     for old, new in edits:
         assert old in text, f"{path} does not contain {old!r}: update the edit in this test"
         text = text.replace(old, new)
-    name = f"{pathlib.Path(path).stem}_edited_{len(sys.modules)}"
-    module = types.ModuleType(name)
-    sys.modules[name] = module  # dataclasses look their module up
-    file = str(ROOT / path).replace(".py", "_edited.py")
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(compile(text, file, "exec"), vars(module))
-    return module
+    return mutations.load(text, path)
 
 
 IN_F32 = ("bf16", "f32")

@@ -5,6 +5,7 @@ tests/golden/wrong_inputs.txt is the table.
 
 import pathlib
 import shutil
+from functools import partial
 
 import pytest
 import zarr
@@ -20,6 +21,7 @@ MODEL = [
     "flat_tokens.filespec=tokens.zarr",
     "paths.model_name=run",
 ]
+TOKENS, STARTS = "tokens.zarr/train/encoded_tokens", "tokens.zarr/train/seq_starts"
 STREAM = ["flat_tokens.sequence_packing=false"]
 
 
@@ -29,6 +31,10 @@ def damage(path, change=lambda data: data[:-1] + bytes([data[-1] ^ 1])):
         file.unlink()
     else:
         file.write_bytes(changed)
+
+
+def is_text(path):
+    pathlib.Path(path).write_text("text")
 
 
 def missing(_):
@@ -83,10 +89,7 @@ CASES = {
     "no name": (nothing, ["paths.model_name=???"]),
     "an empty name": (nothing, ["paths.model_name="]),
     "a run on a remote store": (nothing, ["paths.root_working_dir=gs://bucket/runs"]),
-    "a run below a file": (
-        lambda: pathlib.Path("file").write_text(""),
-        ["paths.root_working_dir=file"],
-    ),
+    "a run below a file": (partial(is_text, "file"), ["paths.root_working_dir=file"]),
     "more devices than there are": (nothing, ["mesh={d: 8, t: 2}"]),
     "a batch that doesn't split": (nothing, ["training.tokens.batch=6"]),
     "heads that don't split": (nothing, ["model.n_kv=3"]),
@@ -98,33 +101,18 @@ CASES = {
         nothing,
         ["flat_tokens.filespec=foo://bucket/x.zarr"],
     ),
-    "a dataset that is a file": (
-        lambda: pathlib.Path("file").write_text("text"),
-        ["flat_tokens.filespec=file"],
-    ),
+    "a dataset that is a file": (partial(is_text, "file"), ["flat_tokens.filespec=file"]),
     "a dataset without the split": (no_split, ["training.validation_interval=1"]),
     "a dataset that isn't flat tokens": (other_arrays, []),
     "a dataset not written to its end": (unfinished, []),
     "a dataset too small for a batch": (nothing, ["training.tokens.len=1000"]),
     "streams that don't divide the batch": (nothing, ["flat_tokens.streams=3"]),
-    "a damaged chunk of tokens": (lambda: damage("tokens.zarr/train/encoded_tokens/c/0"), []),
-    "a chunk of tokens cut short": (
-        lambda: damage("tokens.zarr/train/encoded_tokens/c/0", short),
-        [],
-    ),
-    "a missing chunk of tokens": (
-        lambda: damage("tokens.zarr/train/encoded_tokens/c/0", missing),
-        [],
-    ),
-    "a damaged chunk of starts": (lambda: damage("tokens.zarr/train/seq_starts/c/0"), STREAM),
-    "a missing chunk of starts": (
-        lambda: damage("tokens.zarr/train/seq_starts/c/0", missing),
-        STREAM,
-    ),
-    "a dataset whose description is damaged": (
-        lambda: damage("tokens.zarr/train/encoded_tokens/zarr.json", short),
-        [],
-    ),
+    "a damaged chunk of tokens": (partial(damage, f"{TOKENS}/c/0"), []),
+    "a chunk of tokens cut short": (partial(damage, f"{TOKENS}/c/0", short), []),
+    "a missing chunk of tokens": (partial(damage, f"{TOKENS}/c/0", missing), []),
+    "a damaged chunk of starts": (partial(damage, f"{STARTS}/c/0"), STREAM),
+    "a missing chunk of starts": (partial(damage, f"{STARTS}/c/0", missing), STREAM),
+    "a dataset whose description is damaged": (partial(damage, f"{TOKENS}/zarr.json", short), []),
 }
 
 

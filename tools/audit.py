@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 import train
 from data.config import program
@@ -42,13 +41,6 @@ class AuditConfig(train.Config):
 
 
 DTYPES = {kind.dtype.name: kind.name for kind in (f32, bf16, i32, u32, bool_)}
-
-
-def trace(config: train.Config, mesh: AbstractMesh, sizes: dict[str, int]) -> Any:
-    """The jaxpr of the training step. Raises ValueError where a dimension doesn't split."""
-    with jax.sharding.use_abstract_mesh(mesh):
-        shapes = make_shapes(tuple[train.State, TokenBatch], sizes)
-        return train.training_step.trace(*shapes, config).jaxpr.jaxpr
 
 
 def show(amount: float, unit: str = "B") -> str:
@@ -106,26 +98,25 @@ def type_strings(config: train.Config) -> list[str]:
     tell them."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
     axes, types = dict(mesh.shape), []
-    for array in audit.ledger(trace(config, mesh, sizes), axes).saved:
+    for array in audit.ledger(train.trace_step(config, mesh, sizes), axes).saved:
         dims = [(audit.dims_of(length, axes, sizes), length) for length in array.shape]
         names = ["*".join(map(str, made)) or str(length) for made, length in dims]
         types.append(f'{DTYPES.get(array.dtype, array.dtype)}["{" ".join(names)}"]')
     return types
 
 
-def audit_step(config: train.Config) -> dict[str, Any]:
-    """The ledger and what is held anyway, for JSON. Raises ValueError where a dimension doesn't
-    split over the mesh."""
+def audit_step(config: train.Config, types: list[str]) -> dict[str, Any]:
+    """The ledger and what is held anyway, for JSON; `types` are from `type_strings`, the same on
+    any mesh. Raises ValueError where a dimension doesn't split."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
-    kinds = (AxisType.Auto,) * len(axes)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
-    ledger = audit.ledger(trace(config, mesh, sizes), axes)
+    mesh = devices.abstract_mesh(axes)
+    ledger = audit.ledger(train.trace_step(config, mesh, sizes), axes)
     with jax.sharding.use_abstract_mesh(mesh):
         weights, batch = (
             bytes_per_device(hint, axes, sizes) for hint in (train.Weights, TokenBatch)
         )
     held = {"weights": weights, "Adam's moments": 2 * weights, "gradients": weights, "batch": batch}
-    typed = zip(ledger.saved, type_strings(config), strict=True)
+    typed = zip(ledger.saved, types, strict=True)
     return {
         "mesh": axes,
         "held": held,
@@ -199,7 +190,7 @@ def least_seconds(
     return seconds
 
 
-def roofline(config: AuditConfig) -> str:
+def roofline(config: AuditConfig, types: list[str]) -> str:
     """A row for the config's mesh, and for each that has twice the devices along its first axis,
     while the step splits over it. Raises ValueError for a chip or link that isn't in the table."""
     chip = devices.CHIPS.get(config.audit.chip)
@@ -215,7 +206,7 @@ def roofline(config: AuditConfig) -> str:
     rows, outer = [], next(iter(axes))
     while math.prod(axes.values()) <= 4096:
         try:
-            result = audit_step(dataclasses.replace(config, mesh=train.MeshConfig(**axes)))
+            result = audit_step(dataclasses.replace(config, mesh=train.MeshConfig(**axes)), types)
         except ValueError:  # a dimension doesn't split any further
             break
         seconds = least_seconds(result, chip, links)
@@ -241,8 +232,9 @@ NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}
 def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
-        result = audit_step(config)
-        text = report(result) + (roofline(config) if config.audit.chip else "")
+        types = type_strings(config)
+        result = audit_step(config, types)
+        text = report(result) + (roofline(config, types) if config.audit.chip else "")
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(text)

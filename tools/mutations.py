@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import itertools
 import linecache
-import os
 import pathlib
 import re
 import sys
@@ -136,13 +135,13 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
             yield Mutation(call.lineno, f"{op} by jnp", edit(call, text))
 
 
-def load(source: str) -> types.ModuleType:
-    """A source text as a module."""
-    module = types.ModuleType(f"mutation_{len(sys.modules)}")
+def load(source: str, file: str = "train.py") -> types.ModuleType:
+    """The text of a source file, edited, as a module."""
+    module = types.ModuleType(f"{pathlib.Path(file).stem}_edited_{len(sys.modules)}")
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    file = f"{os.path.dirname(train.__file__)}/train_mutated.py"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    exec(compile(source, file, "exec"), vars(module))
+    path = str(ROOT / file).replace(".py", "_edited.py")
+    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+    exec(compile(source, path, "exec"), vars(module))
     return module
 
 

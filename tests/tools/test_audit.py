@@ -26,7 +26,7 @@ def test_the_sums_are_those_of_the_model():
     """By formulas of the shapes alone."""
     config = compose_config("c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
                             "flat_tokens.filespec=x")  # fmt: skip
-    result = audit.audit_step(config)
+    result = audit.audit_step(config, audit.type_strings(config))
     batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
     weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
     assert result["held"]["weights"] == result["held"]["gradients"] == 4 * weights // 8
