@@ -358,9 +358,14 @@ def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Ar
     size = table.shape[position]
     first = lax.axis_index(dim.axes) * size if dim.axes else 0
     local = indices.astype(jnp.int32) - first
+    table = jnp.moveaxis(table, position, len(shared))
+    if ids.dims == shared:  # one entry of each row: as its backward pass, a scatter would copy them
+        local = jnp.expand_dims(local, tuple(range(len(shared), table.ndim)))
+        here = local == lax.broadcasted_iota(jnp.int32, table.shape, len(shared))
+        return _owing(jnp.where(here, table, 0).sum(len(shared)), owed)
     lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     local = jnp.where((local >= 0) & (local < size), local, size)
-    wide = jnp.moveaxis(table, position, len(shared)).astype(jnp.float32)
+    wide = table.astype(jnp.float32)
     for _ in shared:
         lookup = jax.vmap(lookup)
     return _owing(lookup(wide, local).astype(table.dtype), owed)
