@@ -85,6 +85,15 @@ def _line(eqn: JaxprEqn) -> str:
     return next(filter(None, inner), "")
 
 
+def made_at(eqn: JaxprEqn, index: int) -> str:
+    """The line that makes one of an equation's results; if a loop does, that in its body."""
+    if eqn.primitive.name == "scan":
+        (inner,) = jaxprs_in_params(eqn.params)
+        made = inner.outvars[index]
+        return next((_line(e) for e in inner.eqns if made in e.outvars), _line(eqn))
+    return _line(eqn)
+
+
 def phase(path: str) -> str:
     """The part of a training step in which an equation, or a compiled instruction, runs."""
     if "rematted_computation" in path:
@@ -233,13 +242,14 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
         name, scope = eqn.primitive.name, SCOPE.search(path)
         op = scope[0].replace("|", "/") if scope else name
         if name in COLLECTIVES:
-            over = eqn.params.get("axis_name") or eqn.params["axes"]
+            names = eqn.params.get("axis_name") or eqn.params["axes"]
+            over = tuple(axis for axis in axes if axis in names)
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
             elements = max(math.prod(array.shape) for array in arrays)
             size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
-            row = (line, op, kind, tuple(over), phase(path), times, elements, size * (n - 1) / n)
+            row = (line, op, kind, over, phase(path), times, elements, size * (n - 1) / n)
             transfers.append(Transfer(*row))
         if name == "dot_general":
             left, result = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore
@@ -259,14 +269,14 @@ def _saved(body: Any) -> Iterator[Saved]:
         if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
             for var in eqn.invars:
                 if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
-                    array, times, line = var.aval, 1, _line(maker)
+                    array, times = var.aval, 1
+                    index = maker.outvars.index(var)
                     if maker.primitive.name == "scan":
-                        inner = maker.params["jaxpr"].jaxpr
-                        out = inner.outvars[maker.outvars.index(var)]
-                        line = next((_line(e) for e in inner.eqns if out in e.outvars), line)
-                        times = maker.params["length"] if out.aval.ndim < array.ndim else 1
+                        (inner,) = jaxprs_in_params(maker.params)
+                        stacked = inner.outvars[index].aval.ndim < array.ndim
+                        times = maker.params["length"] if stacked else 1
                     shape = array.shape if times == 1 else array.shape[1:]
                     size = math.prod(array.shape) * array.dtype.itemsize
-                    yield Saved(line, times, shape, array.dtype.name, size)
+                    yield Saved(made_at(maker, index), times, shape, array.dtype.name, size)
         else:
             makers |= dict.fromkeys(eqn.outvars, eqn)

@@ -24,6 +24,7 @@ class Chip(NamedTuple):
 # the dense rate; nvlink is half of what they give for both directions; ib is the customary adapter
 # per GPU, 200 Gb/s, then 400) and docs.cloud.google.com/tpu/docs (ici: a torus axis has two links).
 CHIPS = {
+    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}),
     "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}),
     "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}),
     "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}),

@@ -72,7 +72,7 @@ def test_the_rows_of_the_audit_in_the_readme():
     config = compose_config(
         "c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x", "flat_tokens.filespec=x"
     )
-    report = plain(audit.report(audit.audit_step(config, audit.type_strings(config))))
+    report = plain(audit.report(audit.audit_step(config, audit.shapes_at_probe(config), None)))
     assert len(shown) == 4 and all(line in report for line in plain("\n".join(shown)))
 
 

@@ -15,7 +15,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,6 +24,7 @@ from data.config import program
 from data.loader import TokenBatch
 from shardlib import audit, devices
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
+from tools import memory
 from tools.audit_page import page
 
 
@@ -90,45 +91,79 @@ def sums(rows: Iterable[tuple[str, float]], unit: str) -> str:
     totals: dict[str, float] = {}
     for name, amount in rows:
         totals[name] = totals.get(name, 0) + amount
-    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items())
+    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items() if amount)
 
 
-def type_strings(config: train.Config) -> list[str]:
-    """The types of the arrays that are saved, `bf16["B/d L F/t"]`, as their lengths at probe sizes
-    tell them."""
+Shape = tuple[int, ...]
+
+
+class AtProbe(NamedTuple):
+    """Arrays' shapes at probe sizes, which tell their types: the same on any mesh."""
+
+    saved: list[Shape]  # in the ledger's order
+    arrays: dict[tuple[int, ...], Shape]  # by the keys of tools.memory
+
+
+def shapes_at_probe(config: train.Config) -> AtProbe:
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
-    axes, types = dict(mesh.shape), []
-    for array in audit.ledger(train.trace_step(config, mesh, sizes), axes).saved:
-        dims = [(audit.dims_of(length, axes, sizes), length) for length in array.shape]
-        names = ["*".join(map(str, made)) or str(length) for made, length in dims]
-        types.append(f'{DTYPES.get(array.dtype, array.dtype)}["{" ".join(names)}"]')
-    return types
+    jaxpr, axes = train.trace_step(config, mesh, sizes), dict(mesh.shape)
+    saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
+    return AtProbe(saved, memory.shapes(jaxpr, axes))
 
 
-def audit_step(config: train.Config, types: list[str]) -> dict[str, Any]:
-    """The ledger and what is held anyway, for JSON; `types` are from `type_strings`, the same on
-    any mesh. Raises ValueError where a dimension doesn't split."""
+def type_string(config: train.Config, dtype: str, shape: Shape, at_probe: Shape) -> str:
+    """`bf16["B/d L F/t"]`. A dimension that isn't as long as its name says, as where JAX treats one
+    of length 1 in another way, remains a number."""
+    axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
+    mesh, probe_sizes = devices.probe_mesh(axes, sizes)
+    names = []
+    known = at_probe if len(at_probe) == len(shape) else (1,) * len(shape)
+    for length, probed in zip(shape, known, strict=True):
+        dims = audit.dims_of(probed, dict(mesh.shape), probe_sizes)
+        parts = (sizes[dim.name] // math.prod(axes[axis] for axis in dim.axes) for dim in dims)
+        named = dims and math.prod(parts) == length
+        names.append("*".join(map(str, dims)) if named else str(length))
+    return f'{DTYPES.get(dtype, dtype)}["{" ".join(names)}"]'
+
+
+def audit_step(config: train.Config, probed: AtProbe, chip: devices.Chip | None) -> dict[str, Any]:
+    """The ledger and the memory, for JSON. Raises ValueError where a dimension doesn't split."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
-    ledger = audit.ledger(train.trace_step(config, mesh, sizes), axes)
+    jaxpr = train.trace_step(config, mesh, sizes)
+    ledger, worst = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights, batch = (
             bytes_per_device(hint, axes, sizes) for hint in (train.Weights, TokenBatch)
         )
     held = {"weights": weights, "Adam's moments": 2 * weights, "gradients": weights, "batch": batch}
-    typed = zip(ledger.saved, types, strict=True)
+
+    def named(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
+        return type_string(config, array.dtype, array.shape, at_probe)
+
+    alike = collections.Counter(
+        (b.line, named(b, probed.arrays.get(b.key, ())), b.op, b.bytes) for b in worst.buffers
+    )
+    saved = zip(ledger.saved, probed.saved, strict=True)
     return {
         "mesh": axes,
         "held": held,
-        "saved": [array._asdict() | {"type": kind} for array, kind in typed],
+        "arguments": worst.arguments,
+        "temporary": worst.temporary,
+        "worst": [
+            {"line": line, "type": kind, "op": op, "bytes": size, "times": times}
+            for (line, kind, op, size), times in alike.items()
+        ],
+        "saved": [array._asdict() | {"type": named(array, shape)} for array, shape in saved],
         "transfers": [row._asdict() for row in merged(ledger.transfers)],
         "products": [row._asdict() for row in merged(ledger.products)],
         "model_flops": sum(train.step_flops(config)),
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """The same as tables. Rows of less than a thousandth of their sum are left out."""
+def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
+    """The same as tables. Rows of less than a thousandth of their sum are left out; of the arrays
+    at the worst moment, those of less than a hundredth."""
     axes, saved = result["mesh"], result["saved"]
     kept = sum(row["bytes"] for row in saved)
     sent = [row | {"total": row["times"] * row["bytes"]} for row in result["transfers"]]
@@ -150,12 +185,34 @@ def report(result: dict[str, Any]) -> str:
         if r["total"] > received / 1000
     )
     held = [*result["held"].items(), ("saved for the backward pass", kept)]
+    peak = result["arguments"] + result["temporary"]
+    worst = [row | {"total": row["times"] * row["bytes"]} for row in result["worst"]]
+    worst_rows = (
+        (
+            r["line"],
+            r["type"],
+            r["op"].split("(")[0],
+            show(r["bytes"]),
+            str(r["times"]),
+            show(r["total"]),
+        )
+        for r in sorted(worst, key=lambda r: -r["total"])
+        if r["total"] > result["temporary"] / 100
+    )
+    room = "."
+    if chip:
+        left = chip.memory - peak
+        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has."
     return "\n".join(
         [
             f"{count} devices: {', '.join(f'{axis}={size}' for axis, size in axes.items())}",
-            f"\nMemory of a device: {sums(held, 'B')}; {show(sum(n for _, n in held))} in all.",
-            "What lives for a moment only, as gathered weights do, comes on top.\n",
+            f"\nMemory of a device: {sums(held, 'B')}.",
+            f"At the worst moment of a step it holds {show(peak)}{room}",
+            "Predicted, most often within 10% of what a TPU's compiler needs; tools.compile asks that.",
+            "",
             table(("saved at", "type", "each", "times", "in all"), saved_rows),
+            "\nAt the worst moment it holds weights, moments, batch and:\n",
+            table(("made at", "type", "by", "each", "times", "in all"), worst_rows),
             f"\nA device receives {show(received)} a step, by rings: "
             + sums(((f"over {','.join(r['axes'])}", r["total"]) for r in sent), "B")
             + "; "
@@ -190,13 +247,17 @@ def least_seconds(
     return seconds
 
 
-def roofline(config: AuditConfig, types: list[str]) -> str:
-    """A row for the config's mesh, and for each that has twice the devices along its first axis,
-    while the step splits over it. Raises ValueError for a chip or link that isn't in the table."""
-    chip = devices.CHIPS.get(config.audit.chip)
-    if chip is None:
+def chip_of(config: AuditConfig) -> devices.Chip | None:
+    """Raises ValueError for one that isn't in the table."""
+    if config.audit.chip and config.audit.chip not in devices.CHIPS:
         there = ", ".join(devices.CHIPS)
         raise ValueError(f"audit.chip={config.audit.chip}: the table has {there}")
+    return devices.CHIPS.get(config.audit.chip)
+
+
+def roofline(config: AuditConfig, probed: AtProbe, chip: devices.Chip) -> str:
+    """A row for the config's mesh, and for each that has twice the devices along its first axis,
+    while the step splits over it. Raises ValueError for a link that isn't in the table."""
     axes = dataclasses.asdict(config.mesh)
     links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
     for axis, link in links.items():
@@ -206,7 +267,8 @@ def roofline(config: AuditConfig, types: list[str]) -> str:
     rows, outer = [], next(iter(axes))
     while math.prod(axes.values()) <= 4096:
         try:
-            result = audit_step(dataclasses.replace(config, mesh=train.MeshConfig(**axes)), types)
+            here = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
+            result = audit_step(here, probed, chip)
         except ValueError:  # a dimension doesn't split any further
             break
         seconds = least_seconds(result, chip, links)
@@ -215,10 +277,11 @@ def roofline(config: AuditConfig, types: list[str]) -> str:
         ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
         shown = [show(seconds.get(name, 0), "s") for name in ("compute", "memory", *chip.links)]
         mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        rows.append((mesh, *shown, longest, f"{ceiling:.0%}"))
+        holds = show(result["arguments"] + result["temporary"])
+        rows.append((mesh, holds, *shown, longest, f"{ceiling:.0%}"))
         axes[outer] *= 2
     chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
-    head = ("mesh", "compute", "memory", *chip.links, "longest", "MFU at most")
+    head = ("mesh", "holds", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
         f"\n\nThe least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
         f"longest:\n\n{table(head, rows)}"
@@ -232,9 +295,10 @@ NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}
 def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
-        types = type_strings(config)
-        result = audit_step(config, types)
-        text = report(result) + (roofline(config, types) if config.audit.chip else "")
+        probed = shapes_at_probe(config)
+        chip = chip_of(config)
+        result = audit_step(config, probed, chip)
+        text = report(result, chip) + (roofline(config, probed, chip) if chip else "")
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(text)

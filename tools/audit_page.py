@@ -38,6 +38,7 @@ COLUMNS = [
     ("backward", "198, 40, 40", "products", ("backward",)),
 ]
 TABLES = {
+    "worst": ("At the worst moment", ("line", "type", "op", "times")),
     "saved": ("Kept for the backward pass", ("line", "type", "times")),
     "transfers": ("Received", ("line", "op", "phase", "kind", "axes", "times")),
     "products": ("Multiplied", ("line", "op", "phase", "times")),
@@ -48,7 +49,7 @@ def _amount(part: str, row: dict[str, Any]) -> float:
     """Bytes or FLOPs of all the times that a row happens."""
     if part == "saved":
         return row["bytes"]
-    return row["times"] * row["bytes" if part == "transfers" else "flops"]
+    return row["times"] * row["flops" if part == "products" else "bytes"]
 
 
 def _unit(part: str) -> str:
@@ -84,13 +85,11 @@ def _table(part: str, result: dict[str, Any], show: Callable[[float, str], str])
     body = []
     for row in rows:
         number = row["line"].rpartition(":")[2]
+        link = f'<a href="#L{number}">{row["line"]}</a>' if number else ""
         texts = [", ".join(row[k]) if k == "axes" else html.escape(str(row[k])) for k in keys[1:]]
         cells = "".join(f"<td>{text}</td>" for text in texts)
         amount = show(_amount(part, row), _unit(part))
-        body.append(
-            f'<tr><td><a href="#L{number}">{row["line"]}</a></td>{cells}'
-            f'<td class="number">{amount}</td></tr>'
-        )
+        body.append(f'<tr><td>{link}</td>{cells}<td class="number">{amount}</td></tr>')
     total = show(sum(_amount(part, row) for row in rows), _unit(part))
     head = "".join(f"<th>{key}</th>" for key in (*keys, "in all"))
     return (

@@ -1,0 +1,306 @@
+"""How much memory a traced function needs on each device at its worst moment, predicted.
+
+A compiler decides that in the end. This follows the equations in their order and does to them what
+XLA does, as read from the buffers that it assigns in training steps for TPUs:
+
+- Products, reductions, collectives, lookups and loops write their results to memory. What stands
+  between them is computed where it is used, and again for each use, but for: operands of
+  collectives and loops; what several products take, if it is cheaper to read than to make; and what
+  products take both of the forward pass, done again, and of the backward pass.
+- What is donated is overwritten, and a result may take the place of an operand of its size that is
+  not used any more.
+- Stacked weights that a loop casts to a narrower type are cast whole, before the loop.
+- The sums of weights' gradients over devices are put off to the end of the backward pass, or of its
+  loop's body, and in a loop that computes little again so are the products before them.
+- On v5e, products for gradients are put off outside of loops too, if a collective can hide behind
+  them, and what the forward pass made again, the backward pass makes once more.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from shardlib.audit import COLLECTIVES, made_at, phase
+from shardlib.devices import Chip
+from shardlib.ops import SCOPE
+
+# What an equation is: by the primitive's name, or how that begins.
+KINDS = {
+    "same": {"reshape", "squeeze", "transpose", "optimization_barrier", "name", "pcast", "pvary"}
+    | {"reduce_precision", "copy"},
+    "loop": {"scan", "while", "cond"},
+    "product": {"dot_general", "conv_general_dilated", "gather", "sort", "cumsum", "random_bits"},
+    "scatter": {"dynamic_update_slice"},
+    "reduce": {"argmax", "argmin"},
+}
+V5E = "TPU v5 lite"
+
+
+class Buffer(NamedTuple):
+    """An array in memory at the worst moment. `key` finds it in `shapes`."""
+
+    line: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    key: tuple[int, ...]
+
+
+class Memory(NamedTuple):
+    arguments: int  # bytes; the results overwrite what is donated of them
+    temporary: int  # bytes of all else, at the worst moment
+    buffers: list[Buffer]  # at that moment, the largest first
+
+
+def predict(jaxpr: Any, axes: dict[str, int], chip: Chip | None = None) -> Memory:
+    """What a function under `typed_shard_map` needs on each device of a mesh of these axes, from
+    the jaxpr of its `jax.jit`. Its results are taken to be those of its donated arguments."""
+    body = _body(jaxpr, axes)
+    kind = chip.kind if chip else ""
+    arguments = sum(size_of(aval, kind) for aval in body.avals[: body.arguments])
+    moment = _worst(body, kind, ())
+    return Memory(arguments, moment.bytes, sorted(moment.buffers, key=lambda b: -b.bytes))
+
+
+def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The shape of each array, by the key of its buffer: the same key on any mesh, at any sizes."""
+
+    def walk(body: _Body, key: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+        yield from (((*key, i), aval.shape) for i, aval in enumerate(body.avals))
+        for step in body.steps:
+            for inner in step.bodies(axes):
+                yield from walk(inner, (*key, step.made[0]))
+
+    return dict(walk(_body(jaxpr, axes), ()))
+
+
+def size_of(aval: Any, chip: str) -> int:
+    """Bytes on a kind of chip. A TPU's memory is tiled: of the two dimensions laid out last, those
+    that waste least, one is filled up to a multiple of 128, the other to one of 8, or if short to a
+    power of two."""
+    elements = math.prod(aval.shape)
+    if chip.startswith("TPU") and elements:
+        shape = (1,) * (2 - len(aval.shape)) + aval.shape
+        elements = min(
+            elements // (a * b) * _filled(a, 128) * _filled(b, min(8, 1 << (b - 1).bit_length()))
+            for a, b in itertools.permutations(shape, 2)
+        )
+    return elements * aval.dtype.itemsize
+
+
+def _filled(n: int, tile: int) -> int:
+    return -(-n // tile) * tile
+
+
+# --- A jaxpr as steps -----------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    eqn: JaxprEqn
+    path: str
+    kind: str
+    taken: list[int | None]  # numbers of values; None is a literal
+    made: list[int]
+
+    @property
+    def phase(self) -> str:
+        return phase(self.path)
+
+    def bodies(self, axes: dict[str, int]) -> "Iterator[_Body]":
+        """Of a loop."""
+        if self.kind == "loop":
+            yield from (_Body(j, axes, self.path) for j in jaxprs_in_params(self.eqn.params))
+
+
+class _Body:
+    """A jaxpr as a list of steps between numbered values: what it calls is inlined, and what only
+    gives another shape or name to an array is left out."""
+
+    def __init__(self, jaxpr: Any, axes: dict[str, int], path: str):
+        self.axes, self.path = axes, path
+        self.avals: list[Any] = [var.aval for var in jaxpr.invars]
+        self.arguments = len(self.avals)
+        self.steps: list[_Step] = []
+        self.results = self._inline(jaxpr, list(range(self.arguments)), path)
+
+    def _inline(self, jaxpr: Any, given: list[int | None], path: str) -> list[int | None]:
+        numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            here = f"{path}/{eqn.source_info.name_stack}"
+            taken = [None if isinstance(v, Literal) else numbers.get(v) for v in eqn.invars]
+            made = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
+            self.avals += [var.aval for var in eqn.outvars]
+            kind = self._kind(eqn)
+            if kind not in ("same", "call"):
+                self.steps.append(_Step(eqn, here, kind, taken, made))
+            elif kind == "call":
+                taken = self._inline(next(jaxprs_in_params(eqn.params)), taken, here)
+            numbers |= zip(eqn.outvars, taken if kind in ("same", "call") else made, strict=True)
+        return [None if isinstance(v, Literal) else numbers.get(v) for v in jaxpr.outvars]
+
+    def _kind(self, eqn: JaxprEqn) -> str:
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            over = eqn.params.get("axis_name") or eqn.params["axes"]
+            return "collective" if math.prod(self.axes[axis] for axis in over) > 1 else "same"
+        for kind, names in KINDS.items():
+            if name in names or name.startswith(kind):
+                return kind
+        return "call" if next(jaxprs_in_params(eqn.params), None) else "fused"
+
+
+def _body(jaxpr: Any, axes: dict[str, int]) -> _Body:
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    (outer,) = (eqn for eqn in live.eqns if eqn.primitive.name == "shard_map")
+    return _Body(next(jaxprs_in_params(outer.params)), axes, "")
+
+
+def _times(body: _Body, chip: str) -> list[int]:
+    """When each step runs: in its place, or, if it is put off, at the end of the backward pass."""
+    steps, outermost = body.steps, not body.path
+    stay: set[int | None] = set()  # values that more than the results or the optimizer wait for
+    for step in reversed(steps):
+        leaves = step.kind in ("fused", "collective") and stay.isdisjoint(step.made)
+        if not leaves and not (outermost and step.phase == "update"):
+            stay.update(step.taken)
+    backward = [t for t, step in enumerate(steps) if step.phase == "backward"]
+    loop = next((t for t in backward if steps[t].kind == "loop"), None)
+    if loop is None:
+        again = [step.phase for step in steps if step.eqn.primitive.name == "dot_general"]
+        put_off = 4 * again.count("recomputed") < again.count("backward")
+    else:
+        put_off = (
+            chip == V5E
+            and outermost
+            and any(
+                steps[t].kind == "collective" and t < loop and not stay.isdisjoint(steps[t].made)
+                for t in backward
+            )
+        )
+    late = {"collective", "product"} if put_off else {"collective"}
+    end = backward[-1] + 1 if outermost and backward else len(steps)
+    times = list(range(len(steps)))
+    for t in backward:
+        if steps[t].kind in late and stay.isdisjoint(steps[t].made):
+            times[t] = end
+    return times
+
+
+# --- The worst moment -----------------------------------------------------------------------------
+
+
+class _Moment(NamedTuple):
+    bytes: int
+    buffers: list[Buffer]
+    casts: dict[int, Any]  # arguments that a loop takes as cast before: to what
+
+
+def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _Moment:
+    """The most bytes that a body has in memory of what it makes, inside of its loops too.
+    `stacked` is how many of its last arguments are slices of what a loop runs over."""
+    steps, times = body.steps, _times(body, chip)
+    sizes = [size_of(aval, chip) for aval in body.avals]
+    users = collections.defaultdict(list)
+    for step in steps:
+        for value in {*step.taken} - {None}:
+            users[value].append(step)
+
+    def kept(value: int, sources: set[int]) -> bool:
+        """Whether a value that is no product, sum or the like has a place in memory."""
+        if any(step.kind in ("collective", "loop") for step in users[value]):
+            return bool(sources)
+        phases = [step.phase for step in users[value] if step.kind in ("product", "scatter")]
+        read, uses = sum(sizes[source] for source in sources), len(phases)
+        if chip != V5E and {"recomputed", "backward"} <= set(phases):
+            return True
+        return read + (uses + 1) * sizes[value] <= uses * read
+
+    sources: list[set[int]] = [{value} for value in range(len(sizes))]
+    first: dict[int, int] = {}  # the step that makes each value that has a place
+    last: dict[int, int] = {}  # the last one that needs it
+    over: dict[int, set[int]] = {}  # what a step may write its result over
+    inside: dict[int, _Moment] = {}
+    casts: dict[tuple[int, Any], int] = {}  # of stacked weights: a value, its type, the new value
+    for t, (step, time) in enumerate(zip(steps, times, strict=True)):
+        taken = [sources[v] if v is not None else set() for v in step.taken]
+        needed = set().union(*taken)
+        if step.kind == "fused" and not any(kept(v, needed) for v in step.made):
+            for value in step.made:
+                sources[value] = needed
+            continue
+        first |= dict.fromkeys(step.made, t)
+        last |= {v: max(time, last.get(v, 0)) for v in needed}
+        over[t] = {"fused": needed, "scatter": taken[0]}.get(step.kind, set())
+        if step.kind == "loop":
+            carried, slices = _parts_of(step.eqn)
+            over[t] = set().union(*taken[carried : len(taken) - slices])
+            inner = (*key, step.made[0])
+            moments = [_worst(b, chip, inner, slices) for b in step.bodies(body.axes)]
+            inside[t] = max(moments, key=lambda moment: moment.bytes)
+            for i, dtype in inside[t].casts.items():
+                value = step.taken[i]
+                assert value is not None, "a literal has no slices"
+                if (value, dtype) not in casts:
+                    casts[value, dtype] = len(sizes)
+                    first[len(sizes)] = t
+                    sizes.append(sizes[value] * dtype.itemsize // body.avals[value].dtype.itemsize)
+                last[casts[value, dtype]] = t
+    for value in body.results:
+        if value is not None:
+            last |= dict.fromkeys(sources[value], len(steps))
+
+    narrowed = {}
+    for value in range(body.arguments - stacked, body.arguments):
+        if users[value] and all(map(_narrows, users[value])):
+            narrowed[value] = users[value][0].eqn.outvars[0].aval.dtype  # type: ignore
+            for step in users[value]:
+                first.pop(step.made[0], None)
+
+    def alive(t: int) -> list[int]:
+        return [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
+
+    def needed_at(t: int) -> int:
+        ends = [sizes[v] for v in over.get(t, ()) if v in first and last[v] == t]
+        reused = collections.Counter(ends) & collections.Counter(sizes[v] for v in steps[t].made)
+        within = inside[t].bytes if t in inside else 0
+        return sum(sizes[v] for v in alive(t)) - sum(reused.elements()) + within
+
+    worst = max(range(len(steps)), key=needed_at)
+    buffers = inside[worst].buffers[:] if worst in inside else []
+    cast_from = {number: value_and_type for value_and_type, number in casts.items()}
+    for number in alive(worst):
+        step = steps[first[number]]
+        value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
+        scope = SCOPE.search(step.path)
+        op = step.eqn.primitive.name if not scope else scope[0].replace("|", "/")
+        line = made_at(step.eqn, 0 if number in cast_from else step.made.index(number))
+        shape = body.avals[value].shape
+        buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], (*key, value)))
+    return _Moment(needed_at(worst), buffers, narrowed)
+
+
+def _narrows(step: _Step) -> bool:
+    if step.eqn.primitive.name != "convert_element_type":
+        return False
+    (taken,), (made,) = step.eqn.invars, step.eqn.outvars
+    return made.aval.dtype.itemsize < taken.aval.dtype.itemsize  # type: ignore
+
+
+def _parts_of(loop: JaxprEqn) -> tuple[int, int]:
+    """Of a scan's operands, which is the first that it carries, and how many at the end it slices:
+    those of which its body takes another shape. (Its parameters have other names in each JAX.)"""
+    body = next(jaxprs_in_params(loop.params))
+    slices = _differ(loop.invars, body.invars)
+    return len(loop.invars) - slices - len(loop.outvars) + _differ(
+        loop.outvars, body.outvars
+    ), slices
+
+
+def _differ(outer: Any, inner: Any) -> int:
+    return sum(a.aval.shape != b.aval.shape for a, b in zip(outer, inner, strict=True))
