@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-long test-gpu mutations lint format size
+.PHONY: train test test-long test-gpu test-tpu mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -33,6 +33,11 @@ mutations: $(VENV)/cpu
 # In an environment that has requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
+
+# A quarter of an hour: compiles some 50 programs for TPUs, with libtpu, on any machine.
+test-tpu: $(VENV)/dev
+	$(BIN)/pip install --quiet --requirement requirements-tpu.txt
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m tpu -rP
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check

@@ -27,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from omegaconf import MISSING, OmegaConf
 
-from data import hlo
+from data import compiled, hlo
 from data.checkpoint import CheckpointError, Checkpoints
+from data.compiled import CompiledStepError
 from data.config import program
 from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
@@ -122,6 +123,7 @@ class Config:
     checkpoint_interval: int  # steps; 0: at the end only
     profile: bool  # a few steps into profile/
     hlo_svg: bool  # the compiled step, drawn
+    compiled_step: str  # a file of tools.compile, to start without compiling
     num_hosts: int
     simulate_devices: bool
 
@@ -397,6 +399,14 @@ def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str,
         return training_step.trace(*shapes, config).jaxpr.jaxpr
 
 
+def lower_step(config: Config) -> jax.stages.Lowered:
+    """The training step for the mesh in context, ready to compile; needs no arrays."""
+    hint = tuple[State, TokenBatch]
+    shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
+    placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
+    return training_step.lower(*placed, config)
+
+
 def probe(config: Config) -> None:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
     to agree. Raises ShardTypeError; takes about a second."""
@@ -504,6 +514,9 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run = Run(paths.root_working_dir, paths.model_name)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
     first = checkpoints.newest_step
+    step_once: Any = functools.partial(training_step, config=config)
+    if config.compiled_step:
+        step_once = compiled.load(config.compiled_step, lower_step(config), config)
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
     if first >= hyper.steps:
         checkpoints.check_model(State, dimensions(config), resolved)
@@ -560,7 +573,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             jax.block_until_ready(state)
             hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            state, metrics = training_step(state, batch, config)
+            state, metrics = step_once(state, batch)
         if unread:
             record(*unread)
         unread = step, metrics
@@ -612,7 +625,7 @@ def main(config: Config) -> None:
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)
-    except (FlatTokensError, CheckpointError, MetricsError, OSError) as error:
+    except (CompiledStepError, FlatTokensError, CheckpointError, MetricsError, OSError) as error:
         stop(config, str(error))
 
 

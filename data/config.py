@@ -49,14 +49,15 @@ def program(
                 sys.exit(f"error: {_message(error, schema, folder)}")
             function(config)
 
-        # Hydra wants to be told of sections that are in no file: those that have a default.
-        factories = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, schema))}
-        added = [name for name, made in factories.items() if made is not dataclasses.MISSING]
+        # Hydra wants to be told of what is in no file: what has a default.
+        fields = dataclasses.fields(cast(Any, schema))
+        none = {dataclasses.MISSING}
+        added = [f.name for f in fields if {f.default, f.default_factory} != none]
 
         @functools.wraps(function)
         def main() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
-            sys.argv = [f"++{a}" if a.split(".")[0] in added else a for a in sys.argv]
+            sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
             job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             try:
                 job(run)()

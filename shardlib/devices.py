@@ -12,6 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
+GIB = 2**30
+
+
 class Chip(NamedTuple):
     kind: str  # a part of JAX's `device.device_kind`
     flops: float  # FLOP/s, dense bf16
@@ -22,17 +25,18 @@ class Chip(NamedTuple):
 
 # The first whose kind fits a device is its. From NVIDIA's datasheets (those of Hopper quote twice
 # the dense rate; nvlink is half of what they give for both directions; ib is the customary adapter
-# per GPU, 200 Gb/s, then 400) and docs.cloud.google.com/tpu/docs (ici: a torus axis has two links).
+# per GPU, 200 Gb/s, then 400) and docs.cloud.google.com/tpu/docs (ici: a torus axis has two links);
+# a TPU's memory is what its compiler says that it has for programs.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}),
     "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}),
     "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}),
     "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}),
     "h200": Chip("H200", 989e12, 141e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}),
-    "v4": Chip("TPU v4", 275e12, 32e9, 1.2e12, {"ici": 100e9}),
-    "v5e": Chip("TPU v5 lite", 197e12, 16e9, 0.819e12, {"ici": 100e9}),
-    "v5p": Chip("TPU v5", 459e12, 95e9, 2.765e12, {"ici": 200e9}),
-    "v6e": Chip("TPU v6 lite", 918e12, 32e9, 1.638e12, {"ici": 200e9}),
+    "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
+    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
+    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
+    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}),
 }
 
 

@@ -208,7 +208,7 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
             f"{count} devices: {', '.join(f'{axis}={size}' for axis, size in axes.items())}",
             f"\nMemory of a device: {sums(held, 'B')}.",
             f"At the worst moment of a step it holds {show(peak)}{room}",
-            "Predicted, most often within 10% of what a TPU's compiler needs; tools.compile asks that.",
+            "Predicted, as a rule within 10% of what a TPU's compiler needs; tools.compile asks.",
             "",
             table(("saved at", "type", "each", "times", "in all"), saved_rows),
             "\nAt the worst moment it holds weights, moments, batch and:\n",

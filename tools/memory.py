@@ -83,15 +83,18 @@ def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int,
 def size_of(aval: Any, chip: str) -> int:
     """Bytes on a kind of chip. A TPU's memory is tiled: of the two dimensions laid out last, those
     that waste least, one is filled up to a multiple of 128, the other to one of 8, or if short to a
-    power of two."""
-    elements = math.prod(aval.shape)
+    power of two that fills 32 bits."""
+    shape, itemsize = aval.shape, aval.dtype.itemsize
+    elements = math.prod(shape)
     if chip.startswith("TPU") and elements:
-        shape = (1,) * (2 - len(aval.shape)) + aval.shape
+        if len(shape) < 2:
+            return _filled(elements, 128) * itemsize
         elements = min(
-            elements // (a * b) * _filled(a, 128) * _filled(b, min(8, 1 << (b - 1).bit_length()))
+            elements // (a * b) * _filled(a, 128) * _filled(b, min(8, max(4 // itemsize, power)))
             for a, b in itertools.permutations(shape, 2)
+            for power in (1 << (b - 1).bit_length(),)
         )
-    return elements * aval.dtype.itemsize
+    return elements * itemsize
 
 
 def _filled(n: int, tile: int) -> int:

@@ -1,0 +1,87 @@
+"""A compiled step in a file, so that a run starts without compiling.
+
+A zip archive of two members: `description.json`, and `executable`, which JAX serializes, by pickle:
+load only what you compiled yourself.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import zipfile
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+FORMAT = 1
+NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
+
+
+class CompiledStepError(Exception):
+    """A file that isn't a compiled step, or not that of this program."""
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a dataclass by their keys with dots."""
+    values: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        inner = dataclasses.is_dataclass(value)
+        values |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return values
+
+
+def _description(lowered: jax.stages.Lowered, config: Any) -> dict[str, Any]:
+    """What must be the same, but for the config: it is there to tell why the program isn't."""
+    mesh = jax.sharding.get_mesh()
+    return {
+        "format": FORMAT,
+        "jax": version("jax"),
+        "jaxlib": version("jaxlib"),
+        "device": mesh.devices.flat[0].device_kind,
+        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "config": _flat(config),
+    }
+
+
+def save(
+    path: str, compiled: jax.stages.Compiled, lowered: jax.stages.Lowered, config: Any
+) -> None:
+    """Writes the step that was compiled from `lowered`, whose config is a dataclass."""
+    part = pathlib.Path(f"{path}.part")
+    with zipfile.ZipFile(part, "w") as archive:
+        described = json.dumps(_description(lowered, config), indent=1)
+        archive.writestr("description.json", described)
+        archive.writestr("executable", serialize_executable.serialize(compiled)[0])
+    part.rename(path)
+
+
+def load(path: str, lowered: jax.stages.Lowered, config: Any) -> jax.stages.Compiled:
+    """The step that `save` wrote, for the devices of the mesh in context. Raises CompiledStepError
+    where this program, these devices or this JAX are others."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = json.loads(archive.read("description.json"))
+            executable = archive.read("executable")
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise CompiledStepError(f"{path}: no compiled step can be read: {error}") from None
+    here = _description(lowered, config)
+    for key in ("format", "jax", "jaxlib", "device", "mesh"):
+        if there.get(key) != here[key]:
+            other = f"{key} {there.get(key)}, and here it is {here[key]}"
+            raise CompiledStepError(f"{path} was compiled for {other}")
+    if there["program"] != here["program"]:
+        other = ", ".join(
+            f"{key}={there['config'].get(key)}, and here it is {value}"
+            for key, value in here["config"].items()
+            if key.startswith(("model.", "training.")) and there["config"].get(key) != value
+            if not key.endswith(NOT_IN_STEP)
+        )
+        other = other or "another source: train.py, shardlib or a package has changed since"
+        raise CompiledStepError(f"{path} was compiled for {other}")
+    devices = list(jax.sharding.get_mesh().devices.flat)
+    return serialize_executable.deserialize_and_load(
+        executable, lowered.in_tree, lowered.out_tree, execution_devices=devices
+    )
