@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+OFTEN = 2  # a TPU's program doesn't say how often a loop runs
 INSTRUCTION = re.compile(rf" +(?:ROOT )?%\S+ = (\(.*?\)|\S+) ({KINDS})(?:-start)?\((.*)")
 
 
@@ -18,6 +19,8 @@ class Collective(NamedTuple):
     line: str
     times: int
     merged: bool  # one of several arrays in one instruction
+    chain: str = ""  # of an asynchronous one
+    padded: bool = False
 
 
 def _tables(text: str) -> dict[str, dict[str, str]]:
@@ -70,7 +73,8 @@ def _trip_counts(text: str) -> dict[str, int]:
         if match := re.match(r"(?:ENTRY )?%(\S+) \(", line):
             here = match[1]
         elif match := re.search(r" while\(.*body=%([\w.-]+)", line):
-            inside[match[1]] = here, int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
+            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            inside[match[1]] = here, int(known[1]) if known else OFTEN
         for called in re.findall(r"(?:calls|to_apply|condition)=%([\w.-]+)", line):
             inside.setdefault(called, (here, 1))
 
@@ -89,7 +93,8 @@ def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list
         if not (match := INSTRUCTION.match(line)):
             continue
         shape, kind, rest = match.groups()
-        op_name = re.search(r'op_name="([^"]*)"', rest)[1]
+        named = re.search(r'op_name="([^"]*)"', rest)
+        op_name = named[1] if named else ""
         frame = re.search(r"stack_frame_id=(\d+)", rest)
         phase = (
             "recomputed"
@@ -100,15 +105,19 @@ def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list
             if "jvp(" in op_name
             else "update"
         )
-        axes = _axes(re.search(r"replica_groups=(.*?\}\}|mesh\S* \{[^}]*\})", rest)[1], mesh)
+        groups = r"(?:replica_groups|source_target_pairs)=(.*?\}\}|mesh\S* \{[^}]*\})"
+        axes = _axes(re.search(groups, rest)[1], mesh)
         size = math.prod(mesh[a] for a in axes)
         at = lines.get(frame[1], "") if frame else ""
         parts = re.findall(r"\w+\[([\d,]*)\]", shape)
+        parts = parts[:1] if kind == "collective-permute" else parts  # then, what it receives into
+        chain = re.search(r'chain_id="(\d+)"', rest)
+        padded = "from-cross-replica-sharding" in rest
         for part in parts:
             elements = math.prod(int(n) for n in part.split(",") if n)
             elements *= size if kind == "reduce-scatter" else 1
             row = kind, axes, elements, phase, at, trips.get(here, 1), len(parts) > 1
-            found.append(Collective(*row))
+            found.append(Collective(*row, chain[1] if chain else "", padded))
     return found
 
 
@@ -148,3 +157,52 @@ def unexplained(transfers, program, mesh, rules=RULES):
         known = [r for r in again if r._replace(phase="forward") in gathers]
         rows = [r for r in rows if r not in known]
     return rows, left
+
+
+TPU_RULES = {
+    "pieces": "an asynchronous collective stands in several fusions, which share its chain's id",
+    "summed": "an all-gather or a reduce-scatter of narrow parts is an all-reduce of the whole",
+    "padded": "a reduce-scatter is an all-reduce of a padded array, and a permute of its edges",
+}
+
+
+def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
+    """The kinds of rows of a ledger, and of collectives of a program, of which there isn't the same
+    number: by kind, axes, elements and whether they are in a loop."""
+
+    def key(row):
+        axes = tuple(sorted(a for a in row.axes if mesh[a] > 1))
+        return row.kind, axes, row.elements, row.times > 1
+
+    pieces, found, padded = set(), collections.Counter(), []
+    for each in program:
+        if each.chain and "pieces" in rules:
+            if each.chain in pieces:
+                continue
+            pieces.add(each.chain)
+        if each.padded and "padded" in rules:
+            padded.append(key(each))
+        elif key(each)[1]:
+            found[key(each)] += 1
+    rows = collections.Counter(key(row) for row in transfers if key(row)[1])
+    left, found = rows - found, found - rows
+
+    for kind, axes, elements, loop in padded:
+        n = math.prod(mesh[axis] for axis in axes)
+        for row in [
+            row for row in left if (row[0], row[1], row[3]) == ("reduce-scatter", axes, loop)
+        ]:
+            # What was added lies behind the last part; the others' shares of it move there.
+            edges = "collective-permute", axes, (elements - row[2]) * (n - 1) // n, loop
+            if found[edges]:
+                left -= collections.Counter([row])
+                found -= collections.Counter([edges])
+                break
+        else:
+            found[kind, axes, elements, loop] += 1
+    if "summed" in rules:
+        for kind, *where in [*left]:
+            count = min(left[kind, *where], found["all-reduce", *where])
+            left[kind, *where] -= count
+            found["all-reduce", *where] -= count
+    return +left, +found
