@@ -7,8 +7,9 @@ import pytest
 
 import train
 from data.checkpoint import Checkpoints
+from shardlib import devices
 from shardlib.types import make_shapes
-from tests.helpers import ROOT, compose_config, mesh
+from tests.helpers import ROOT, compose_config, edited, mesh
 from tools import audit
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -58,22 +59,41 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     assert scope["embed"].shape == weights.embed.shape and scope["embed"].dtype == "float32"
 
 
+def plain(text):
+    """Without the numbers of lines, which move with every edit of train.py."""
+    return [" ".join(re.sub(r"train\w*\.py:\d+", "", line).split()) for line in text.splitlines()]
+
+
+def report(name, *overrides):
+    config = compose_config(name, "paths.model_name=x", "flat_tokens.filespec=x", *overrides)
+    chip = devices.CHIPS["a100_40gb"]
+    return plain(audit.report(audit.audit_step(config, audit.shapes_at_probe(config), chip), chip))
+
+
 def test_the_rows_of_the_audit_in_the_readme():
-    """But for their lines, which move with every edit of train.py."""
-
-    def plain(text):
-        return [" ".join(re.sub(r"train\.py:\d+", "", line).split()) for line in text.splitlines()]
-
     shown = [
         line
         for line in (ROOT / "README.md").read_text().splitlines()
         if re.match(r" +(train\.py:|saved at|sent at)", line)
     ]
-    config = compose_config(
-        "c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x", "flat_tokens.filespec=x"
-    )
-    report = plain(audit.report(audit.audit_step(config, audit.shapes_at_probe(config), None)))
-    assert len(shown) == 4 and all(line in report for line in plain("\n".join(shown)))
+    there = report("c4_a100x8_1b", "mesh={d: 4, t: 2}")
+    assert len(shown) == 4 and all(line in there for line in plain("\n".join(shown)))
+
+
+def test_the_answers_of_the_audit_in_its_page(monkeypatch):
+    """Before and after the edit that the page shows."""
+    text = (ROOT / "docs/audit.md").read_text().split("## Asking")[0]
+    example = text.split("```python\n")[1].split("```")[0]
+    edits = []
+    for line in example.splitlines():
+        name, product = line.split(" = ")
+        edits.append((f"{name} = save_for_backward({product})", line))
+    found = report("c4_a100x8_2b")
+    monkeypatch.setattr(audit, "train", edited("train.py", *edits))
+    found += report("c4_a100x8_2b")
+    lines = plain("\n".join(text.split("```")[1::2]))
+    shown = [line for line in lines if re.match("8 dev|Mem|At the|made|saved|bf16|f32|A dev", line)]
+    assert len(shown) == 14 and not set(shown) - set(found)
 
 
 @pytest.mark.parametrize("page", PAGES)

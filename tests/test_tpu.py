@@ -23,9 +23,7 @@ def built(program):
     with jax.set_mesh(tpu_mesh(program.topology, axes)):
         step = module.lower_step(config).compile()
     jaxpr = module.trace_step(config, devices.abstract_mesh(axes), module.dimensions(config))
-    # For v5p it isn't written: a check of XLA's own fails.
-    text = "" if program.topology.startswith("v5p") else step.as_text()
-    return axes, jaxpr, step.memory_analysis(), text
+    return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 
 def bytes_of(program):
@@ -70,10 +68,7 @@ def collectives_of(program):
     return audit.ledger(jaxpr, axes).transfers, compiled.collectives(text, axes, file), axes
 
 
-WITH_TEXT = [program for program in PROGRAMS if not program.topology.startswith("v5p")]
-
-
-@pytest.mark.parametrize("program", WITH_TEXT, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_the_collectives_are_those_of_the_ledger(program):
     transfers, found, axes = collectives_of(program)
     assert len(found) > 30
@@ -85,12 +80,12 @@ def test_without_the_rule_some_program_is_not_explained(rule):
     rules = set(compiled.TPU_RULES) - {rule}
     assert any(
         compiled.unexplained_on_tpu(*collectives_of(program), rules) != ({}, {})
-        for program in WITH_TEXT
+        for program in PROGRAMS
     )
 
 
 def test_a_row_too_many_or_too_few_is_noticed():
-    transfers, found, axes = collectives_of(WITH_TEXT[0])
+    transfers, found, axes = collectives_of(PROGRAMS[0])
     for i, row in enumerate(transfers):
         if not row.bytes:
             continue

@@ -61,6 +61,11 @@ def nothing_saved(source):
     return re.sub(r"save_for_backward\((?=\S)", "(", source)
 
 
+def feed_forward_again(source):
+    """The two largest arrays of a layer aren't saved."""
+    return re.sub(r"(gate|up) = save_for_backward\((.*)\)\n", r"\1 = \2\n", source)
+
+
 def chunked(source):
     """Logits of a quarter of the sequence at a time."""
     start = source.index("\n    logits = forward(weights, batch, config)\n")
@@ -160,4 +165,7 @@ HELD_OUT = [
     Program("v5p:2x2x2", "1b", 4, 2, 64, 1024),
     Program("v5p:2x2x2", "84m", 2, 4, 128, 1024),
     Program("v5p:2x2x4", "270m", 8, 2, 256, 1024, (C,)),
+    Program("v5e:2x4", "270m", 8, 1, 64, 1024, (feed_forward_again, C)),
+    Program("v5p:2x2x2", "540m", 8, 1, 128, 1024, (feed_forward_again,)),
+    Program("v6e:2x4", "540m", 4, 2, 64, 1024, (feed_forward_again, C)),
 ]

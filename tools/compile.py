@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 import train
-from data import compiled
+from data import compiled, hlo
 from data.config import program
 from shardlib import devices
 from tools import memory
@@ -41,9 +42,15 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError(
             f"topology={topology} needs the TPU's compiler: pip install -r requirements-tpu.txt"
         )
-    # libtpu would look for its machine, and say at length that it doesn't find it.
-    there = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in (there | {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}).items():
+    # libtpu would look for its machine and say at length that it doesn't find it; and as it uses no
+    # device, several may compile at a time.
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
     # A v4 chip's two cores work as one device, as those of later chips do anyway.
@@ -79,6 +86,24 @@ def compile_step(config: CompileConfig, mesh: jax.sharding.Mesh) -> tuple[Any, f
         if config.output:
             compiled.save(config.output, step, lowered, config)
     return step, seconds
+
+
+def summed_whole(text: str) -> list[tuple[str, int]]:
+    """The all-reduces of a compiled program that the source doesn't say, and the bytes of their
+    arrays: of narrow parts, TPUs sum whole arrays where the source gathers or scatters."""
+    found = []
+    for line in text.splitlines():
+        match = hlo.INSTRUCTION.match(line)
+        if match and match[3].startswith("all-reduce"):
+            named = re.search(r'op_name="([^"]*)"', line)
+            padded = "from-cross-replica-sharding" in line
+            other = "a reduce-scatter, padded" if padded else "without a name"
+            what = hlo.describe(named[1]) if named else other
+            arrays = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", match[2])
+            bits = (int(b) * math.prod(int(n) for n in dims.split(",") if n) for b, dims in arrays)
+            if not re.search("psum|pmax|pmin", what.rpartition(":")[2]):
+                found.append((what, sum(bits) // 8))
+    return sorted(found, key=lambda row: -row[1])
 
 
 @program(CompileConfig, "configs", NOT_USED)
@@ -120,6 +145,9 @@ def main(config: CompileConfig) -> None:
           [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in rows]))  # fmt: skip
     if chip:
         print(f"\nIt fits: {show(chip.memory - peak)} of {show(chip.memory)} are left.")
+    if sums := [(what, show(size)) for what, size in summed_whole(step.as_text()) if size > 1e6]:
+        print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
+        print(f"takes up to twice the bytes:\n\n{table(('what', 'size'), sums)}")
 
 
 if __name__ == "__main__":

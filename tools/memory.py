@@ -176,7 +176,7 @@ def _times(body: _Body, chip: str) -> list[int]:
     loop = next((t for t in backward if steps[t].kind == "loop"), None)
     if loop is None:
         again = [step.phase for step in steps if step.eqn.primitive.name == "dot_general"]
-        put_off = 4 * again.count("recomputed") < again.count("backward")
+        put_off = 8 * again.count("recomputed") < again.count("backward")
     else:
         put_off = (
             chip == V5E
@@ -281,7 +281,8 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         step = steps[first[number]]
         value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
         scope = SCOPE.search(step.path)
-        op = step.eqn.primitive.name if not scope else scope[0].replace("|", "/")
+        op = scope[0].replace("|", "/") if scope else step.eqn.primitive.name
+        op = "cast" if number in cast_from else op
         line = made_at(step.eqn, 0 if number in cast_from else step.made.index(number))
         shape = body.avals[value].shape
         buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], (*key, value)))
