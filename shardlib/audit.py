@@ -94,6 +94,12 @@ def made_at(eqn: JaxprEqn, index: int) -> str:
     return _line(eqn)
 
 
+def op_of(eqn: JaxprEqn, path: str) -> str:
+    """The op that an equation is part of, with its type string; its primitive if there is none."""
+    scope = SCOPE.search(path)
+    return scope[0].replace("|", "/") if scope else eqn.primitive.name
+
+
 def phase(path: str) -> str:
     """The part of a training step in which an equation, or a compiled instruction, runs."""
     if "rematted_computation" in path:
@@ -239,8 +245,7 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
     for eqn, path, line, times in equations(live):
-        name, scope = eqn.primitive.name, SCOPE.search(path)
-        op = scope[0].replace("|", "/") if scope else name
+        name, op = eqn.primitive.name, op_of(eqn, path)
         if name in COLLECTIVES:
             names = eqn.params.get("axis_name") or eqn.params["axes"]
             over = tuple(axis for axis in axes if axis in names)

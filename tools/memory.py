@@ -19,15 +19,14 @@ XLA does, as read from the buffers that it assigns in training steps for TPUs:
 import collections
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import COLLECTIVES, made_at, phase
+from shardlib.audit import COLLECTIVES, made_at, op_of, phase
 from shardlib.devices import Chip
-from shardlib.ops import SCOPE
 
 # What an equation is: by the primitive's name, or how that begins.
 KINDS = {
@@ -137,14 +136,17 @@ class _Body:
         for eqn in jaxpr.eqns:
             here = f"{path}/{eqn.source_info.name_stack}"
             taken = [None if isinstance(v, Literal) else numbers.get(v) for v in eqn.invars]
-            made = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
+            new = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
             self.avals += [var.aval for var in eqn.outvars]
-            kind = self._kind(eqn)
-            if kind not in ("same", "call"):
-                self.steps.append(_Step(eqn, here, kind, taken, made))
-            elif kind == "call":
-                taken = self._inline(next(jaxprs_in_params(eqn.params)), taken, here)
-            numbers |= zip(eqn.outvars, taken if kind in ("same", "call") else made, strict=True)
+            made: Sequence[int | None] = new
+            match self._kind(eqn):
+                case "same":
+                    made = taken
+                case "call":
+                    made = self._inline(next(jaxprs_in_params(eqn.params)), taken, here)
+                case kind:
+                    self.steps.append(_Step(eqn, here, kind, taken, new))
+            numbers |= zip(eqn.outvars, made, strict=True)
         return [None if isinstance(v, Literal) else numbers.get(v) for v in jaxpr.outvars]
 
     def _kind(self, eqn: JaxprEqn) -> str:
@@ -242,7 +244,7 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         over[t] = {"fused": needed, "scatter": taken[0]}.get(step.kind, set())
         if step.kind == "loop":
             carried, slices = _parts_of(step.eqn)
-            over[t] = set().union(*taken[carried : len(taken) - slices])
+            over[t] = set().union(*taken[carried])
             inner = (*key, step.made[0])
             moments = [_worst(b, chip, inner, slices) for b in step.bodies(body.axes)]
             inside[t] = max(moments, key=lambda moment: moment.bytes)
@@ -274,15 +276,15 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         within = inside[t].bytes if t in inside else 0
         return sum(sizes[v] for v in alive(t)) - sum(reused.elements()) + within
 
+    if not steps:
+        return _Moment(0, [], narrowed)
     worst = max(range(len(steps)), key=needed_at)
     buffers = inside[worst].buffers[:] if worst in inside else []
     cast_from = {number: value_and_type for value_and_type, number in casts.items()}
     for number in alive(worst):
         step = steps[first[number]]
         value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
-        scope = SCOPE.search(step.path)
-        op = scope[0].replace("|", "/") if scope else step.eqn.primitive.name
-        op = "cast" if number in cast_from else op
+        op = "cast" if number in cast_from else op_of(step.eqn, step.path)
         line = made_at(step.eqn, 0 if number in cast_from else step.made.index(number))
         shape = body.avals[value].shape
         buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], (*key, value)))
@@ -296,14 +298,15 @@ def _narrows(step: _Step) -> bool:
     return made.aval.dtype.itemsize < taken.aval.dtype.itemsize  # type: ignore
 
 
-def _parts_of(loop: JaxprEqn) -> tuple[int, int]:
-    """Of a scan's operands, which is the first that it carries, and how many at the end it slices:
-    those of which its body takes another shape. (Its parameters have other names in each JAX.)"""
-    body = next(jaxprs_in_params(loop.params))
-    slices = _differ(loop.invars, body.invars)
-    return len(loop.invars) - slices - len(loop.outvars) + _differ(
-        loop.outvars, body.outvars
-    ), slices
+def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
+    """Of a scan's operands, those that it carries, and how many at the end it slices. (The slices
+    have another shape in its body; its parameters have other names in each JAX.)"""
+    if loop.primitive.name != "scan":
+        return slice(0), 0
+    (body,) = jaxprs_in_params(loop.params)
+    stop = len(loop.invars) - (slices := _differ(loop.invars, body.invars))
+    carried = len(loop.outvars) - _differ(loop.outvars, body.outvars)
+    return slice(stop - carried, stop), slices
 
 
 def _differ(outer: Any, inner: Any) -> int:

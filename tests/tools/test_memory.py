@@ -113,6 +113,19 @@ def test_a_loop_stacks_what_it_gives():
     assert predicted(run, Inputs).temporary == 4 * X + 2 * X
 
 
+def test_other_loops_and_branches():
+    def run(i: Inputs) -> f32["B M"]:
+        x = lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: (x @ i.w) @ i.w, i.x)
+        return lax.cond(jnp.sum(x) > 0, lambda x: x @ i.w, jnp.sin, x)
+
+    def nothing(i: Inputs) -> f32["B M"]:
+        return lax.scan(lambda x, _: (x, ()), i.x, length=3)[0]
+
+    # What the first loop gives, and both products of a turn.
+    assert 3 * X <= predicted(run, Inputs).temporary < 3 * X + 100
+    assert predicted(nothing, Inputs).temporary == 0
+
+
 def test_a_gathered_array_is_whole_and_on_one_device_the_same():
     def run(s: Split) -> f32["B M/t"]:
         return s.x / jnp.sum(ops.all_gather("B M/t -> B M", s.x), axis=1, keepdims=True)
