@@ -416,6 +416,15 @@ def probe(config: Config) -> None:
     audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
 
 
+def check_types(config: Config) -> None:
+    """Raises ValueError where the types in this file don't hold, as the probe finds them."""
+    try:
+        probe(config)
+    except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
+        says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
+        raise ValueError(f"{says}\n{explain(error)}") from None
+
+
 # --- Loop -----------------------------------------------------------------------------------------
 
 
@@ -615,13 +624,9 @@ def main(config: Config) -> None:
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
+        check_types(config)
     except (ValueError, OSError) as error:
         stop(config, str(error))
-    try:
-        probe(config)
-    except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
-        says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
-        stop(config, f"{says}\n{explain(error)}")
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)

@@ -354,10 +354,17 @@ def own_frames(trace: Any) -> list[Any]:
 
 
 def explain(error: Exception) -> str:
-    """The error as a person needs it: its message, below the lines of their own that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, sys.prefix))]
-    lines = [f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own]
+    """The error of tracing a function as a person needs it: its message, below those lines of their
+    own in that function that led to it."""
+
+    def own(frame: traceback.FrameSummary) -> bool:
+        return not frame.filename.startswith((*_LIBRARIES, sys.prefix))
+
+    inside = itertools.dropwhile(own, traceback.extract_tb(error.__traceback__))
+    lines = [
+        f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}"
+        for f in filter(own, inside)
+    ]
     return "\n".join([*lines, str(error)])
 
 

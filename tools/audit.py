@@ -295,6 +295,7 @@ NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}
 def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
+        train.check_types(config)
         probed = shapes_at_probe(config)
         chip = chip_of(config)
         result = audit_step(config, probed, chip)

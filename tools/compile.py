@@ -111,6 +111,7 @@ def main(config: CompileConfig) -> None:
     axes = dataclasses.asdict(config.mesh)
     try:
         train.check_config(config)
+        train.check_types(config)
         mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
         jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
     except ValueError as error:

@@ -6,7 +6,7 @@ import pytest
 
 import train
 from tests import golden
-from tests.helpers import ROOT, compose_config, train_here
+from tests.helpers import ROOT, compose_config, edited, train_here
 from tools import audit
 
 CONFIG = ["--config-name=c4_a100x8_1b", "mesh={d: 4, t: 2}"]
@@ -70,6 +70,15 @@ def test_the_sums_are_those_of_the_model():
         "B/d L Q K/t D": heads // t,
     }.items():
         assert (f'bf16["{kind}"]', per_layer * wide) in saved
+
+
+def test_a_collective_that_no_op_says_stops_it_at_its_line(capsys, monkeypatch):
+    source = "hidden = jax.nn.silu(gate) * up"
+    module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
+    monkeypatch.setattr(audit, "train", module)
+    out, message = train_here(capsys, monkeypatch, *CONFIG, program=audit.main)
+    assert not out
+    golden.check("audit.txt", "a maximum by hand", message)
 
 
 def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
