@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import train
+from shardlib import audit, devices
+from tests import compiled
 from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
 from tests.test_train import expected, loss_and_grads, random_rows
+from tools import memory
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +45,18 @@ def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):
     names = {event["name"] for event in events}
     for op in "einsum_unreduced(B/d L M, M F/t -> B/d L F/t)", "index_unreduced([V/t] M, B/d L":
         assert any(name.startswith(op) for name in names), sorted(names)[:50]
+
+
+def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
+    config = small_config("mesh={d: 1, t: 1}")
+    axes = {"d": 1, "t": 1}
+    with jax.set_mesh(mesh(1, 1)):
+        step = train.lower_step(config).compile()
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+    found = compiled.collectives(step.as_text(), axes)
+    assert compiled.unexplained(audit.ledger(jaxpr, axes).transfers, found, axes) == ([], [])
+    held = step.memory_analysis().argument_size_in_bytes
+    assert memory.predict(jaxpr, axes).arguments == held
 
 
 def test_the_benchmark_knows_the_chip_and_its_memory():
