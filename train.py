@@ -594,7 +594,9 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             unread = None
         if stops_profile:
             jax.block_until_ready(state)
-            program = training_step.lower(state, batch, config).compile()
+            program = step_once
+            if not config.compiled_step:
+                program = training_step.lower(state, batch, config).compile()
             run.say(f"profiled {hlo.stop_profile(profile, program)}")
         if saves:
             run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from shardlib.devices import show_axes
+
 FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
 
@@ -32,6 +34,10 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _description(lowered: jax.stages.Lowered, config: Any) -> dict[str, Any]:
     """What must be the same, but for the config: it is there to tell why the program isn't."""
     mesh = jax.sharding.get_mesh()
@@ -40,8 +46,8 @@ def _description(lowered: jax.stages.Lowered, config: Any) -> dict[str, Any]:
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
         "device": mesh.devices.flat[0].device_kind,
-        "mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-        "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "mesh": show_axes(mesh.shape),
+        "program": _digest(lowered.as_text().encode()),
         "config": _flat(config),
     }
 
@@ -50,27 +56,32 @@ def save(
     path: str, compiled: jax.stages.Compiled, lowered: jax.stages.Lowered, config: Any
 ) -> None:
     """Writes the step that was compiled from `lowered`, whose config is a dataclass."""
+    executable = serialize_executable.serialize(compiled)[0]
+    described = _description(lowered, config) | {"executable": _digest(executable)}
     part = pathlib.Path(f"{path}.part")
     with zipfile.ZipFile(part, "w") as archive:
-        described = json.dumps(_description(lowered, config), indent=1)
-        archive.writestr("description.json", described)
-        archive.writestr("executable", serialize_executable.serialize(compiled)[0])
+        archive.writestr("description.json", json.dumps(described, indent=1))
+        archive.writestr("executable", executable)
     part.rename(path)
 
 
 def load(path: str, lowered: jax.stages.Lowered, config: Any) -> jax.stages.Compiled:
     """The step that `save` wrote, for the devices of the mesh in context. Raises CompiledStepError
     where this program, these devices or this JAX are others."""
+    here = _description(lowered, config)
     try:
         with zipfile.ZipFile(path) as archive:
             there = json.loads(archive.read("description.json"))
             executable = archive.read("executable")
+        if not isinstance(there, dict) or {*here, "executable"} - {*there}:
+            raise ValueError("its description is incomplete")
     except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CompiledStepError(f"{path}: no compiled step can be read: {error}") from None
-    here = _description(lowered, config)
+        raise CompiledStepError(
+            f"compiled_step={path}: no compiled step can be read: {error}; tools.compile writes one"
+        ) from None
     for key in ("format", "jax", "jaxlib", "device", "mesh"):
-        if there.get(key) != here[key]:
-            other = f"{key} {there.get(key)}, and here it is {here[key]}"
+        if there[key] != here[key]:
+            other = f"{key} {there[key]}, and here it is {here[key]}"
             raise CompiledStepError(f"{path} was compiled for {other}")
     if there["program"] != here["program"]:
         other = ", ".join(
@@ -81,6 +92,8 @@ def load(path: str, lowered: jax.stages.Lowered, config: Any) -> jax.stages.Comp
         )
         other = other or "another source: train.py, shardlib or a package has changed since"
         raise CompiledStepError(f"{path} was compiled for {other}")
+    if there["executable"] != _digest(executable):
+        raise CompiledStepError(f"{path} is damaged: compile it again by tools.compile")
     devices = list(jax.sharding.get_mesh().devices.flat)
     return serialize_executable.deserialize_and_load(
         executable, lowered.in_tree, lowered.out_tree, execution_devices=devices

@@ -69,7 +69,7 @@ def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
     path, times = (outer.path, outer.times) if outer else ("", 1)
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
     for eqn in jaxpr.eqns:
-        line = outer.line if outer and jitted else _line(eqn) or (outer.line if outer else "")
+        line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
         here = Equation(eqn, f"{path}/{eqn.source_info.name_stack}", line, times)
         yield here
         inside = here._replace(times=times * eqn.params.get("length", 1))
@@ -77,11 +77,11 @@ def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
             yield from equations(inner, inside)
 
 
-def _line(eqn: JaxprEqn) -> str:
+def line_of(eqn: JaxprEqn) -> str:
     """`train.py:253`; of a loop that JAX took apart, that of its first equation which has one."""
     if own := own_frames(eqn.source_info.traceback):
         return f"{os.path.basename(own[0].file_name)}:{own[0].line_num}"
-    inner = (_line(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
     return next(filter(None, inner), "")
 
 
@@ -90,8 +90,14 @@ def made_at(eqn: JaxprEqn, index: int) -> str:
     if eqn.primitive.name == "scan":
         (inner,) = jaxprs_in_params(eqn.params)
         made = inner.outvars[index]
-        return next((_line(e) for e in inner.eqns if made in e.outvars), _line(eqn))
-    return _line(eqn)
+        return next((line_of(e) for e in inner.eqns if made in e.outvars), line_of(eqn))
+    return line_of(eqn)
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that a collective is over."""
+    names = eqn.params.get("axis_name") or eqn.params["axes"]
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def op_of(eqn: JaxprEqn, path: str) -> str:
@@ -158,8 +164,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             continue
         name = eqn.primitive.name
         if name in COLLECTIVES or name == "axis_index":
-            over = eqn.params.get("axis_name") or eqn.params["axes"]
-            over = over if isinstance(over, str) else ", ".join(over)
+            over = ", ".join(axes_of(eqn))
             problems.append(f"{line}: {name} over {over}, which no op says")
         for length in _lengths(eqn) if "transpose(" not in path else ():
             dims = dims_of(length, axes, sizes)
@@ -247,8 +252,7 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     for eqn, path, line, times in equations(live):
         name, op = eqn.primitive.name, op_of(eqn, path)
         if name in COLLECTIVES:
-            names = eqn.params.get("axis_name") or eqn.params["axes"]
-            over = tuple(axis for axis in axes if axis in names)
+            over = tuple(axis for axis in axes if axis in axes_of(eqn))
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
@@ -274,13 +278,12 @@ def _saved(body: Any) -> Iterator[Saved]:
         if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
             for var in eqn.invars:
                 if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
-                    array, times = var.aval, 1
+                    array, times, shape = var.aval, 1, var.aval.shape
                     index = maker.outvars.index(var)
                     if maker.primitive.name == "scan":
                         (inner,) = jaxprs_in_params(maker.params)
-                        stacked = inner.outvars[index].aval.ndim < array.ndim
-                        times = maker.params["length"] if stacked else 1
-                    shape = array.shape if times == 1 else array.shape[1:]
+                        if inner.outvars[index].aval.shape != shape:
+                            times, shape = maker.params["length"], shape[1:]
                     size = math.prod(array.shape) * array.dtype.itemsize
                     yield Saved(made_at(maker, index), times, shape, array.dtype.name, size)
         else:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -40,6 +40,11 @@ CHIPS = {
 }
 
 
+def show_axes(axes: Mapping[str, int]) -> str:
+    """`d=4, t=2`."""
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
+
+
 def peak_flops(device: jax.Device) -> float | None:
     """Peak dense bf16 FLOP/s of the device, or None for one that isn't in the table."""
     return next((c.flops for c in CHIPS.values() if c.kind in device.device_kind), None)
@@ -61,8 +66,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
     Raises ValueError if there are too few devices, or, on several hosts, too many.
     """
-    needed, found = math.prod(axes.values()), jax.device_count()
-    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    needed, found, shown = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     if jax.process_count() > 1 and needed < found:
         raise ValueError(f"the mesh {shown} leaves some of the {found} devices of all hosts idle")
     if needed > found:

@@ -97,36 +97,35 @@ def sums(rows: Iterable[tuple[str, float]], unit: str) -> str:
 Shape = tuple[int, ...]
 
 
-class AtProbe(NamedTuple):
-    """Arrays' shapes at probe sizes, which tell their types: the same on any mesh."""
+class Probed(NamedTuple):
+    """Arrays' shapes at probe sizes, which tell their types."""
 
+    axes: dict[str, int]
+    sizes: dict[str, int]
     saved: list[Shape]  # in the ledger's order
     arrays: dict[tuple[int, ...], Shape]  # by the keys of tools.memory
 
+    def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
+        """`bf16["B/d L F/t"]`; lengths where they aren't those of that type."""
+        real, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
+        names, lengths = [], []
+        for length in probed:
+            dims = audit.dims_of(length, self.axes, self.sizes)
+            parts = (sizes[dim.name] // math.prod(real[a] for a in dim.axes) for dim in dims)
+            names.append("*".join(map(str, dims)) or str(length))
+            lengths.append(math.prod(parts) if dims else length)
+        text = " ".join(names if tuple(lengths) == shape else map(str, shape))
+        return f'{DTYPES.get(dtype, dtype)}["{text}"]'
 
-def shapes_at_probe(config: train.Config) -> AtProbe:
+
+def probe(config: train.Config) -> Probed:
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
     jaxpr, axes = train.trace_step(config, mesh, sizes), dict(mesh.shape)
     saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
-    return AtProbe(saved, memory.shapes(jaxpr, axes))
+    return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
 
 
-def type_string(config: train.Config, dtype: str, shape: Shape, at_probe: Shape) -> str:
-    """`bf16["B/d L F/t"]`. A dimension that isn't as long as its name says, as where JAX treats one
-    of length 1 in another way, remains a number."""
-    axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
-    mesh, probe_sizes = devices.probe_mesh(axes, sizes)
-    names = []
-    known = at_probe if len(at_probe) == len(shape) else (1,) * len(shape)
-    for length, probed in zip(shape, known, strict=True):
-        dims = audit.dims_of(probed, dict(mesh.shape), probe_sizes)
-        parts = (sizes[dim.name] // math.prod(axes[axis] for axis in dim.axes) for dim in dims)
-        named = dims and math.prod(parts) == length
-        names.append("*".join(map(str, dims)) if named else str(length))
-    return f'{DTYPES.get(dtype, dtype)}["{" ".join(names)}"]'
-
-
-def audit_step(config: train.Config, probed: AtProbe, chip: devices.Chip | None) -> dict[str, Any]:
+def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
     """The ledger and the memory, for JSON. Raises ValueError where a dimension doesn't split."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
@@ -139,7 +138,7 @@ def audit_step(config: train.Config, probed: AtProbe, chip: devices.Chip | None)
     held = {"weights": weights, "Adam's moments": 2 * weights, "gradients": weights, "batch": batch}
 
     def named(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
-        return type_string(config, array.dtype, array.shape, at_probe)
+        return probed.type_string(config, array.dtype, array.shape, at_probe)
 
     alike = collections.Counter(
         (b.line, named(b, probed.arrays.get(b.key, ())), b.op, b.bytes) for b in worst.buffers
@@ -161,9 +160,22 @@ def audit_step(config: train.Config, probed: AtProbe, chip: devices.Chip | None)
     }
 
 
+def worst_table(result: dict[str, Any]) -> str:
+    """The arrays at the worst moment that are more than a hundredth of them all."""
+    rows = [row | {"total": row["times"] * row["bytes"]} for row in result["worst"]]
+    shown = (
+        (
+            *(r["line"], r["type"], r["op"].split("(")[0]),
+            *(show(r["bytes"]), str(r["times"]), show(r["total"])),
+        )
+        for r in sorted(rows, key=lambda r: -r["total"])
+        if r["total"] > result["temporary"] / 100
+    )
+    return table(("made at", "type", "by", "each", "times", "in all"), shown)
+
+
 def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
-    """The same as tables. Rows of less than a thousandth of their sum are left out; of the arrays
-    at the worst moment, those of less than a hundredth."""
+    """The same as tables. Rows of less than a thousandth of their sum are left out."""
     axes, saved = result["mesh"], result["saved"]
     kept = sum(row["bytes"] for row in saved)
     sent = [row | {"total": row["times"] * row["bytes"]} for row in result["transfers"]]
@@ -184,40 +196,28 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
         for r in sent
         if r["total"] > received / 1000
     )
+    by_axes = sums(((f"over {','.join(r['axes'])}", r["total"]) for r in sent), "B")
+    by_phase = sums(((r["phase"], r["total"]) for r in sent), "B")
+    by_axes_and_phase = f", by rings: {by_axes}; {by_phase}" if received else ""
     held = [*result["held"].items(), ("saved for the backward pass", kept)]
     peak = result["arguments"] + result["temporary"]
-    worst = [row | {"total": row["times"] * row["bytes"]} for row in result["worst"]]
-    worst_rows = (
-        (
-            r["line"],
-            r["type"],
-            r["op"].split("(")[0],
-            show(r["bytes"]),
-            str(r["times"]),
-            show(r["total"]),
-        )
-        for r in sorted(worst, key=lambda r: -r["total"])
-        if r["total"] > result["temporary"] / 100
-    )
-    room = "."
+    room, checked = ".", "on TPUs as a rule within 10%"
     if chip:
+        gpu = not chip.kind.startswith("TPU")
+        checked = "by rules checked on TPUs, but not on GPUs" if gpu else checked
         left = chip.memory - peak
         room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has."
     return "\n".join(
         [
-            f"{count} devices: {', '.join(f'{axis}={size}' for axis, size in axes.items())}",
+            f"{count} devices: {devices.show_axes(axes)}",
             f"\nMemory of a device: {sums(held, 'B')}.",
             f"At the worst moment of a step it holds {show(peak)}{room}",
-            "Predicted, as a rule within 10% of what a TPU's compiler needs; tools.compile asks.",
+            f"Predicted, {checked}; tools.compile asks the compiler itself.",
             "",
             table(("saved at", "type", "each", "times", "in all"), saved_rows),
             "\nAt the worst moment it holds weights, moments, batch and:\n",
-            table(("made at", "type", "by", "each", "times", "in all"), worst_rows),
-            f"\nA device receives {show(received)} a step, by rings: "
-            + sums(((f"over {','.join(r['axes'])}", r["total"]) for r in sent), "B")
-            + "; "
-            + sums(((r["phase"], r["total"]) for r in sent), "B")
-            + ".\n",
+            worst_table(result),
+            f"\nA device receives {show(received)} a step{by_axes_and_phase}.\n",
             table(
                 ("sent at", "op", "phase", "collective", "over", "each", "times", "in all"),
                 sent_rows,
@@ -248,35 +248,40 @@ def least_seconds(
 
 
 def chip_of(config: AuditConfig) -> devices.Chip | None:
-    """Raises ValueError for one that isn't in the table."""
-    if config.audit.chip and config.audit.chip not in devices.CHIPS:
-        there = ", ".join(devices.CHIPS)
-        raise ValueError(f"audit.chip={config.audit.chip}: the table has {there}")
-    return devices.CHIPS.get(config.audit.chip)
-
-
-def roofline(config: AuditConfig, probed: AtProbe, chip: devices.Chip) -> str:
-    """A row for the config's mesh, and for each that has twice the devices along its first axis,
-    while the step splits over it. Raises ValueError for a link that isn't in the table."""
-    axes = dataclasses.asdict(config.mesh)
-    links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
+    """Raises ValueError for one that isn't in the table, or hasn't the links."""
+    name, links = config.audit.chip, config.audit.links
+    if not name and not links:
+        return None
+    if name not in devices.CHIPS:
+        key = f"audit.chip={name}" if name else "audit.links needs an audit.chip"
+        raise ValueError(f"{key}: the table has {', '.join(devices.CHIPS)}")
+    chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:
             there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
             raise ValueError(f"audit.links.{axis}={link}: {there}")
-    rows, outer = [], next(iter(axes))
+    return chip
+
+
+def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
+    """A row for the config's mesh, and for each that has twice the devices along its first axis,
+    up to 4096 devices, while the step splits over it."""
+    axes = dataclasses.asdict(config.mesh)
+    links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
+    rows, outer, end = [], next(iter(axes)), ""
     while math.prod(axes.values()) <= 4096:
         try:
             here = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
             result = audit_step(here, probed, chip)
-        except ValueError:  # a dimension doesn't split any further
+        except ValueError as error:
+            end = f"\n\nThe table ends here: {error}."
             break
         seconds = least_seconds(result, chip, links)
         longest = max(seconds, key=seconds.__getitem__)
         count = math.prod(axes.values())
         ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
         shown = [show(seconds.get(name, 0), "s") for name in ("compute", "memory", *chip.links)]
-        mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        mesh = devices.show_axes(axes)
         holds = show(result["arguments"] + result["temporary"])
         rows.append((mesh, holds, *shown, longest, f"{ceiling:.0%}"))
         axes[outer] *= 2
@@ -284,7 +289,7 @@ def roofline(config: AuditConfig, probed: AtProbe, chip: devices.Chip) -> str:
     head = ("mesh", "holds", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
         f"\n\nThe least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
-        f"longest:\n\n{table(head, rows)}"
+        f"longest:\n\n{table(head, rows)}{end}"
     )
 
 
@@ -296,18 +301,18 @@ def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
         train.check_types(config)
-        probed = shapes_at_probe(config)
+        probed = probe(config)
         chip = chip_of(config)
         result = audit_step(config, probed, chip)
         text = report(result, chip) + (roofline(config, probed, chip) if chip else "")
-    except ValueError as error:
+        if config.audit.json:
+            pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
+        if config.audit.html:
+            first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
+            pathlib.Path(config.audit.html).write_text(page(result, first, show))
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(text)
-    if config.audit.json:
-        pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-    if config.audit.html:
-        first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
-        pathlib.Path(config.audit.html).write_text(page(result, first, show))
 
 
 if __name__ == "__main__":

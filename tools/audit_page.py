@@ -38,7 +38,10 @@ COLUMNS = [
     ("backward", "198, 40, 40", "products", ("backward",)),
 ]
 TABLES = {
-    "worst": ("At the worst moment", ("line", "type", "op", "times")),
+    "worst": (
+        "At the worst moment, beside weights, moments and batch",
+        ("line", "type", "op", "times"),
+    ),
     "saved": ("Kept for the backward pass", ("line", "type", "times")),
     "transfers": ("Received", ("line", "op", "phase", "kind", "axes", "times")),
     "products": ("Multiplied", ("line", "op", "phase", "times")),

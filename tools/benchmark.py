@@ -28,6 +28,7 @@ import numpy as np
 import train
 from data.config import ROOT, program
 from data.loader import Loader
+from shardlib.devices import show_axes
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps that are run first and left out
@@ -123,7 +124,7 @@ def main(config: train.Config) -> None:
     peak, where = peak_memory()
     device, count = jax.devices()[0].device_kind, math.prod(mesh.shape.values())
     table = {
-        "device": f"{count} x {device}, {', '.join(f'{a}={n}' for a, n in mesh.shape.items())}",
+        "device": f"{count} x {device}, {show_axes(mesh.shape)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",

@@ -25,8 +25,7 @@ import train
 from data import compiled, hlo
 from data.config import program
 from shardlib import devices
-from tools import memory
-from tools.audit import NOT_USED, show, table
+from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -42,8 +41,10 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError(
             f"topology={topology} needs the TPU's compiler: pip install -r requirements-tpu.txt"
         )
-    # libtpu would look for its machine and say at length that it doesn't find it; and as it uses no
-    # device, several may compile at a time.
+    if not re.fullmatch(r"\w+:[1-9]\d*(x[1-9]\d*)*", topology):
+        raise ValueError(f"topology={topology}: write it like v5e:2x4 or v5p:2x2x2")
+    # libtpu would look for its machine, of whatever type, and say at length that it finds none; and
+    # as it uses no device, several may compile at a time.
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -58,34 +59,17 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     try:
         slice_ = topologies.get_topology_desc(topology, "tpu", **options)
     except Exception as error:
-        raise ValueError(f"topology={topology}: {str(error).splitlines()[0]}") from None
+        says = str(error).splitlines()[0]
+        raise ValueError(f"topology={topology}: there is no such slice. libtpu: {says}") from None
     needed, found = math.prod(axes.values()), len(slice_.devices)
     if needed != found:
-        shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        shown = devices.show_axes(axes)
         raise ValueError(f"topology={topology} has {found} chips, and the mesh {shown} {needed}")
     chips = mesh_utils.create_device_mesh(
         tuple(axes.values()), slice_.devices, allow_split_physical_axes=True
     )
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
-
-
-def compile_step(config: CompileConfig, mesh: jax.sharding.Mesh) -> tuple[Any, float]:
-    """The compiled step, or what the compiler says if it doesn't fit, and the seconds that it took.
-    Writes `config.output`."""
-    with jax.set_mesh(mesh):
-        lowered = train.lower_step(config)
-        start = time.perf_counter()
-        try:
-            step = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return str(error).splitlines()[0], time.perf_counter() - start
-        seconds = time.perf_counter() - start
-        if config.output:
-            compiled.save(config.output, step, lowered, config)
-    return step, seconds
 
 
 def summed_whole(text: str) -> list[tuple[str, int]]:
@@ -108,47 +92,64 @@ def summed_whole(text: str) -> list[tuple[str, int]]:
 
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
-    axes = dataclasses.asdict(config.mesh)
+    axes, folder = dataclasses.asdict(config.mesh), os.path.dirname(config.output) or "."
     try:
         train.check_config(config)
+        if config.output and (os.path.isdir(config.output) or not os.access(folder, os.W_OK)):
+            raise ValueError(f"output={config.output}: give a file in a folder that exists")
         train.check_types(config)
         mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
-        jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+        kind = mesh.devices.flat[0].device_kind
+        chip = next((chip for chip in devices.CHIPS.values() if chip.kind in kind), None)
+        predicted = audit_step(config, probe(config), chip)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    kind = mesh.devices.flat[0].device_kind
-    chip = next((chip for chip in devices.CHIPS.values() if chip.kind in kind), None)
-    predicted = memory.predict(jaxpr, axes, chip)
-    held = predicted.arguments + predicted.temporary
+    held = predicted["arguments"] + predicted["temporary"]
 
-    step, seconds = compile_step(config, mesh)
-    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    print(f"{mesh.size} x {kind}, {shown}, compiled in {seconds:.0f} s\n")
-    if isinstance(step, str):
-        most = (f"{show(b.bytes)} {b.op} {b.line}" for b in predicted.buffers[:8])
-        sys.exit(
-            f"error: it does not fit. {step}\nThe audit predicts {show(held)}. The largest arrays "
-            "at the worst moment:\n  " + "\n  ".join(most)
-        )
-    stats = step.memory_analysis()
+    with jax.set_mesh(mesh):
+        lowered = train.lower_step(config)
+        print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
+        start = time.perf_counter()
+        try:
+            step = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            more = f", {show(held - chip.memory)} more than it has" if chip else ""
+            sys.exit(
+                f"error: it does not fit: {str(error).splitlines()[0]} (a G is 1.07 GB)\n"
+                f"The audit predicts {show(held)}{more}. At the worst moment it holds weights, "
+                f"moments, batch and:\n\n{worst_table(predicted)}"
+            )
+        print(f"compiled in {time.perf_counter() - start:.0f} s\n")
+    stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
     if chip and chip.kind.startswith("TPU"):
-        peak = stats.peak_memory_in_bytes  # of temporaries the TPU's gives places, some used twice
+        peak = stats.peak_memory_in_bytes  # temp_size counts memory that is used twice twice
     else:
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = arguments + kept + stats.temp_size_in_bytes
     rows = [
-        ("arguments", arguments, predicted.arguments),
-        ("temporary", peak - arguments, predicted.temporary),
+        ("arguments", arguments, predicted["arguments"]),
+        ("temporary", peak - arguments, predicted["temporary"]),
         ("in all", peak, held),
     ]
     print(table(("bytes of a device", "the compiler's", "the audit's", "predicted"),
           [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in rows]))  # fmt: skip
     if chip:
-        print(f"\nIt fits: {show(chip.memory - peak)} of {show(chip.memory)} are left.")
-    if sums := [(what, show(size)) for what, size in summed_whole(step.as_text()) if size > 1e6]:
+        left = chip.memory - peak
+        print(
+            f"\nIt {'fits' if left > 0 else 'does not fit'}: {show(peak)} of {show(chip.memory)}."
+        )
+    if sums := [
+        (what, show(size)) for what, size in summed_whole(str(step.as_text())) if size > 1e6
+    ]:
         print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
         print(f"takes up to twice the bytes:\n\n{table(('what', 'size'), sums)}")
+    if config.output:
+        with jax.set_mesh(mesh):
+            compiled.save(config.output, step, lowered, config)
+        print(f"\nwrote {config.output}")
 
 
 if __name__ == "__main__":

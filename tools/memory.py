@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import COLLECTIVES, made_at, op_of, phase
+from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, op_of, phase
 from shardlib.devices import Chip
 
-# What an equation is: by the primitive's name, or how that begins.
+# What an equation is, by its primitive's name; those of all reductions and scatters begin alike.
 KINDS = {
     "same": {"reshape", "squeeze", "transpose", "optimization_barrier", "name", "pcast", "pvary"}
     | {"reduce_precision", "copy"},
@@ -41,7 +41,7 @@ V5E = "TPU v5 lite"
 
 
 class Buffer(NamedTuple):
-    """An array in memory at the worst moment. `key` finds it in `shapes`."""
+    """An array in memory at the worst moment. `key`, if it has one, finds it in `shapes`."""
 
     line: str
     op: str
@@ -68,13 +68,14 @@ def predict(jaxpr: Any, axes: dict[str, int], chip: Chip | None = None) -> Memor
 
 
 def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape of each array, by the key of its buffer: the same key on any mesh, at any sizes."""
+    """The shape of each array that has a key, by that. On another mesh and at other sizes an array
+    has the same key, as long as JAX makes the same products, sums and collectives of the source."""
 
     def walk(body: _Body, key: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-        yield from (((*key, i), aval.shape) for i, aval in enumerate(body.avals))
+        yield from (((*key, *k), body.avals[value].shape) for value, k in body.keys.items())
         for step in body.steps:
             for inner in step.bodies(axes):
-                yield from walk(inner, (*key, step.made[0]))
+                yield from walk(inner, (*key, *body.keys[step.made[0]]))
 
     return dict(walk(_body(jaxpr, axes), ()))
 
@@ -106,6 +107,7 @@ def _filled(n: int, tile: int) -> int:
 class _Step(NamedTuple):
     eqn: JaxprEqn
     path: str
+    line: str
     kind: str
     taken: list[int | None]  # numbers of values; None is a literal
     made: list[int]
@@ -117,53 +119,72 @@ class _Step(NamedTuple):
     def bodies(self, axes: dict[str, int]) -> "Iterator[_Body]":
         """Of a loop."""
         if self.kind == "loop":
-            yield from (_Body(j, axes, self.path) for j in jaxprs_in_params(self.eqn.params))
+            for jaxpr in jaxprs_in_params(self.eqn.params):
+                yield _Body(jaxpr, axes, self.path, self.line)
 
 
 class _Body:
     """A jaxpr as a list of steps between numbered values: what it calls is inlined, and what only
-    gives another shape or name to an array is left out."""
+    gives another shape or name to an array is left out.
 
-    def __init__(self, jaxpr: Any, axes: dict[str, int], path: str):
+    `keys` counts what isn't elementwise, and has such steps' results and operands by that count: of
+    elementwise equations JAX makes more or fewer as a length is 1.
+    """
+
+    def __init__(self, jaxpr: Any, axes: dict[str, int], path: str, line: str):
         self.axes, self.path = axes, path
         self.avals: list[Any] = [var.aval for var in jaxpr.invars]
         self.arguments = len(self.avals)
         self.steps: list[_Step] = []
-        self.results = self._inline(jaxpr, list(range(self.arguments)), path)
+        self.keys: dict[int, tuple[int, ...]] = {}
+        self.count = 0
+        numbers: list[int | None] = list(range(self.arguments))
+        self.results = self._inline(jaxpr, numbers, path, line, False)
 
-    def _inline(self, jaxpr: Any, given: list[int | None], path: str) -> list[int | None]:
+    def _inline(
+        self, jaxpr: Any, given: list[int | None], path: str, line: str, in_library: bool
+    ) -> list[int | None]:
         numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
         for eqn in jaxpr.eqns:
             here = f"{path}/{eqn.source_info.name_stack}"
+            at = line if in_library else line_of(eqn) or line
             taken = [None if isinstance(v, Literal) else numbers.get(v) for v in eqn.invars]
             new = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
             self.avals += [var.aval for var in eqn.outvars]
+            kind = self._kind(eqn)
+            if kind not in ("same", "call", "fused") or eqn.primitive.name in COLLECTIVES:
+                for i, value in enumerate((*new, *taken)):
+                    if value is not None:
+                        self.keys.setdefault(value, (self.count, i))
+                self.count += 1
             made: Sequence[int | None] = new
-            match self._kind(eqn):
-                case "same":
-                    made = taken
-                case "call":
-                    made = self._inline(next(jaxprs_in_params(eqn.params)), taken, here)
-                case kind:
-                    self.steps.append(_Step(eqn, here, kind, taken, new))
+            if kind == "same":
+                made = taken
+            elif kind == "call":
+                (inner, *_), jitted = jaxprs_in_params(eqn.params), eqn.primitive.name == "jit"
+                made = self._inline(inner, taken, here, at, in_library or jitted)
+            else:
+                self.steps.append(_Step(eqn, here, at, kind, taken, new))
             numbers |= zip(eqn.outvars, made, strict=True)
         return [None if isinstance(v, Literal) else numbers.get(v) for v in jaxpr.outvars]
 
     def _kind(self, eqn: JaxprEqn) -> str:
         name = eqn.primitive.name
         if name in COLLECTIVES:
-            over = eqn.params.get("axis_name") or eqn.params["axes"]
-            return "collective" if math.prod(self.axes[axis] for axis in over) > 1 else "same"
+            moves = math.prod(self.axes[axis] for axis in axes_of(eqn)) > 1
+            return "collective" if moves else "same"
         for kind, names in KINDS.items():
-            if name in names or name.startswith(kind):
+            if name in names:
                 return kind
+        if name.startswith(("reduce", "scatter")):
+            return "reduce" if name.startswith("reduce") else "scatter"
         return "call" if next(jaxprs_in_params(eqn.params), None) else "fused"
 
 
 def _body(jaxpr: Any, axes: dict[str, int]) -> _Body:
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     (outer,) = (eqn for eqn in live.eqns if eqn.primitive.name == "shard_map")
-    return _Body(next(jaxprs_in_params(outer.params)), axes, "")
+    return _Body(next(jaxprs_in_params(outer.params)), axes, "", "")
 
 
 def _times(body: _Body, chip: str) -> list[int]:
@@ -245,7 +266,7 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         if step.kind == "loop":
             carried, slices = _parts_of(step.eqn)
             over[t] = set().union(*taken[carried])
-            inner = (*key, step.made[0])
+            inner = (*key, *body.keys[step.made[0]])
             moments = [_worst(b, chip, inner, slices) for b in step.bodies(body.axes)]
             inside[t] = max(moments, key=lambda moment: moment.bytes)
             for i, dtype in inside[t].casts.items():
@@ -268,13 +289,16 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
                 first.pop(step.made[0], None)
 
     def alive(t: int) -> list[int]:
-        return [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
+        """Those in memory at a step, but for those that it writes its results over."""
+        there = [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
+        for made in steps[t].made:
+            ends = (v for v in there if v in over.get(t, ()) and last[v] == t)
+            if made in first and (v := next((v for v in ends if sizes[v] == sizes[made]), None)):
+                there.remove(v)
+        return there
 
     def needed_at(t: int) -> int:
-        ends = [sizes[v] for v in over.get(t, ()) if v in first and last[v] == t]
-        reused = collections.Counter(ends) & collections.Counter(sizes[v] for v in steps[t].made)
-        within = inside[t].bytes if t in inside else 0
-        return sum(sizes[v] for v in alive(t)) - sum(reused.elements()) + within
+        return sum(sizes[v] for v in alive(t)) + (inside[t].bytes if t in inside else 0)
 
     if not steps:
         return _Moment(0, [], narrowed)
@@ -284,10 +308,12 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
     for number in alive(worst):
         step = steps[first[number]]
         value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
-        op = "cast" if number in cast_from else op_of(step.eqn, step.path)
-        line = made_at(step.eqn, 0 if number in cast_from else step.made.index(number))
+        cast = number in cast_from
+        op = "cast" if cast else op_of(step.eqn, step.path)
+        line = step.line if cast else made_at(step.eqn, step.made.index(number)) or step.line
+        found = (*key, *body.keys[value]) if value in body.keys else ()
         shape = body.avals[value].shape
-        buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], (*key, value)))
+        buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], found))
     return _Moment(needed_at(worst), buffers, narrowed)
 
 

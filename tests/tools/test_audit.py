@@ -1,5 +1,6 @@
 import html.parser
 import json
+import math
 import re
 
 import pytest
@@ -26,7 +27,7 @@ def test_the_sums_are_those_of_the_model():
     """By formulas of the shapes alone."""
     config = compose_config("c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
                             "flat_tokens.filespec=x")  # fmt: skip
-    result = audit.audit_step(config, audit.shapes_at_probe(config), None)
+    result = audit.audit_step(config, audit.probe(config), None)
     batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
     weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
     assert result["held"]["weights"] == result["held"]["gradients"] == 4 * weights // 8
@@ -72,6 +73,39 @@ def test_the_sums_are_those_of_the_model():
         assert (f'bf16["{kind}"]', per_layer * wide) in saved
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["mesh={d: 256, t: 1}"],  # a row on each device
+        ["mesh={d: 1, t: 16}"],  # a head
+        ["mesh={d: 1, t: 1}", "training.tokens.batch=1"],
+        ["model.layers=1"],
+        ["training.tokens.len=1", "mesh={d: 4, t: 2}"],
+    ],
+)
+def test_types_where_lengths_are_one(options):
+    """What a type says is as long as the array; that it can't be told is rare."""
+    config = compose_config(
+        "c4_a100x8_1b", "paths.model_name=x", "flat_tokens.filespec=x", *options
+    )
+    result = audit.audit_step(config, audit.probe(config), None)
+    axes, sizes = vars(config.mesh), train.dimensions(config)
+    assert sum(row["times"] * row["bytes"] for row in result["worst"]) == result["temporary"]
+    untold = 0
+    for row in result["worst"] + result["saved"]:
+        element, dims = re.fullmatch(r'(\w+)\["(.*)"\]', row["type"]).groups()
+        length = int(re.sub(r"\D", "", element) or 8) // 8
+        for dim in dims.replace("*", " ").split():
+            name, *split = dim.split("/")
+            size = int(name) if name.isdigit() else sizes[name]
+            length *= size // math.prod(axes[axis] for axis in split)
+        each = row["bytes"] // (row["times"] if row in result["saved"] else 1)
+        assert length == each, row
+        if "length" not in options[0]:
+            untold += row["bytes"] * (dims != "" and dims[0].isdigit())
+    assert untold < 0.05 * result["temporary"]
+
+
 def test_a_collective_that_no_op_says_stops_it_at_its_line(capsys, monkeypatch):
     source = "hidden = jax.nn.silu(gate) * up"
     module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
@@ -94,20 +128,25 @@ def test_the_roofline_is_the_ledger_over_the_chips_rates(capsys, monkeypatch):
     chip = ["audit.chip=a100", "audit.links={d: ib}"]
     out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)
     assert not message
-    rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:]]
+    rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:-2]]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[0] for row in rows] == [f"d={2**i}, t=2" for i in range(2, 9)]
     # The figures of the test above: 205.6 TFLOP; 2.316 GB over d; 11.28 GB over t.
     assert rows[0][2:] == [audit.show(205.6087e12 / 312e12, "s"), "120 ms", "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
+    assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L"] needs.\n')
     assert rows[-1][-2:] == ["ib", "8%"], "the batch is the same: on more devices, less each"
 
 
 @pytest.mark.parametrize(
-    "option", ["audit.chip=b200", "audit.links={x: nvlink}", "audit.links={t: ici}"]
+    "option",
+    [
+        *("audit.chip=b200", "audit.links={x: nvlink}", "audit.links={t: ici}"),
+        *("audit.links.d=ib", "audit.json=no/such/folder"),
+    ],
 )
 def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
-    chip = [] if "chip" in option else ["audit.chip=a100"]
+    chip = ["audit.chip=a100"] if "{" in option else []
     _, message = train_here(capsys, monkeypatch, *CONFIG, *chip, option, program=audit.main)
     golden.check("wrong_inputs.txt", f"audit: {option}", message)
 

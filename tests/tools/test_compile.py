@@ -43,8 +43,8 @@ def metrics(root):
 
 
 def test_what_it_says(said_and_written):
-    title, _, _, arguments, *_ = said_and_written[0].splitlines()
-    assert re.fullmatch(r"4 x cpu, d=2, t=2, compiled in \d+ s", title)
+    title, seconds, _, _, arguments, *_ = said_and_written[0].splitlines()
+    assert title == "4 x cpu, d=2, t=2" and re.fullmatch(r"compiled in \d+ s", seconds)
     name, given, predicted, error = re.split("  +", arguments)
     assert (name, given, error) == ("arguments", predicted, "+0.0%")
 
@@ -62,14 +62,15 @@ def test_a_run_starts_from_it_and_does_the_same(written, tmp_path, capsys, monke
     assert metrics(tmp_path / "usual") == metrics(tmp_path / "compiled")
 
 
-def zipped(path, **changed):
-    """As if another JAX had written it, say."""
+def zipped(path, cut=None, without=None, **changed):
+    """As if another JAX had written it, say, or a disk had lost something."""
 
     def make(written, folder):
         with zipfile.ZipFile(written) as there, zipfile.ZipFile(folder / path, "w") as here:
             description = json.loads(there.read("description.json")) | changed
+            description.pop(without, None)
             here.writestr("description.json", json.dumps(description))
-            here.writestr("executable", there.read("executable"))
+            here.writestr("executable", there.read("executable")[:cut])
 
     return make
 
@@ -81,6 +82,8 @@ REFUSED = {
     "another jax": (zipped("step.zip", jax="0.9.0"), ["training.steps_for_lr=100"]),
     "another device": (zipped("step.zip", device="TPU v5 lite"), ["training.steps_for_lr=100"]),
     "another format": (zipped("step.zip", format=2), ["training.steps_for_lr=100"]),
+    "a damaged one": (zipped("step.zip", cut=-100), ["training.steps_for_lr=100"]),
+    "half a description": (zipped("step.zip", without="config"), []),
     "no archive": (lambda _, folder: (folder / "step.zip").write_text("text"), []),
     "no file": (lambda *_: None, []),
 }
@@ -109,6 +112,16 @@ def test_an_edit_of_the_source_is_noticed(written):
         pytest.raises(compiled.CompiledStepError, match="another source"),
     ):
         compiled.load(str(written), module.lower_step(config), config)
+
+
+@pytest.mark.parametrize(
+    "option", ["output=no/such/folder/step.zip", "output=tests", "topology=v5e:0x8"]
+)
+def test_what_can_not_be_done_is_said_before_compiling(option, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    out, message = train_here(capsys, monkeypatch, *CONFIG, option, program=compiler.main)
+    assert not out
+    golden.check("wrong_inputs.txt", f"compile: {option}", message)
 
 
 def test_without_libtpu(capsys, monkeypatch):
