@@ -227,36 +227,37 @@ class _Moment(NamedTuple):
     casts: dict[int, Any]  # arguments that a loop takes as cast before: to what
 
 
-def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _Moment:
-    """The most bytes that a body has in memory of what it makes, inside of its loops too.
-    `stacked` is how many of its last arguments are slices of what a loop runs over."""
-    steps, times = body.steps, _times(body, chip)
-    sizes = [size_of(aval, chip) for aval in body.avals]
-    users = collections.defaultdict(list)
-    for step in steps:
-        for value in {*step.taken} - {None}:
-            users[value].append(step)
+class _Places(NamedTuple):
+    """When each value is in memory, by the numbers of values and of steps."""
 
-    def kept(value: int, sources: set[int]) -> bool:
-        """Whether a value that is no product, sum or the like has a place in memory."""
+    sizes: list[int]
+    first: dict[int, int]  # of a value that has a place: the step that makes it
+    last: dict[int, int]  # and the last one that needs it
+    over: dict[int, set[int]]  # of a step: what it may write its results over
+    inside: dict[int, _Moment]  # of a loop: its body's worst moment
+    casts: dict[tuple[int, Any], int]  # of stacked weights: a value, its new type -> a new value
+
+
+def _places(body: _Body, chip: str, key: tuple[int, ...]) -> _Places:
+    places = _Places([size_of(aval, chip) for aval in body.avals], {}, {}, {}, {}, {})
+    sizes, first, last, over, inside, casts = places
+    users = _users(body)
+
+    def has_place(value: int, made_of: set[int]) -> bool:
+        """Whether a value that is no product, sum or the like has one."""
         if any(step.kind in ("collective", "loop") for step in users[value]):
-            return bool(sources)
+            return bool(made_of)
         phases = [step.phase for step in users[value] if step.kind in ("product", "scatter")]
-        read, uses = sum(sizes[source] for source in sources), len(phases)
         if chip != V5E and {"recomputed", "backward"} <= set(phases):
             return True
+        read, uses = sum(sizes[source] for source in made_of), len(phases)
         return read + (uses + 1) * sizes[value] <= uses * read
 
-    sources: list[set[int]] = [{value} for value in range(len(sizes))]
-    first: dict[int, int] = {}  # the step that makes each value that has a place
-    last: dict[int, int] = {}  # the last one that needs it
-    over: dict[int, set[int]] = {}  # what a step may write its result over
-    inside: dict[int, _Moment] = {}
-    casts: dict[tuple[int, Any], int] = {}  # of stacked weights: a value, its type, the new value
-    for t, (step, time) in enumerate(zip(steps, times, strict=True)):
+    sources: list[set[int]] = [{value} for value in range(len(sizes))]  # with places
+    for t, (step, time) in enumerate(zip(body.steps, _times(body, chip), strict=True)):
         taken = [sources[v] if v is not None else set() for v in step.taken]
         needed = set().union(*taken)
-        if step.kind == "fused" and not any(kept(v, needed) for v in step.made):
+        if step.kind == "fused" and not any(has_place(v, needed) for v in step.made):
             for value in step.made:
                 sources[value] = needed
             continue
@@ -266,32 +267,40 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         if step.kind == "loop":
             carried, slices = _parts_of(step.eqn)
             over[t] = set().union(*taken[carried])
-            inner = (*key, *body.keys[step.made[0]])
-            moments = [_worst(b, chip, inner, slices) for b in step.bodies(body.axes)]
+            within = (*key, *body.keys[step.made[0]])
+            moments = [_worst(b, chip, within, slices) for b in step.bodies(body.axes)]
             inside[t] = max(moments, key=lambda moment: moment.bytes)
             for i, dtype in inside[t].casts.items():
-                value = step.taken[i]
-                assert value is not None, "a literal has no slices"
-                if (value, dtype) not in casts:
-                    casts[value, dtype] = len(sizes)
+                stack = step.taken[i]
+                assert stack is not None, "a literal has no slices"
+                if (stack, dtype) not in casts:
+                    casts[stack, dtype] = len(sizes)
                     first[len(sizes)] = t
-                    sizes.append(sizes[value] * dtype.itemsize // body.avals[value].dtype.itemsize)
-                last[casts[value, dtype]] = t
-    for value in body.results:
-        if value is not None:
-            last |= dict.fromkeys(sources[value], len(steps))
+                    sizes.append(sizes[stack] * dtype.itemsize // body.avals[stack].dtype.itemsize)
+                last[casts[stack, dtype]] = t
+    for result in body.results:
+        if result is not None:
+            last |= dict.fromkeys(sources[result], len(body.steps))
+    return places
 
-    narrowed = {}
+
+def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _Moment:
+    """The most bytes that a body has in memory of what it makes, inside of its loops too.
+    `stacked` is how many of its last arguments are slices of what a loop runs over."""
+    sizes, first, last, over, inside, casts = _places(body, chip, key)
+    users, narrowed = _users(body), {}
     for value in range(body.arguments - stacked, body.arguments):
         if users[value] and all(map(_narrows, users[value])):
             narrowed[value] = users[value][0].eqn.outvars[0].aval.dtype  # type: ignore
             for step in users[value]:
                 first.pop(step.made[0], None)
+    if not body.steps:
+        return _Moment(0, [], narrowed)
 
     def alive(t: int) -> list[int]:
-        """Those in memory at a step, but for those that it writes its results over."""
+        """What is in memory at a step, but for what it writes its results over."""
         there = [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
-        for made in steps[t].made:
+        for made in body.steps[t].made:
             ends = (v for v in there if v in over.get(t, ()) and last[v] == t)
             if made in first and (v := next((v for v in ends if sizes[v] == sizes[made]), None)):
                 there.remove(v)
@@ -300,21 +309,27 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
     def needed_at(t: int) -> int:
         return sum(sizes[v] for v in alive(t)) + (inside[t].bytes if t in inside else 0)
 
-    if not steps:
-        return _Moment(0, [], narrowed)
-    worst = max(range(len(steps)), key=needed_at)
+    worst = max(range(len(body.steps)), key=needed_at)
     buffers = inside[worst].buffers[:] if worst in inside else []
     cast_from = {number: value_and_type for value_and_type, number in casts.items()}
     for number in alive(worst):
-        step = steps[first[number]]
+        step, cast = body.steps[first[number]], number in cast_from
         value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
-        cast = number in cast_from
         op = "cast" if cast else op_of(step.eqn, step.path)
         line = step.line if cast else made_at(step.eqn, step.made.index(number)) or step.line
         found = (*key, *body.keys[value]) if value in body.keys else ()
         shape = body.avals[value].shape
         buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], found))
     return _Moment(needed_at(worst), buffers, narrowed)
+
+
+def _users(body: _Body) -> dict[int, list[_Step]]:
+    """The steps that take each value."""
+    users: dict[int, list[_Step]] = collections.defaultdict(list)
+    for step in body.steps:
+        for value in {value for value in step.taken if value is not None}:
+            users[value].append(step)
+    return users
 
 
 def _narrows(step: _Step) -> bool:
