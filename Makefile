@@ -34,7 +34,7 @@ mutations: $(VENV)/cpu
 test-gpu:
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
 
-# A quarter of an hour: compiles some 50 programs for TPUs, with libtpu, on any machine.
+# Twenty minutes: compiles 48 steps for TPUs, with libtpu, on any machine.
 test-tpu: $(VENV)/dev
 	$(BIN)/pip install --quiet --requirement requirements-tpu.txt
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m tpu -rP

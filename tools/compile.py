@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -72,22 +73,19 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
 
 
-def summed_whole(text: str) -> list[tuple[str, int]]:
-    """The all-reduces of a compiled program that the source doesn't say, and the bytes of their
-    arrays: of narrow parts, TPUs sum whole arrays where the source gathers or scatters."""
-    found = []
+def summed_whole(text: str) -> Iterator[tuple[str, int]]:
+    """The all-reduces of a compiled program that the source doesn't say, array by array, and bytes:
+    of narrow parts, TPUs sum whole arrays where the source gathers or scatters."""
     for line in text.splitlines():
         match = hlo.INSTRUCTION.match(line)
         if match and match[3].startswith("all-reduce"):
             named = re.search(r'op_name="([^"]*)"', line)
-            padded = "from-cross-replica-sharding" in line
-            other = "a reduce-scatter, padded" if padded else "without a name"
-            what = hlo.describe(named[1]) if named else other
-            arrays = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", match[2])
-            bits = (int(b) * math.prod(int(n) for n in dims.split(",") if n) for b, dims in arrays)
-            if not re.search("psum|pmax|pmin", what.rpartition(":")[2]):
-                found.append((what, sum(bits) // 8))
-    return sorted(found, key=lambda row: -row[1])
+            what = hlo.describe(named[1]) if named else "reduce_scatter"
+            if re.search("psum|pmax|pmin", what.rpartition(":")[2]):
+                continue
+            for kind, bits, dims in re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", match[2]):
+                elements = math.prod(int(n) for n in dims.split(",") if n)
+                yield f"{kind}{bits}[{dims}] {what}", elements * int(bits) // 8
 
 
 @program(CompileConfig, "configs", NOT_USED)
@@ -124,7 +122,7 @@ def main(config: CompileConfig) -> None:
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
-    if chip and chip.kind.startswith("TPU"):
+    if kind.startswith("TPU"):
         peak = stats.peak_memory_in_bytes  # temp_size counts memory that is used twice twice
     else:
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -136,16 +134,17 @@ def main(config: CompileConfig) -> None:
     ]
     print(table(("bytes of a device", "the compiler's", "the audit's", "predicted"),
           [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in rows]))  # fmt: skip
+    if not kind.startswith("TPU"):
+        print("\nThe audit's rules are those of a TPU's compiler.")
     if chip:
         left = chip.memory - peak
         print(
             f"\nIt {'fits' if left > 0 else 'does not fit'}: {show(peak)} of {show(chip.memory)}."
         )
-    if sums := [
-        (what, show(size)) for what, size in summed_whole(str(step.as_text())) if size > 1e6
-    ]:
+    found = summed_whole(str(step.as_text()))
+    if sums := [(what, show(size)) for what, size in found if size > 1e6]:
         print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
-        print(f"takes up to twice the bytes:\n\n{table(('what', 'size'), sums)}")
+        print(f"takes up to twice the bytes:\n\n{table(('array', 'size'), sums)}")
     if config.output:
         with jax.set_mesh(mesh):
             compiled.save(config.output, step, lowered, config)

@@ -124,6 +124,21 @@ def test_what_can_not_be_done_is_said_before_compiling(option, capsys, monkeypat
     golden.check("wrong_inputs.txt", f"compile: {option}", message)
 
 
+def test_sums_that_the_source_does_not_say():
+    name = 'metadata={op_name="jit(training_step)/shard_map/'
+    lines = [
+        f'  %a = f32[4]{{0}} all-reduce(%x), {name}jvp(psum({{U:d}} -> ))/unreduced_psum"}}',
+        f'  %b = bf16[2,3]{{1,0}} all-reduce(%x), {name}jvp(all_gather(M|d -> M))/all_gather"}}',
+        "  %c = (bf16[8]{0}, f32[4,4]{1,0}) all-reduce(%x, %y), to_apply=%add",
+        f'  %d = f32[9]{{0}} all-gather(%x), {name}jvp(all_gather(M|d -> M))/all_gather"}}',
+    ]
+    assert list(compiler.summed_whole("\n".join(lines))) == [
+        ("bf16[2,3] all_gather(M/d -> M): all_gather", 12),
+        ("bf16[8] reduce_scatter", 16),
+        ("f32[4,4] reduce_scatter", 64),
+    ]
+
+
 def test_without_libtpu(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _, message = train_here(capsys, monkeypatch, *CONFIG, "topology=v5e:2x2", program=compiler.main)
