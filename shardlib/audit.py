@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from shardlib.devices import probe_total
 from shardlib.ops import SCOPE
 from shardlib.types import Dim, ShardTypeError, own_frames
 
@@ -137,10 +138,10 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
     """The dimensions that a length at the sizes of `devices.probe_mesh` is made of: one, or several
     that were merged; none if it is just a number.
 
-    Each dimension's size is a prime of its own times 2 and all axes' sizes, which are primes; a
-    split over an axis takes one factor of it away.
+    Each dimension's size is a prime of its own times `devices.probe_total`, which has each axis's
+    size, a prime, as a factor; a split over an axis takes one factor away.
     """
-    total = 2 * math.prod(axes.values())
+    total = probe_total(axes)
     names = [name for name, size in sizes.items() if length % (size // total) == 0]
     rest = length // math.prod(sizes[name] // total for name in names)
     if rest % 2 ** len(names) or total ** len(names) % rest:
@@ -180,8 +181,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 def check_numbers(jaxpr: Any, other: Any) -> None:
     """Raises ShardTypeError for a number that a function takes from the length of a part, or of an
     axis: given its jaxprs on a probe mesh and on that mesh `devices.turned`, which has the same
-    lengths in all, and other parts, the numbers in both must be the same. (The parts of what is
-    split over all axes are the same too, and pass.)"""
+    lengths in all, and other parts, the numbers in both must be the same."""
     problems = []
     for here, there in itertools.zip_longest(equations(jaxpr), equations(other)):
         if not here or not there or here.eqn.primitive != there.eqn.primitive:

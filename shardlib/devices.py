@@ -93,24 +93,35 @@ def _primes() -> Iterator[int]:
             yield n
 
 
+def _next_prime(axes: Iterable[int]) -> int:
+    """The first that is longer than all axes."""
+    longest = max(axes)
+    return next(prime for prime in _primes() if prime > longest)
+
+
+def probe_total(axes: Mapping[str, int]) -> int:
+    """What each dimension's size on a probe mesh is a multiple of."""
+    return 2 * math.prod(axes.values()) * _next_prime(axes.values())
+
+
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and a size for each dimension, at which checks of sizes are exact.
 
-    Each axis has a prime size of its own, each dimension a prime of its own times twice all axes'
-    sizes: it splits evenly over any axes, and no part or whole of one dimension is as long as any
-    part or whole of another, as it may be at the sizes one trains with. The dimensions' primes are
-    above 100, so that no part is as long as a small number that stands in a model.
+    Each axis has a prime size of its own, each dimension a prime of its own times 2, all axes'
+    sizes and one prime more, for `turned`: it splits evenly over any axes, and no part or whole of
+    one dimension is as long as any part or whole of another, as it may be at the sizes one trains
+    with. The dimensions' primes are above 100, so that no part is as long as a small number that
+    stands in a model.
     """
     primes = _primes()
     axis_sizes = {axis: next(primes) for axis in axes}
-    total = 2 * math.prod(axis_sizes.values())
     primes = itertools.dropwhile(lambda prime: prime < 100, primes)
-    sizes = {dim: total * next(primes) for dim in dims}
+    sizes = {dim: probe_total(axis_sizes) * next(primes) for dim in dims}
     return abstract_mesh(axis_sizes), sizes
 
 
 def turned(mesh: AbstractMesh) -> AbstractMesh:
-    """The mesh with each axis as long as the next one was: other parts of the same whole, but for
-    what is split over all axes."""
-    sizes = (*mesh.axis_sizes[1:], mesh.axis_sizes[0])
+    """The probe mesh with each axis as long as the next one was, and the last one longer: other
+    parts of the same whole."""
+    sizes = (*mesh.axis_sizes[1:], _next_prime(mesh.axis_sizes))
     return abstract_mesh(dict(zip(mesh.axis_names, sizes, strict=True)))

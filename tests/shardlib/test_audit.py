@@ -89,6 +89,10 @@ NUMBERS = {
     "a part's length in a scale": (LINE, "hidden = jax.nn.silu(gate) * up / up.shape[-1]"),
     "its root": (LINE, "hidden = jax.nn.silu(gate) * up * up.shape[-1] ** -0.5"),
     "the size of an axis": (LINE, 'hidden = jax.nn.silu(gate) * up / lax.psum(1, "t")'),
+    "the length of what is split over all axes": (
+        "+ hyper.adam_eps\n",
+        "+ hyper.adam_eps / v.size\n",
+    ),
     "a branch on a part's length": (LINE, f"{LINE} if up.shape[-1] % 5 else gate"),
 }
 
