@@ -30,7 +30,7 @@ from omegaconf import MISSING, OmegaConf
 from data import compiled, hlo
 from data.checkpoint import CheckpointError, Checkpoints
 from data.compiled import CompiledStepError
-from data.config import program
+from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
 from data.run import MetricsError, Run
@@ -407,19 +407,20 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     return training_step.lower(*placed, config)
 
 
-def probe(config: Config) -> None:
+def probe(config: Config) -> Any:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
-    to agree. Raises ShardTypeError; takes about a second."""
+    to agree, and returns its jaxpr there. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     jaxpr = trace_step(config, mesh, sizes)
     audit.check(jaxpr, dict(mesh.shape), sizes)
     audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
+    return jaxpr
 
 
-def check_types(config: Config) -> None:
-    """Raises ValueError where the types in this file don't hold, as the probe finds them."""
+def check_types(config: Config) -> Any:
+    """The probe's jaxpr. Raises ValueError where the types in this file don't hold."""
     try:
-        probe(config)
+        return probe(config)
     except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
         says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
         raise ValueError(f"{says}\n{explain(error)}") from None
@@ -432,17 +433,11 @@ def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
     may_be_zero = ("seed", "warmup_steps", "interval")
     hyper, paths = config.training, config.paths
-
-    def check(key: str, value: Any) -> None:
-        if dataclasses.is_dataclass(value):
-            for name, inner in vars(value).items():
-                check(f"{key}.{name}".lstrip("."), inner)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+    for key, value in by_key(config).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
             low = 0 if isinstance(value, float) or key.endswith(may_be_zero) else 1
             if not value >= low:
                 raise ValueError(f"{key}={value}: it must be at least {low}")
-
-    check("", config)
     if hyper.grad_clip == 0:
         raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
     if max(hyper.adam_b1, hyper.adam_b2) >= 1:
@@ -503,10 +498,10 @@ def step_flops(config: Config) -> tuple[int, int]:
 def mfu(config: Config, flops: int, step_seconds: float) -> str:
     """Model FLOPs utilization as text: the share of the devices' peak that `flops` a step uses."""
     device = jax.devices()[0]
-    peak = devices.peak_flops(device)
-    if peak is None:
+    chip = devices.find_chip(device.device_kind)
+    if chip is None:
         return f"unknown chip ({device.device_kind})"
-    return f"{flops / step_seconds / peak / math.prod(dataclasses.astuple(config.mesh)):.1%}"
+    return f"{flops / step_seconds / chip.flops / math.prod(dataclasses.astuple(config.mesh)):.1%}"
 
 
 def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
@@ -523,9 +518,6 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run = Run(paths.root_working_dir, paths.model_name)
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
     first = checkpoints.newest_step
-    step_once: Any = functools.partial(training_step, config=config)
-    if config.compiled_step:
-        step_once = compiled.load(config.compiled_step, lower_step(config), config)
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
     if first >= hyper.steps:
         checkpoints.check_model(State, dimensions(config), resolved)
@@ -534,6 +526,9 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             "that; to start anew, choose another paths.model_name"
         )
         return
+    step_once: Any = functools.partial(training_step, config=config)
+    if config.compiled_step:
+        step_once = compiled.load(config.compiled_step, lower_step(config), config)
     if first:
         state = checkpoints.restore(State, dimensions(config), resolved)
     else:

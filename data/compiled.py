@@ -4,7 +4,6 @@ A zip archive of two members: `description.json`, and `executable`, which JAX se
 load only what you compiled yourself.
 """
 
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from data.config import by_key
 from shardlib.devices import show_axes
 
 FORMAT = 1
@@ -23,15 +23,6 @@ NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
 
 class CompiledStepError(Exception):
     """A file that isn't a compiled step, or not that of this program."""
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a dataclass by their keys with dots."""
-    values: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        inner = dataclasses.is_dataclass(value)
-        values |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return values
 
 
 def _digest(data: bytes) -> str:
@@ -48,7 +39,7 @@ def _description(lowered: jax.stages.Lowered, config: Any) -> dict[str, Any]:
         "device": mesh.devices.flat[0].device_kind,
         "mesh": show_axes(mesh.shape),
         "program": _digest(lowered.as_text().encode()),
-        "config": _flat(config),
+        "config": by_key(config),
     }
 
 

@@ -69,6 +69,15 @@ def program(
     return decorate
 
 
+def by_key(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a typed config by their keys with dots."""
+    values: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        inner = dataclasses.is_dataclass(value)
+        values |= by_key(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return values
+
+
 def _names(folder: str) -> str:
     files = (ROOT / folder).glob("*.yaml")
     return ", ".join(sorted(file.stem for file in files if file.stem != "base"))

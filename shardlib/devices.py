@@ -45,9 +45,9 @@ def show_axes(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in axes.items())
 
 
-def peak_flops(device: jax.Device) -> float | None:
-    """Peak dense bf16 FLOP/s of the device, or None for one that isn't in the table."""
-    return next((c.flops for c in CHIPS.values() if c.kind in device.device_kind), None)
+def find_chip(kind: str) -> Chip | None:
+    """By JAX's `device.device_kind`; None for one that isn't in the table."""
+    return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
 
 
 def simulate_cpu_devices(count: int) -> None:

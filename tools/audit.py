@@ -119,8 +119,9 @@ class Probed(NamedTuple):
 
 
 def probe(config: train.Config) -> Probed:
+    """Raises ValueError where the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
-    jaxpr, axes = train.trace_step(config, mesh, sizes), dict(mesh.shape)
+    jaxpr, axes = train.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
     return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
 
@@ -300,7 +301,6 @@ NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}
 def main(config: AuditConfig) -> None:
     try:
         train.check_config(config)
-        train.check_types(config)
         probed = probe(config)
         chip = chip_of(config)
         result = audit_step(config, probed, chip)

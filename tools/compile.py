@@ -95,11 +95,11 @@ def main(config: CompileConfig) -> None:
         train.check_config(config)
         if config.output and (os.path.isdir(config.output) or not os.access(folder, os.W_OK)):
             raise ValueError(f"output={config.output}: give a file in a folder that exists")
-        train.check_types(config)
+        probed = probe(config)
         mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
         kind = mesh.devices.flat[0].device_kind
-        chip = next((chip for chip in devices.CHIPS.values() if chip.kind in kind), None)
-        predicted = audit_step(config, probe(config), chip)
+        chip = devices.find_chip(kind)
+        predicted = audit_step(config, probed, chip)
     except ValueError as error:
         sys.exit(f"error: {error}")
     held = predicted["arguments"] + predicted["temporary"]

@@ -140,6 +140,10 @@ class _Body:
         self.count = 0
         numbers: list[int | None] = list(range(self.arguments))
         self.results = self._inline(jaxpr, numbers, path, line, False)
+        self.users: dict[int, list[_Step]] = collections.defaultdict(list)
+        for step in self.steps:
+            for value in {value for value in step.taken if value is not None}:
+                self.users[value].append(step)
 
     def _inline(
         self, jaxpr: Any, given: list[int | None], path: str, line: str, in_library: bool
@@ -241,7 +245,7 @@ class _Places(NamedTuple):
 def _places(body: _Body, chip: str, key: tuple[int, ...]) -> _Places:
     places = _Places([size_of(aval, chip) for aval in body.avals], {}, {}, {}, {}, {})
     sizes, first, last, over, inside, casts = places
-    users = _users(body)
+    users = body.users
 
     def has_place(value: int, made_of: set[int]) -> bool:
         """Whether a value that is no product, sum or the like has one."""
@@ -288,7 +292,7 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
     """The most bytes that a body has in memory of what it makes, inside of its loops too.
     `stacked` is how many of its last arguments are slices of what a loop runs over."""
     sizes, first, last, over, inside, casts = _places(body, chip, key)
-    users, narrowed = _users(body), {}
+    users, narrowed = body.users, {}
     for value in range(body.arguments - stacked, body.arguments):
         if users[value] and all(map(_narrows, users[value])):
             narrowed[value] = users[value][0].eqn.outvars[0].aval.dtype  # type: ignore
@@ -302,8 +306,9 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         there = [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
         for made in body.steps[t].made:
             ends = (v for v in there if v in over.get(t, ()) and last[v] == t)
-            if made in first and (v := next((v for v in ends if sizes[v] == sizes[made]), None)):
-                there.remove(v)
+            alike = [v for v in ends if sizes[v] == sizes[made]]
+            if made in first and alike:
+                there.remove(alike[0])
         return there
 
     def needed_at(t: int) -> int:
@@ -321,15 +326,6 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
         shape = body.avals[value].shape
         buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], found))
     return _Moment(needed_at(worst), buffers, narrowed)
-
-
-def _users(body: _Body) -> dict[int, list[_Step]]:
-    """The steps that take each value."""
-    users: dict[int, list[_Step]] = collections.defaultdict(list)
-    for step in body.steps:
-        for value in {value for value in step.taken if value is not None}:
-            users[value].append(step)
-    return users
 
 
 def _narrows(step: _Step) -> bool:

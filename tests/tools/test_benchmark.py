@@ -5,6 +5,7 @@ import jax
 import pytest
 
 import train
+from shardlib import devices
 from tests.helpers import SMALL, mesh, small_config, train_here
 from tools import benchmark
 
@@ -12,7 +13,8 @@ from tools import benchmark
 def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "LEAST", 3)
     monkeypatch.setattr(benchmark, "MOST", 4)
-    monkeypatch.setattr(benchmark.train.devices, "peak_flops", lambda device: 1e9)
+    chip = devices.CHIPS["h200"]._replace(flops=1e9)
+    monkeypatch.setattr(devices, "find_chip", lambda kind: chip)
     out, message = train_here(
         capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL,
         "training.grad_clip=inf", f"paths.root_working_dir={tmp_path}", program=benchmark.main,

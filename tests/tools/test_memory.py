@@ -86,7 +86,7 @@ def test_what_has_a_place_in_memory(fn, expected):
     found = predicted(fn, Inputs)
     assert found.temporary == expected
     assert found.arguments == (X if fn in (square, reduced) else X + W), "those that it uses"
-    assert expected <= sum(array.bytes for array in found.buffers) <= 2 * max(expected, 1)
+    assert sum(array.bytes for array in found.buffers) == expected
 
 
 def test_stacked_weights_are_cast_before_the_loop():
