@@ -34,8 +34,12 @@ from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
 from data.loader import FlatTokensConfig, Loader, TokenBatch
 from data.run import MetricsError, Run
-from shardlib import audit, devices, ops
-from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib import audit, devices, kernels, ops
+from shardlib.activations import (
+    explicit_activation_checkpointing,
+    save_for_backward,
+    sum_over_chunks,
+)
 from shardlib.types import (
     Stacked,
     bf16,
@@ -89,6 +93,8 @@ class TrainingConfig:
     grad_clip: float
     seed: int
     tokens: TokensConfig
+    microbatches: int  # parts of a device's rows, one after the other
+    loss_chunks: int  # parts of a row, whose logits are there one after the other
     validation_interval: int  # steps; 0: never
     validation_batches: int
 
@@ -225,27 +231,9 @@ def rope(x: jax.Array, max_timescale: int) -> jax.Array:
 
 
 @typechecked
-def attention(
-    q: bf16["B/d L Q K/t D"],
-    k: bf16["B/d L K/t D"],
-    v: bf16["B/d L K/t D"],
-    document: i32["B/d L"],
-) -> bf16["B/d L Q K/t D"]:
-    """Causal attention within each document; Q query heads share a key-value head. Vaswani et al.
-    2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245."""
-    scores = ops.einsum_unreduced(
-        "B/d Lq Q K/t D, B/d Lk K/t D -> B/d K/t Q Lq Lk", q, k, dtype=f32
-    )
-    position = jnp.arange(q.shape[1])
-    visible = (document[:, :, None] == document[:, None, :]) & (position[:, None] >= position)
-    scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
-    shares = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
-    return ops.einsum_unreduced("B/d K/t Q Lq Lk, B/d Lk K/t D -> B/d Lq Q K/t D", shares, v)
-
-
-@typechecked
-def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32["B/d L V/t"]:
-    """The logits of each target given the tokens before it in its document and row."""
+def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L M/t"]:
+    """The residual stream after the last layer: of each target, made of the tokens before it in its
+    document and row."""
     previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
     inputs = jnp.where(batch.is_start, 0, previous)
     document = jnp.cumsum(batch.is_start.astype(i32.dtype), axis=1)
@@ -272,7 +260,10 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32["B/
         q = save_for_backward(rope(q, config.rope_max_timescale))
         k = save_for_backward(rope(k, config.rope_max_timescale))
         v = save_for_backward(v)
-        mixed = save_for_backward(attention(q, k, v, document))
+        mixed = kernels.attention(
+            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
+        )
+        mixed = save_for_backward(mixed)
         w_o = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
         x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
@@ -290,28 +281,42 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32["B/
         return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()
 
     x, () = lax.scan(block, x, weights.layers)
-    gain = ops.all_gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
-    h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
-    unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
-    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed, dtype=f32)
+    return x
 
 
 @typechecked
-def mean_loss(weights: Weights, batch: TokenBatch, config: ModelConfig) -> f32[""]:
-    """Cross-entropy in nats, averaged over all targets of all devices. The vocabulary stays split:
-    of the logits only their maximum, the sum of their exponentials and the target's are reduced."""
-    logits = forward(weights, batch, config)
-    peak = ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(logits))
-    logits = logits - peak[:, :, None]
-    total = ops.reduce_sum("B/d L V/t -> B/d L {U:t}", jnp.exp(logits))
-    total = ops.psum("B/d L {U:t} -> B/d L", total)
-    chosen = ops.index_unreduced("B/d L [V/t], B/d L -> B/d L {U:t}", logits, batch.targets)
-    chosen = ops.psum("B/d L {U:t} -> B/d L", chosen)
-
+def target_count(batch: TokenBatch) -> f32[""]:
+    """Of all devices; 0 is padding."""
     is_target = (batch.targets != 0).astype(f32.dtype)
-    loss = ops.reduce_sum("B/d L -> {U:d}", (jnp.log(total) - chosen) * is_target)
-    count = ops.reduce_sum("B/d L -> {U:d}", is_target)
-    return ops.psum("{U:d} -> ", loss) / ops.psum("{U:d} -> ", count)
+    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", is_target))
+
+
+@typechecked
+def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
+    """Cross-entropy in nats, summed over all targets of all devices. The vocabulary stays split: of
+    the logits only their maximum, the sum of their exponentials and the target's are reduced."""
+    gain = ops.all_gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
+    unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
+
+    # For a part of the sequence at a time, as logits are the largest array by far.
+    @typechecked
+    def loss(
+        shared: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d l M/t"], targets: u32["B/d l"]
+    ) -> f32[""]:
+        gain, unembed = shared
+        h = rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain)
+        logits = ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, unembed, dtype=f32)
+        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))
+        logits = logits - peak[:, :, None]
+        total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
+        total = ops.psum("B/d l {U:t} -> B/d l", total)
+        chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, targets)
+        chosen = ops.psum("B/d l {U:t} -> B/d l", chosen)
+        nats = (jnp.log(total) - chosen) * (targets != 0)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
+
+    x = forward(weights, batch, config.model)
+    return sum_over_chunks(loss, config.training.loss_chunks, (gain, unembed), x, batch.targets)
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -355,17 +360,37 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
     return config.learning_rate * jnp.minimum(warmup, cosine)
 
 
+@typechecked
+def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
+    """The mean loss over all targets, and its gradient, which comes summed over the batch and split
+    as the weights are: the backward pass of a weight's all_gather is a reduce-scatter, in the bf16
+    that was gathered. Sums over microbatches run in f32."""
+    take = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
+    count = config.training.microbatches
+    if count == 1:
+        total = take(batch)
+    else:
+
+        def add(total: Any, rows: TokenBatch) -> tuple[Any, tuple[()]]:
+            # The barrier keeps the TPU's compiler (libtpu 0.0.50) from crashing.
+            found = jax.tree.map(lax.optimization_barrier, take(rows))
+            return jax.tree.map(jnp.add, total, found), ()
+
+        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
+        total, () = lax.scan(add, zero, parts)
+    targets = target_count(batch)
+    return jax.tree.map(lambda x: x / targets, total)
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 @typed_shard_map
 def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
     """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
     As usual the decay is scaled by the learning rate, and gradients are clipped by their global
     norm first. All weights decay, gains included."""
-    # The gradients come summed over the batch and split as the weights are: the backward pass of a
-    # weight's all_gather is a reduce-scatter.
-    loss, grads = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
     hyper, tree_map = config.training, jax.tree.map
-
+    loss, grads = loss_and_grads(state.weights, batch, config)
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, grads)
@@ -388,7 +413,7 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
-    return mean_loss(weights, batch, config.model)
+    return total_loss(weights, batch, config) / target_count(batch)
 
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
@@ -407,10 +432,21 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     return training_step.lower(*placed, config)
 
 
+def compile_step(config: Config) -> jax.stages.Compiled:
+    """The same, compiled; from its file if the config names one."""
+    lowered = lower_step(config)
+    if config.compiled_step:
+        return compiled.load(config.compiled_step, lowered, config)
+    return lowered.compile()
+
+
 def probe(config: Config) -> Any:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
     to agree, and returns its jaxpr there. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
+    hyper = config.training
+    halves = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
+    config = dataclasses.replace(config, training=dataclasses.replace(hyper, **halves))
     jaxpr = trace_step(config, mesh, sizes)
     audit.check(jaxpr, dict(mesh.shape), sizes)
     audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
@@ -444,6 +480,13 @@ def check_config(config: Config) -> None:
         raise ValueError("training.adam_b1 and training.adam_b2 must be below 1")
     if config.model.d_head % 2:
         raise ValueError(f"model.d_head={config.model.d_head}: RoPE rotates pairs, so it is even")
+    parts = [
+        ("microbatches", "training.tokens.batch/mesh.d", hyper.tokens.batch // config.mesh.d),
+        ("loss_chunks", "training.tokens.len", hyper.tokens.len),
+    ]
+    for key, whole, size in parts:
+        if size % (count := getattr(hyper, key)):
+            raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
     if not paths.model_name:
         raise ValueError("paths.model_name is empty; it names the run's folder")
     if "://" in paths.root_working_dir:
@@ -495,12 +538,12 @@ def step_flops(config: Config) -> tuple[int, int]:
     return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
-def mfu(config: Config, flops: int, step_seconds: float) -> str:
-    """Model FLOPs utilization as text: the share of the devices' peak that `flops` a step uses."""
-    device = jax.devices()[0]
-    chip = devices.find_chip(device.device_kind)
+def mfu(config: Config, kind: str, flops: int, step_seconds: float) -> str:
+    """Model FLOPs utilization as text: the share of the peak of the mesh's devices, of this
+    `device_kind`, that `flops` a step uses."""
+    chip = devices.find_chip(kind)
     if chip is None:
-        return f"unknown chip ({device.device_kind})"
+        return f"unknown chip ({kind})"
     return f"{flops / step_seconds / chip.flops / math.prod(dataclasses.astuple(config.mesh)):.1%}"
 
 
@@ -526,9 +569,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             "that; to start anew, choose another paths.model_name"
         )
         return
-    step_once: Any = functools.partial(training_step, config=config)
-    if config.compiled_step:
-        step_once = compiled.load(config.compiled_step, lower_step(config), config)
+    step_once = compile_step(config)
     if first:
         state = checkpoints.restore(State, dimensions(config), resolved)
     else:
@@ -538,6 +579,9 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
     if first:
         run.say(f"resumed at step {first} from {checkpoints.newest}")
+
+    if config.hlo_svg:
+        run.say(f"drew {hlo.draw(lower_step(config), run.folder / 'step')}")
 
     seconds: list[float] = []
     finished = time.perf_counter()
@@ -570,9 +614,6 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
     profile = run.folder / f"profile/host_{jax.process_index()}"
     for step, batch in enumerate(loader.batches(first, hyper.steps), first):
-        if config.hlo_svg and step == first:
-            drawn = hlo.draw(training_step.lower(state, batch, config), run.folder / "step")
-            run.say(f"drew {drawn}")
         if config.profile and step == profiled[0]:
             jax.block_until_ready(state)
             hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
@@ -589,19 +630,17 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             unread = None
         if stops_profile:
             jax.block_until_ready(state)
-            program = step_once
-            if not config.compiled_step:
-                program = training_step.lower(state, batch, config).compile()
-            run.say(f"profiled {hlo.stop_profile(profile, program)}")
+            run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
         if saves:
             run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
         if stops_profile or saves:
             finished = time.perf_counter()
 
     typical = statistics.median(seconds[1:] or seconds)
+    used = mfu(config, jax.devices()[0].device_kind, sum(step_flops(config)), typical)
     run.say(
         f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
-        f"{tokens / typical:,.0f} tokens/s, MFU {mfu(config, sum(step_flops(config)), typical)}"
+        f"{tokens / typical:,.0f} tokens/s, MFU {used}"
     )
 
 
@@ -624,6 +663,7 @@ def main(config: Config) -> None:
         check_types(config)
     except (ValueError, OSError) as error:
         stop(config, str(error))
+    compiled.use_cache(f"{config.paths.root_working_dir}/.compilation_cache")
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)

@@ -1,7 +1,7 @@
-"""A compiled step in a file, so that a run starts without compiling.
+"""A compiled step in a file, so that a run starts without compiling; and JAX's own cache.
 
-A zip archive of two members: `description.json`, and `executable`, which JAX serializes, by pickle:
-load only what you compiled yourself.
+The file is a zip archive of two members: `description.json`, and `executable`, which JAX
+serializes, by pickle: load only what you compiled yourself.
 """
 
 import hashlib
@@ -19,6 +19,16 @@ from shardlib.devices import show_axes
 
 FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
+
+
+def use_cache(folder: str) -> None:
+    """Has JAX keep what it compiles, for the next start of the same program, unless the user has
+    chosen a folder for that."""
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        # Else an edit of a type string alone would find the program that has the old one.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 class CompiledStepError(Exception):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -87,12 +88,22 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def made_at(eqn: JaxprEqn, index: int) -> str:
-    """The line that makes one of an equation's results; if a loop does, that in its body."""
+    """The line that makes one of an equation's results; if a loop does, that in its body, from
+    which it may be copied to the host."""
     if eqn.primitive.name == "scan":
         (inner,) = jaxprs_in_params(eqn.params)
-        made = inner.outvars[index]
-        return next((line_of(e) for e in inner.eqns if made in e.outvars), line_of(eqn))
+        makers: dict[Any, JaxprEqn] = {made: e for e in inner.eqns for made in e.outvars}
+        maker = makers.get(inner.outvars[index])
+        while maker and maker.primitive.name == "device_put":
+            maker = makers.get(maker.invars[0])
+        if maker and (line := line_of(maker)):
+            return line
     return line_of(eqn)
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an array is in the host's memory rather than a device's."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -236,6 +247,7 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]  # of one
     dtype: str
     bytes: int  # of all
+    memory: str  # "device" or "host"
 
 
 class Ledger(NamedTuple):
@@ -272,9 +284,12 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
 
 
 def _saved(body: Any) -> Iterator[Saved]:
-    """What the backward pass takes from the forward pass: of a loop, the arrays it stacks."""
+    """What the backward pass takes from the forward pass: of a loop, the arrays it stacks. A loop
+    that has both in its body, over microbatches, keeps what one turn keeps."""
     makers: dict[Any, Any] = {}
     for eqn in body.eqns:
+        if eqn.primitive.name == "scan" and phase(str(eqn.source_info.name_stack)) == "update":
+            yield from _saved(*jaxprs_in_params(eqn.params))
         if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
             for var in eqn.invars:
                 if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
@@ -285,6 +300,7 @@ def _saved(body: Any) -> Iterator[Saved]:
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
                     size = math.prod(array.shape) * array.dtype.itemsize
-                    yield Saved(made_at(maker, index), times, shape, array.dtype.name, size)
+                    row = (made_at(maker, index), times, shape, array.dtype.name, size)
+                    yield Saved(*row, "host" if on_host(array) else "device")
         else:
             makers |= dict.fromkeys(eqn.outvars, eqn)

@@ -101,14 +101,15 @@ def _next_prime(axes: Iterable[int]) -> int:
 
 def probe_total(axes: Mapping[str, int]) -> int:
     """What each dimension's size on a probe mesh is a multiple of."""
-    return 2 * math.prod(axes.values()) * _next_prime(axes.values())
+    return 4 * math.prod(axes.values()) * _next_prime(axes.values())
 
 
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and a size for each dimension, at which checks of sizes are exact.
 
-    Each axis has a prime size of its own, each dimension a prime of its own times 2, all axes'
-    sizes and one prime more, for `turned`: it splits evenly over any axes, and no part or whole of
+    Each axis has a prime size of its own, each dimension a prime of its own times 4, all axes'
+    sizes and one prime more, for `turned`: it splits evenly over any axes, its parts into halves,
+    of which one still tells where it is from, and no part or whole of
     one dimension is as long as any part or whole of another, as it may be at the sizes one trains
     with. The dimensions' primes are above 100, so that no part is as long as a small number that
     stands in a model.

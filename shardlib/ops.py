@@ -51,12 +51,12 @@ def parse_scope_name(name: str) -> tuple[str, str]:
     return op, signature.removesuffix(")")
 
 
-class _Call:
+class Call:
     """One call of an op: its parsed string, and how it complains."""
 
     def __init__(self, op: str, signature: str):
         self.operands, self.result = parse_signature(signature)
-        self.where = f'ops.{op}("{signature}")'
+        self.where = f'{op}("{signature}")'
 
     def fail(self, problem: str) -> None:
         raise ShardTypeError(f"{self.where}: {problem}")
@@ -66,9 +66,10 @@ class _Call:
             self.fail(problem)
 
 
-def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wraps `implementation(call, *operands)` into an op that takes a string and is checked."""
     name = implementation.__name__
+    shown = f"{implementation.__module__.rpartition('.')[2]}.{name}"
     _, *parameters = inspect.signature(implementation).parameters.values()
     any_number = parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
     parameters = [p for p in parameters if p.kind != inspect.Parameter.KEYWORD_ONLY]
@@ -76,8 +77,8 @@ def _op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @functools.wraps(implementation)
     def op(signature: str, *operands: jax.Array, **options: Any) -> jax.Array:
         if not isinstance(signature, str):
-            raise ShardTypeError(f"ops.{name} takes its string first, then its operands")
-        call = _Call(name, signature)
+            raise ShardTypeError(f"{shown} takes its string first, then its operands")
+        call = Call(shown, signature)
         call.require(inside_shard_map(), "call it inside a typed_shard_map")
         count, takes = len(call.operands), len(parameters)
         call.require(any_number or count == takes, f"it takes {takes} operand(s), not {count}")
@@ -115,7 +116,7 @@ def _names(spec: Spec) -> list[str]:
     return [dim.name for dim in spec.dims]
 
 
-def _one_to_one(call: _Call, longer: Spec, shorter: Spec) -> list[tuple[int, tuple[str, ...]]]:
+def _one_to_one(call: Call, longer: Spec, shorter: Spec) -> list[tuple[int, tuple[str, ...]]]:
     """Where `longer` has more axes: the position, and the trailing axes that `shorter` lacks."""
     call.require(
         _names(longer) == _names(shorter), "the dimensions must be the same, in the same order"
@@ -133,8 +134,8 @@ def _one_to_one(call: _Call, longer: Spec, shorter: Spec) -> list[tuple[int, tup
     return beyond
 
 
-@_op
-def all_gather(call: _Call, x: jax.Array) -> jax.Array:
+@define_op
+def all_gather(call: Call, x: jax.Array) -> jax.Array:
     """Makes dimensions whole along the axes that the right side leaves out.
 
         ops.all_gather("M/d F/t -> M F/t", w)       over d
@@ -153,7 +154,7 @@ def all_gather(call: _Call, x: jax.Array) -> jax.Array:
     return x
 
 
-def _paid(call: _Call) -> tuple[str, ...]:
+def _paid(call: Call) -> tuple[str, ...]:
     """The axes over which the left side owes a sum and the right side doesn't."""
     (given,), wanted = call.operands, call.result
     new = ",".join(a for a in wanted.unreduced if a not in given.unreduced)
@@ -163,8 +164,8 @@ def _paid(call: _Call) -> tuple[str, ...]:
     return paid
 
 
-@_op
-def psum_scatter(call: _Call, x: jax.Array) -> jax.Array:
+@define_op
+def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
     """Adds up partial sums; each device keeps its part of the total.
 
         ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
@@ -193,8 +194,8 @@ def psum_scatter(call: _Call, x: jax.Array) -> jax.Array:
     return x
 
 
-@_op
-def psum(call: _Call, x: jax.Array) -> jax.Array:
+@define_op
+def psum(call: Call, x: jax.Array) -> jax.Array:
     """Adds up partial sums; each device has the whole total.
 
         ops.psum("B/d L {U:t} -> B/d L", x)
@@ -212,7 +213,7 @@ def psum(call: _Call, x: jax.Array) -> jax.Array:
     return lax.psum(x, paid)
 
 
-def _owed_by_removing(call: _Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
+def _owed_by_removing(call: Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of summed-over dimensions, which the right side must declare as owed."""
     new = tuple(a for dim in removed for a in dim.axes if a not in before)
     split = (*(a for dim in removed for a in dim.axes), *call.result.axes)
@@ -226,7 +227,7 @@ def _owed_by_removing(call: _Call, removed: list[Dim], before: tuple[str, ...]) 
     return new
 
 
-def _reduced(call: _Call) -> tuple[tuple[int, ...], list[Dim]]:
+def _reduced(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
     """The positions and dimensions that the right side leaves out."""
     (given,), wanted = call.operands, call.result
     out = [i for i, dim in enumerate(given.dims) if dim not in wanted.dims]
@@ -238,8 +239,8 @@ def _reduced(call: _Call) -> tuple[tuple[int, ...], list[Dim]]:
     return tuple(out), [given.dims[i] for i in out]
 
 
-@_op
-def reduce_sum(call: _Call, x: jax.Array) -> jax.Array:
+@define_op
+def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
     """Sums over the dimensions that the right side leaves out; over split ones, only this part.
 
         ops.reduce_sum("B/d L V/t -> B/d L {U:t}", x)
@@ -252,8 +253,8 @@ def reduce_sum(call: _Call, x: jax.Array) -> jax.Array:
     return _owing(jnp.sum(x, axis=positions), owed)
 
 
-@_op
-def reduce_max(call: _Call, x: jax.Array) -> jax.Array:
+@define_op
+def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     """The maximum over the dimensions that the right side leaves out, split or not.
 
         ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(x))
@@ -269,8 +270,8 @@ def reduce_max(call: _Call, x: jax.Array) -> jax.Array:
     return lax.pmax(_varying(x, axes), axes) if axes else x
 
 
-@_op
-def einsum_unreduced(call: _Call, *operands: jax.Array, dtype: DType | None = None) -> jax.Array:
+@define_op
+def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = None) -> jax.Array:
     """The einsum of each device's parts.
 
         ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
@@ -304,16 +305,16 @@ def einsum_unreduced(call: _Call, *operands: jax.Array, dtype: DType | None = No
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
     if dtype is None or dtype.dtype == operands[0].dtype:
         return _owing(jnp.einsum(subscripts, *operands), owed)
-    return _owing(_widening_einsum(subscripts, dtype.dtype, *operands), owed)
+    return _owing(widening_einsum(subscripts, dtype.dtype, *operands), owed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
+def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
 
 
 def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
-    return _widening_einsum(subscripts, dtype, *operands), operands
+    return widening_einsum(subscripts, dtype, *operands), operands
 
 
 def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
@@ -321,11 +322,11 @@ def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Arr
     return narrow(gradient.astype(operands[0].dtype))
 
 
-_widening_einsum.defvjp(_widening_forward, _widening_backward)
+widening_einsum.defvjp(_widening_forward, _widening_backward)
 
 
-@_op
-def index_unreduced(call: _Call, table: jax.Array, indices: jax.Array) -> jax.Array:
+@define_op
+def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks `indices` up in the bracketed dimension of `table`, which may be split.
 
         ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, ids)

@@ -1,5 +1,6 @@
 """What only a GPU can show: make test-gpu. Everywhere else these are left out."""
 
+import functools
 import gzip
 import json
 import re
@@ -7,17 +8,19 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import train
-from shardlib import audit, devices
+from shardlib import audit, devices, kernels
 from tests import compiled
 from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools import memory
 
 pytestmark = pytest.mark.gpu
+SHAPES = [(2, 1024, 1, 8, 128), (1, 8192, 1, 2, 128), (2, 512, 4, 2, 64)]
 
 
 def test_there_is_a_gpu():
@@ -30,6 +33,35 @@ def test_loss_and_gradients_are_close_to_the_oracles():
     loss, grads, _ = loss_and_grads(train, small_config(), *random_rows(), mesh(1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
     assert_close(grads, expected_grads, 5e-2)
+
+
+@pytest.mark.parametrize("rows, length, queries, keys, size", SHAPES)
+def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
+    """Result and gradients, in several documents a row, some of which end beyond a block."""
+    rng = np.random.default_rng(0)
+    q, weight = rng.normal(size=(2, rows, length, queries, keys, size))
+    k, v = rng.normal(size=(2, rows, length, keys, size))
+    q, k, v, weight = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, weight))
+    document = jnp.cumsum(jnp.asarray(rng.random((rows, length)) < 4 / length, jnp.int32), axis=1)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(attend, q, k, v):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, document), q, k, v)
+        return out, pull(weight)
+
+    found, wanted = (
+        [np.asarray(x, np.float64) for x in jax.tree.leaves(both(attend, q, k, v))]
+        for attend in (kernels.cudnn_attention, kernels.plain_attention)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
+
+
+def test_the_step_runs_the_kernel():
+    """And cuDNN's types pass the checks of a typed_shard_map."""
+    config = small_config("mesh={d: 1, t: 1}", "model.d_head=64", "training.tokens.len=128")
+    with jax.set_mesh(mesh(1, 1)):
+        assert "__cudnn$fmha" in train.compile_step(config).as_text()
 
 
 def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):

@@ -54,7 +54,7 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
     @jax.jit
     @typed_shard_map
     def run(weights: module.Weights, batch: batch_type) -> tuple[module.f32[""], module.Weights]:
-        return jax.value_and_grad(module.mean_loss)(weights, batch, config.model)
+        return module.loss_and_grads(weights, batch, config)
 
     with jax.set_mesh(on):
         weights = module.init_state(config).weights
@@ -87,6 +87,19 @@ def expected():
 @pytest.mark.parametrize("axes", MESHES)
 def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
     loss, grads, _ = loss_and_grads(in_f32, small_config(), *random_rows(), mesh(*axes))
+    expected_loss, expected_grads = expected()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(grads, expected_grads, 1e-5)
+
+
+PARTS = ["training.microbatches=2", "training.loss_chunks=4"]
+
+
+@pytest.mark.parametrize("parts", [PARTS[:1], PARTS[1:], PARTS])
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+def test_parts_of_the_batch_and_of_the_logits_add_up_to_the_whole(in_f32, axes, parts):
+    """The last row has padding, so that the parts don't have the same number of targets."""
+    loss, grads, _ = loss_and_grads(in_f32, small_config(*parts), *random_rows(), mesh(*axes))
     expected_loss, expected_grads = expected()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected_grads, 1e-5)
@@ -189,7 +202,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
             events.append(f"read {self.real:.0f}")
             return self.real
 
-    def training_step(state, batch, config):
+    def step_once(state, batch):
         events.append(f"start {batch}")
         return state, train.Metrics(Number(batch), 0.0, 0.0)
 
@@ -197,7 +210,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         def batches(self, first, last):
             return iter(range(first, last))
 
-    monkeypatch.setattr(train, "training_step", training_step)
+    monkeypatch.setattr(train, "compile_step", lambda config: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)):
         train.train(config, Loader(), None)
@@ -273,7 +286,7 @@ def test_step_flops_are_those_of_the_oracles_products():
 
 
 IDENTITY_ATTENTION = (
-    "mixed = save_for_backward(attention(q, k, v, document))",
+    "mixed = save_for_backward(mixed)",
     "mixed = save_for_backward(jnp.broadcast_to(v[:, :, None], q.shape))",
 )
 
@@ -286,8 +299,8 @@ def test_without_attention_a_prediction_depends_on_the_previous_token_alone():
 
 
 def embedding_rows_reached(module):
-    """Which tokens' embeddings the logits at position 8 of a row depend on. The row holds tokens 1
-    to 12, in documents that start at positions 0, 5 and 10."""
+    """Which tokens' embeddings the prediction at position 8 of a row depends on. The row holds
+    tokens 1 to 12, in documents that start at positions 0, 5 and 10."""
     config = small_config()
     targets = np.ones((8, 12), np.uint32)
     targets[0] = np.arange(1, 13)
@@ -298,10 +311,10 @@ def embedding_rows_reached(module):
     @typed_shard_map
     def gradient(weights: module.Weights, batch: module.TokenBatch) -> module.Weights:
         def squares(weights):
-            logits = module.forward(weights, batch, config.model)
+            x = module.forward(weights, batch, config.model)
             looked_at = (batch.targets == 9) & (jnp.arange(12) == 8)
-            logits = jnp.where(looked_at[:, :, None], logits, 0)
-            total = ops.reduce_sum("B/d L V/t -> {U:d,t}", jnp.square(logits))
+            x = jnp.where(looked_at[:, :, None], x, 0)
+            total = ops.reduce_sum("B/d L M/t -> {U:d,t}", jnp.square(x))
             return ops.psum("{U:d,t} -> ", total)
 
         return jax.grad(squares)(weights)

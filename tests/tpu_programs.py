@@ -7,54 +7,6 @@ from data.config import ROOT
 from tests.helpers import compose_config
 from tools import mutations
 
-LOGITS = """
-    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed, dtype=f32)
-"""
-CHUNKED_LOSS = """
-    h, unembed = forward(weights, batch, config)
-
-    @explicit_activation_checkpointing
-    @typechecked
-    def chunk(h: bf16["B/d l M"], targets: u32["B/d l"]) -> f32["B/d l"]:
-        logits = ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, unembed, dtype=f32)
-        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))
-        logits = logits - peak[:, :, None]
-        total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
-        total = ops.psum("B/d l {U:t} -> B/d l", total)
-        chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, targets)
-        chosen = ops.psum("B/d l {U:t} -> B/d l", chosen)
-        return jnp.log(total) - chosen
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(x.shape[0], 4, x.shape[1] // 4, *x.shape[2:]), 1, 0)
-
-    _, nats = lax.scan(lambda c, x: (c, chunk(*x)), (), (split(h), split(batch.targets)))
-    nats = jnp.moveaxis(nats, 0, 1).reshape(batch.targets.shape)
-
-"""
-GRADIENTS = """
-    loss, grads = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
-"""
-MICROBATCHES = """
-    def micro(total, batch):
-        out = jax.value_and_grad(mean_loss)(state.weights, batch, config.model)
-        # Without the barrier the TPU's compiler crashes.
-        out = jax.tree.map(lax.optimization_barrier, out)
-        return jax.tree.map(jnp.add, total, out), ()
-
-    parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
-    zero = jnp.zeros((), f32.dtype), jax.tree.map(jnp.zeros_like, state.weights)
-    (loss, grads), () = lax.scan(micro, zero, parts)
-    loss, grads = jax.tree.map(lambda x: x / 4, (loss, grads))
-"""
-
-
-def _replace(source, *pairs):
-    for old, new in pairs:
-        assert source.count(old) == 1, f"train.py has no {old!r}: update the edit"
-        source = source.replace(old, new)
-    return source
-
 
 def nothing_saved(source):
     """Everything in a layer is computed again."""
@@ -66,24 +18,8 @@ def feed_forward_again(source):
     return re.sub(r"(gate|up) = save_for_backward\((.*)\)\n", r"\1 = \2\n", source)
 
 
-def chunked(source):
-    """Logits of a quarter of the sequence at a time."""
-    start = source.index("\n    logits = forward(weights, batch, config)\n")
-    end = source.index("    is_target = ")
-    return _replace(
-        source[:start] + CHUNKED_LOSS + source[end:],
-        ("(jnp.log(total) - chosen) * is_target", "nats * is_target"),
-        (LOGITS, "\n    return h, unembed\n"),
-        (
-            'config: ModelConfig) -> f32["B/d L V/t"]:',
-            'config: ModelConfig) -> tuple[bf16["B/d L M"], bf16["V/t M"]]:',
-        ),
-    )
-
-
-def microbatches(source):
-    """Gradients summed over four parts of the batch."""
-    return _replace(source, (GRADIENTS, MICROBATCHES))
+CHUNKED = "training.loss_chunks=4"
+MICROBATCHES = "training.microbatches=4"
 
 
 class Program(NamedTuple):
@@ -93,10 +29,10 @@ class Program(NamedTuple):
     t: int
     batch: int
     length: int
-    edits: tuple = ()
+    edits: tuple = ()  # of the source, by a function, or of the config
 
     def __str__(self):
-        edits = "".join(f", {edit.__name__}" for edit in self.edits)
+        edits = "".join(f", {getattr(edit, '__name__', edit)}" for edit in self.edits)
         return f"{self.model} on {self.topology}, {self.d} x {self.t}, {self.batch}{edits}"
 
     def build(self):
@@ -105,14 +41,15 @@ class Program(NamedTuple):
             f"c4_a100x8_{self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "paths.model_name=x", "flat_tokens.filespec=x",
+            *(edit for edit in self.edits if isinstance(edit, str)),
         )  # fmt: skip
         source = (ROOT / "train.py").read_text()
         for edit in self.edits:
-            source = edit(source)
+            source = source if isinstance(edit, str) else edit(source)
         return config, mutations.load(source)
 
 
-N, C, M = nothing_saved, chunked, microbatches
+N, C, M = nothing_saved, CHUNKED, MICROBATCHES
 
 # Written down before any was predicted.
 LISTED = [

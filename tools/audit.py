@@ -106,16 +106,20 @@ class Probed(NamedTuple):
     arrays: dict[tuple[int, ...], Shape]  # by the keys of tools.memory
 
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
-        """`bf16["B/d L F/t"]`; lengths where they aren't those of that type."""
+        """`bf16["B/d L F/t"]`; `bf16["B/d/2 L F/t"]` of a loop over halves; lengths where they
+        aren't those of that type."""
         real, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
-        names, lengths = [], []
-        for length in probed:
-            dims = audit.dims_of(length, self.axes, self.sizes)
-            parts = (sizes[dim.name] // math.prod(real[a] for a in dim.axes) for dim in dims)
-            names.append("*".join(map(str, dims)) or str(length))
-            lengths.append(math.prod(parts) if dims else length)
-        text = " ".join(names if tuple(lengths) == shape else map(str, shape))
-        return f'{DTYPES.get(dtype, dtype)}["{text}"]'
+        names = []
+        for length, at_probe in zip(shape, probed, strict=False):
+            dims = audit.dims_of(at_probe, self.axes, self.sizes)
+            held = [sizes[dim.name] // math.prod(real[a] for a in dim.axes) for dim in dims]
+            name, parts = "*".join(map(str, dims)) or str(at_probe), math.prod(held) / length
+            if dims and parts.is_integer():
+                names.append(f"{name}/{parts:.0f}" if parts > 1 else name)
+            elif length == at_probe:
+                names.append(name)
+        known = len(names) == len(shape) == len(probed)
+        return f'{DTYPES.get(dtype, dtype)}["{" ".join(names if known else map(str, shape))}"]'
 
 
 def probe(config: train.Config) -> Probed:
@@ -128,6 +132,7 @@ def probe(config: train.Config) -> Probed:
 
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
     """The ledger and the memory, for JSON. Raises ValueError where a dimension doesn't split."""
+    train.check_config(config)
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh, sizes)
@@ -178,16 +183,21 @@ def worst_table(result: dict[str, Any]) -> str:
 def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     """The same as tables. Rows of less than a thousandth of their sum are left out."""
     axes, saved = result["mesh"], result["saved"]
-    kept = sum(row["bytes"] for row in saved)
+    kept, on_host = (
+        sum(row["bytes"] for row in saved if row["memory"] == where) for where in ("device", "host")
+    )
     sent = [row | {"total": row["times"] * row["bytes"]} for row in result["transfers"]]
     received = sum(row["total"] for row in sent)
     products = [(row["phase"], row["times"] * row["flops"]) for row in result["products"]]
     count, computed = math.prod(axes.values()), sum(flops for _, flops in products)
     needed = result["model_flops"] / count
     saved_rows = (
-        (r["line"], r["type"], show(r["bytes"] / r["times"]), str(r["times"]), show(r["bytes"]))
+        (
+            *(r["line"], r["type"], r["memory"]),
+            *(show(r["bytes"] / r["times"]), str(r["times"]), show(r["bytes"])),
+        )
         for r in saved
-        if r["bytes"] > kept / 1000
+        if r["bytes"] > (kept + on_host) / 1000
     )
     sent_rows = (
         (
@@ -201,6 +211,7 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     by_phase = sums(((r["phase"], r["total"]) for r in sent), "B")
     by_axes_and_phase = f", by rings: {by_axes}; {by_phase}" if received else ""
     held = [*result["held"].items(), ("saved for the backward pass", kept)]
+    held += [("and in the host's memory", on_host)]
     peak = result["arguments"] + result["temporary"]
     room, checked = ".", "on TPUs as a rule within 10%"
     if chip:
@@ -215,7 +226,7 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
             f"At the worst moment of a step it holds {show(peak)}{room}",
             f"Predicted, {checked}; tools.compile asks the compiler itself.",
             "",
-            table(("saved at", "type", "each", "times", "in all"), saved_rows),
+            table(("saved at", "type", "memory", "each", "times", "in all"), saved_rows),
             "\nAt the worst moment it holds weights, moments, batch and:\n",
             worst_table(result),
             f"\nA device receives {show(received)} a step{by_axes_and_phase}.\n",

@@ -42,7 +42,7 @@ TABLES = {
         "At the worst moment, beside weights, moments and batch",
         ("line", "type", "op", "times"),
     ),
-    "saved": ("Kept for the backward pass", ("line", "type", "times")),
+    "saved": ("Kept for the backward pass", ("line", "type", "memory", "times")),
     "transfers": ("Received", ("line", "op", "phase", "kind", "axes", "times")),
     "products": ("Multiplied", ("line", "op", "phase", "times")),
 }

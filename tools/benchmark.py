@@ -18,6 +18,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -36,28 +37,32 @@ LEAST, MOST = 10, 100  # steps that are timed: MOST, or once there are LEAST
 SECONDS = 30  # as many as this takes
 
 
-def time_start(config: train.Config, loader: Loader) -> tuple[train.State, dict[str, float]]:
-    """The state, and the seconds that each part of the way to the first step's end takes."""
-    marks = {"import": IMPORTED - START, "devices and dataset": time.perf_counter() - IMPORTED}
+def time_start(
+    config: train.Config, loader: Loader
+) -> tuple[jax.stages.Compiled, train.State, dict[str, float]]:
+    """The step, the state after the first one, and the seconds that each part of the way there
+    takes."""
+    checked = time.perf_counter() - IMPORTED
+    marks = {"import": IMPORTED - START, "devices, dataset, check of types": checked}
 
     def mark(name: str, result: Any) -> Any:
         jax.block_until_ready(result)
         marks[name] = time.perf_counter() - START - sum(marks.values())
         return result
 
-    batch = mark("load a batch", loader.load(0))
+    lowered = mark("trace and lower", train.lower_step(config))
+    step = mark("compile", lowered.compile())
     state = mark("initialize the state", train.init_state(config))
-    traced = mark("trace", train.training_step.trace(state, batch, config))
-    lowered = mark("lower", traced.lower())
-    mark("compile", lowered.compile())
-    state, _ = mark("run a step", train.training_step(state, batch, config))
-    return state, marks
+    batch = mark("load a batch", loader.load(0))
+    state, _ = mark("run a step", step(state, batch))
+    return step, state, marks
 
 
 def time_steps(
-    config: train.Config, loader: Loader, state: train.State
+    step_once: Callable[..., Any], batches: Iterator[Any], state: Any, wait: Callable[[Any], Any]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and those its batch was waited for, once the first ones are done.
+    """Seconds of each step, and those its batch was waited for, once the first ones are done. A
+    step takes state and batch, and gives the next state and what `wait` waits for its end by.
 
     As in training, a step is waited for when the next one is under way; what is timed is from one
     step's end to the next one's.
@@ -65,21 +70,20 @@ def time_steps(
     ends: list[float] = []
     waits: list[float] = []
     before = None
-    batches = loader.batches(1, 2**31)
     for step in itertools.count():
         asked = time.perf_counter()
         batch = next(batches)
         waits.append(time.perf_counter() - asked)
-        state, metrics = train.training_step(state, batch, config)
+        state, metrics = step_once(state, batch)
         if before is not None:
-            jax.block_until_ready(before)
+            wait(before)
             ends.append(time.perf_counter())
         before = metrics
         # Several hosts have to stop at the same step, and their clocks differ.
         enough = jax.process_count() > 1 or (len(ends) > 1 and ends[-1] - ends[0] > SECONDS)
         if step - WARMUP >= (LEAST if enough else MOST):
             break
-    jax.block_until_ready(state)
+    wait(before)
     return list(np.diff(ends[WARMUP - 1 :])), waits[WARMUP : len(ends)]
 
 
@@ -100,6 +104,49 @@ def commit() -> str:
     return done.stdout.strip() + ("+" if changed.stdout else "") or "unknown"
 
 
+def show(
+    config: train.Config, kind: str, parameters: int, steps: list[float], peak: tuple[int, str],
+    packages: list[str], rows: dict[str, str], record: dict[str, Any],
+) -> None:  # fmt: skip
+    """Prints the table, and the line of JSON, to which `rows` and `record` add."""
+    low, median, high = (float(np.percentile(steps, share)) for share in (10, 50, 90))
+    spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
+    tokens = config.training.tokens.batch * config.training.tokens.len
+    projections, attention = train.step_flops(config)
+    axes = dataclasses.asdict(config.mesh)
+    table = {
+        "device": f"{math.prod(axes.values())} x {kind}, {show_axes(axes)}",
+        "parameters": f"{parameters:,}",
+        "tokens per step": f"{tokens:,}",
+        "step": f"{median:.4f} s ({spread})",
+        "tokens/s": f"{tokens / median:,.0f}",
+        "MFU, causal attention included": train.mfu(config, kind, projections + attention, median),
+        "MFU, projections only": train.mfu(config, kind, projections, median),
+        "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
+    }
+    for name, text in (table | rows).items():
+        print(f"{name:32} {text}")
+    # A number that JSON hasn't, as an infinite clip, becomes a text.
+    settings = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
+    line = {
+        "config": settings,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+        "machine": platform.platform(),
+        "device": kind,
+        "devices": math.prod(axes.values()),
+        "hosts": jax.process_count(),
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "step_seconds": [round(seconds, 6) for seconds in steps],
+        "projection_flops": projections,
+        "attention_flops": attention,
+        "peak_memory_bytes": peak[0],
+    }
+    print(json.dumps(line | record))
+
+
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
     config.training.validation_interval = 0  # no need of a validation split
@@ -108,58 +155,27 @@ def main(config: train.Config) -> None:
         mesh = train.make_mesh(config)
         with jax.set_mesh(mesh):
             loader, _ = train.make_loaders(config)
+        train.check_types(config)
     except (ValueError, OSError) as error:
         train.stop(config, str(error))
     with jax.set_mesh(mesh):
-        state, start = time_start(config, loader)
+        step_once, state, start = time_start(config, loader)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        steps, waits = time_steps(config, loader, state)
+        batches = loader.batches(1, 2**31)
+        steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)
     if jax.process_index():
         return
 
-    low, median, high = (float(np.percentile(steps, share)) for share in (10, 50, 90))
-    spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
-    tokens = config.training.tokens.batch * config.training.tokens.len
-    projections, attention = train.step_flops(config)
-    peak, where = peak_memory()
-    device, count = jax.devices()[0].device_kind, math.prod(mesh.shape.values())
-    table = {
-        "device": f"{count} x {device}, {show_axes(mesh.shape)}",
-        "parameters": f"{parameters:,}",
-        "tokens per step": f"{tokens:,}",
-        "step": f"{median:.4f} s ({spread})",
-        "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": train.mfu(config, projections + attention, median),
-        "MFU, projections only": train.mfu(config, projections, median),
-        "data wait": f"{np.median(waits):.4f} s a step, {sum(waits) / sum(steps):.1%} of the time",
-        "peak memory": f"{peak / 2**30:.2f} GiB {where}",
+    share = sum(waits) / sum(steps)
+    rows = {
+        "data wait": f"{np.median(waits):.4f} s a step, {share:.1%} of the time",
         "to the first step's end": f"{sum(start.values()):.1f} s",
         **{f"    {name}": f"{seconds:.2f} s" for name, seconds in start.items()},
     }
-    for name, text in table.items():
-        print(f"{name:32} {text}")
-    # A number that JSON hasn't, as an infinite clip, becomes a text.
-    settings = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
-    packages = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
-    record = {
-        "config": settings,
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **packages},
-        "machine": platform.platform(),
-        "device": device,
-        "devices": count,
-        "hosts": jax.process_count(),
-        "parameters": parameters,
-        "tokens_per_step": tokens,
-        "step_seconds": [round(seconds, 6) for seconds in steps],
-        "data_wait_seconds": [round(seconds, 6) for seconds in waits],
-        "projection_flops": projections,
-        "attention_flops": attention,
-        "peak_memory_bytes": peak,
-        "start_seconds": start,
-    }
-    print(json.dumps(record))
+    waited = [round(seconds, 6) for seconds in waits]
+    record = {"data_wait_seconds": waited, "start_seconds": start}
+    kind, packages = jax.devices()[0].device_kind, ["jax", "jaxlib", "numpy"]
+    show(config, kind, parameters, steps, peak_memory(), packages, rows, record)
 
 
 if __name__ == "__main__":

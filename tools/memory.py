@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, op_of, phase
+from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
 
 # What an equation is, by its primitive's name; those of all reductions and scatters begin alike.
@@ -81,11 +81,11 @@ def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int,
 
 
 def size_of(aval: Any, chip: str) -> int:
-    """Bytes on a kind of chip. A TPU's memory is tiled: of the two dimensions laid out last, those
-    that waste least, one is filled up to a multiple of 128, the other to one of 8, or if short to a
-    power of two that fills 32 bits."""
+    """Bytes on a kind of chip, none if its host holds it. A TPU's memory is tiled: of the two
+    dimensions laid out last, those that waste least, one is filled up to a multiple of 128, the
+    other to one of 8, or if short to a power of two that fills 32 bits."""
     shape, itemsize = aval.shape, aval.dtype.itemsize
-    elements = math.prod(shape)
+    elements = 0 if on_host(aval) else math.prod(shape)
     if chip.startswith("TPU") and elements:
         if len(shape) < 2:
             return _filled(elements, 128) * itemsize

@@ -122,10 +122,12 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
         whole = SOURCE[slice(*span(call))]
         if name == "save_for_backward":
             yield Mutation(call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
-        if not name.startswith("ops.") or not isinstance(call.args[0], ast.Constant):
+        module, _, op = name.partition(".")
+        if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
             continue
-        signature, op = str(call.args[0].value), name.removeprefix("ops.")
-        yield Mutation(call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
+        signature = str(call.args[0].value)
+        if module == "ops":  # without a kernel it is another model
+            yield Mutation(call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
             yield Mutation(call.lineno, f"{op} twice", edit(call, again))

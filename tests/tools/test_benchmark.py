@@ -33,7 +33,9 @@ def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     assert record["versions"]["jax"] == jax.__version__ and record["devices"] == 8
     assert record["tokens_per_step"] == 96 and record["peak_memory_bytes"] > 2**27
     parts = record["start_seconds"]
-    assert next(iter(parts)) == "import" and {"trace", "compile", "load a batch"} <= set(parts)
+    assert next(iter(parts)) == "import" and {"trace and lower", "compile", "load a batch"} <= set(
+        parts
+    )
     assert all(seconds >= 0 for seconds in parts.values())
 
     shown = {line[:32].strip(): line[33:] for line in table}
@@ -62,18 +64,16 @@ def test_the_steps_that_are_timed(monkeypatch):
     now = [0.0]
 
     class Metrics:
-        def block_until_ready(self):
+        def wait(self):
             now[0] += 1
 
-    def batches(first, last):
+    def batches():
         while True:
             now[0] += 0.25
             yield "batch"
 
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(benchmark.train, "training_step", lambda *_: ("state", Metrics()))
-    monkeypatch.setattr(benchmark.jax, "block_until_ready", lambda x: x.block_until_ready() if
-                        isinstance(x, Metrics) else x)  # fmt: skip
-    loader = type("Loader", (), {"batches": staticmethod(batches)})
-    steps, waits = benchmark.time_steps(None, loader, "state")
+    steps, waits = benchmark.time_steps(
+        lambda state, batch: (state, Metrics()), batches(), "state", Metrics.wait
+    )
     assert steps == [1.25] * 6 and waits == [0.25] * 6

@@ -1,0 +1,86 @@
+"""Ops that are one fused kernel where a device has it, each with a plain twin that says what it
+computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.activations import explicit_activation_checkpointing
+from shardlib.ops import Call, define_op, widening_einsum
+from shardlib.types import Spec
+
+BLOCK = 512  # queries whose scores are there at a time
+
+
+@define_op
+def attention(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array
+) -> jax.Array:
+    """Causal attention within each document; Q query heads share a key-value head. Vaswani et al.
+    2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245.
+
+        kernels.attention(
+            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
+        )
+
+    Communicates nothing. Backward, scores are computed again from q, k and v: save those.
+    On NVIDIA GPUs it is cuDNN's, in bf16, for sequences that are multiples of 8 and heads of 8 to
+    128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in
+    this order, or the sequence or the head dimension is split.
+    """
+    queries, keys, values, documents = call.operands
+    call.require(len(queries.dims) == 5, "queries have five dimensions")
+    rows, length, _, kv_heads, size = queries.dims
+    for spec in keys, values:
+        wanted = Spec((rows, length, kv_heads, size))
+        call.require(spec.dims == wanted.dims, f"keys and values must be `{wanted}`")
+    call.require(documents.dims == (rows, length), f"documents must be `{Spec((rows, length))}`")
+    call.require(call.result.dims == queries.dims, f"the result must be `{queries}`")
+    call.require(not length.axes and not size.axes, f"{length} and {size} can't be split")
+    call.require(not any(spec.unreduced for spec in call.operands), "pay the sum first")
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
+    on_gpu = device is not None and device.platform == "gpu"
+    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
+    return (cudnn_attention if on_gpu and fits else plain_attention)(q, k, v, document)
+
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+    """q[B, L, Q, K, D], k and v[B, L, K, D], document[B, L] -> [B, L, Q, K, D]."""
+    length = q.shape[1]
+    block = math.gcd(length, BLOCK)
+    if block < 64:
+        block = length
+
+    # Gradients of k and v are sums over blocks, in the dtype that goes into the loop.
+    wide = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    @explicit_activation_checkpointing
+    def attend(_: tuple[()], queries: tuple[jax.Array, ...]) -> tuple[tuple[()], jax.Array]:
+        q_block, q_document, q_position = queries
+        k, v = (x.astype(q.dtype) for x in wide)
+        scores = widening_einsum("bqgkd,bskd->bkgqs", jnp.float32, q_block, k)
+        visible = q_document[:, :, None] == document[:, None, :]
+        visible &= q_position[:, None] >= jnp.arange(length)
+        scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
+        shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return (), jnp.einsum("bkgqs,bskd->bqgkd", shares, v)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+    position = jnp.arange(length).reshape(-1, block)
+    _, mixed = lax.scan(attend, (), (blocks(q), blocks(document), position))
+    return jnp.moveaxis(mixed, 0, 1).reshape(q.shape)
+
+
+def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+    """The same by cuDNN's flash attention, whose query heads of one key are neighbours."""
+    rows, length, _, keys, size = q.shape
+    same = document[:, None, :, None] == document[:, None, None, :]
+    heads = q.swapaxes(2, 3).reshape(rows, length, -1, size)
+    mixed = jax.nn.dot_product_attention(
+        heads, k, v, mask=same, is_causal=True, implementation="cudnn"
+    )
+    return mixed.reshape(rows, length, keys, -1, size).swapaxes(2, 3)

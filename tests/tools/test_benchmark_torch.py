@@ -1,0 +1,137 @@
+"""The one test that needs no PyTorch is that of its absence."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from shardlib import devices
+from tests import oracle
+from tests.helpers import SMALL, small_config, train_here
+from tools import benchmark, benchmark_torch
+
+CONFIG = ["--config-name=local_test_synthetic", *SMALL]
+# transformers says so of gradient_checkpointing_enable, whose new name its older releases lack.
+renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+
+
+def run(capsys, monkeypatch, *arguments):
+    return train_here(capsys, monkeypatch, *CONFIG, *arguments, program=benchmark_torch.main)
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+def test_without_pytorch(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # makes its import fail
+    out, message = run(capsys, monkeypatch)
+    assert not out and message.count("\n") == 0
+    assert message.startswith("error: this needs PyTorch (") and message.endswith("torch")
+
+
+def test_the_table_and_the_line(torch, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "LEAST", 3)
+    monkeypatch.setattr(benchmark, "MOST", 4)
+    chip = devices.CHIPS["h200"]._replace(flops=1e9)
+    monkeypatch.setattr(devices, "find_chip", lambda kind: chip)
+    out, message = run(capsys, monkeypatch, "compile=false", "training.microbatches=2")
+    assert not message
+    *table, line = out.splitlines()
+    shown, record = {line[:32].strip(): line[33:] for line in table}, json.loads(line)
+    attention = 2 * 32 * 16 * 4 + 2 * 32 * 8 * 4  # q and o have 16 heads of 4, k and v have 8
+    weights = 2 * (attention + 3 * 32 * 40) + 128 * 32
+    assert record["parameters"] == weights + 128 * 32 + (2 * 2 + 1) * 32
+    assert record["projection_flops"] == 6 * weights * 96 and record["tokens_per_step"] == 96
+    assert len(record["step_seconds"]) == 4 and record["devices"] == 1
+    assert record["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    seconds = sum(sorted(record["step_seconds"])[1:3]) / 2
+    share = record["projection_flops"] / 1e9 / seconds
+    assert float(shown["MFU, projections only"].rstrip("%")) / 100 == pytest.approx(share, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("model.d_model=40", "LlamaConfig wants model.d_model to be a multiple of its query heads"),
+        (
+            "checkpoint=true",
+            "unknown key checkpoint; did you mean checkpoint_interval or checkpointing?",
+        ),
+    ],
+)
+def test_mistakes(torch, capsys, monkeypatch, argument, says):
+    assert run(capsys, monkeypatch, argument) == ("", f"error: {says}")
+
+
+def torch_config(**settings):
+    return benchmark_torch.TorchConfig(**vars(small_config()), **settings)
+
+
+@renamed
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatch, checkpointing):
+    """With a mask, there is no fast kernel."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.extend(part for part in module.modules() if hasattr(part, "graph"))
+        return module.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *fn, **settings: compile_(*fn, **(settings | {"backend": backend}))
+    )
+    config = torch_config(checkpointing=checkpointing)
+    model = benchmark_torch.make_model(config)
+    step = benchmark_torch.make_step(config, model)
+    before = [weight.clone() for weight in model.parameters()]
+    step(None, torch.randint(48, (8, 12)))
+    calls = [
+        node for part in graphs for node in part.graph.nodes if "scaled_dot" in str(node.target)
+    ]
+    assert len(graphs) == (3 if checkpointing else 1) and len(calls) == 2
+    assert all(node.kwargs["is_causal"] and node.kwargs["attn_mask"] is None for node in calls)
+    assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_model_agrees_with_the_oracle(torch):
+    """The oracle gives each row the start 0, which `transformers` takes as a token."""
+    model = benchmark_torch.make_model(torch_config())
+    with torch.no_grad():
+        for weight in model.parameters():  # gains of one and small weights would hide mistakes
+            weight.add_(torch.randn_like(weight), alpha=0.2)
+    w = {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+    def stacked(name, *shape):
+        named = [w[f"model.layers.{i}.{name}.weight"] for i in range(2)]
+        return np.stack([weight.reshape(shape or weight.shape) for weight in named])
+
+    M, Q, K, D = 32, 2, 8, 4
+    layers = {
+        "attention_norm": stacked("input_layernorm"),
+        "w_q": stacked("self_attn.q_proj", K, Q, D, M).transpose(0, 4, 2, 1, 3),
+        "w_k": stacked("self_attn.k_proj", K, D, M).transpose(0, 3, 1, 2),
+        "w_v": stacked("self_attn.v_proj", K, D, M).transpose(0, 3, 1, 2),
+        "w_o": stacked("self_attn.o_proj", M, K, Q, D).transpose(0, 1, 3, 2, 4),
+        "mlp_norm": stacked("post_attention_layernorm"),
+        "w_gate": stacked("mlp.gate_proj").transpose(0, 2, 1),
+        "w_up": stacked("mlp.up_proj").transpose(0, 2, 1),
+        "w_down": stacked("mlp.down_proj"),
+    }
+    ours = {
+        "embed": w["model.embed_tokens.weight"],
+        "layers": layers,
+        "final_norm": w["model.norm.weight"],
+        "unembed": w["lm_head.weight"],
+    }
+    assert len(w) == len(jax.tree.leaves(ours)) - 9 + 2 * 9
+    targets = np.random.default_rng(0).integers(1, 48, (8, 12))
+    is_start = np.broadcast_to(np.arange(12) == 0, (8, 12))
+    expected = float(oracle.mean_loss(ours, targets, is_start, 100))
+    tokens = torch.tensor(np.pad(targets, ((0, 0), (1, 0))))
+    loss = model(tokens, labels=tokens, use_cache=False).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-5)
