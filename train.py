@@ -559,6 +559,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
     run = Run(paths.root_working_dir, paths.model_name)
+    compiled.use_cache(run.folder.parent / ".compilation_cache")
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
     first = checkpoints.newest_step
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
@@ -663,7 +664,6 @@ def main(config: Config) -> None:
         check_types(config)
     except (ValueError, OSError) as error:
         stop(config, str(error))
-    compiled.use_cache(f"{config.paths.root_working_dir}/.compilation_cache")
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)

@@ -21,11 +21,12 @@ FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
 
 
-def use_cache(folder: str) -> None:
+def use_cache(folder: pathlib.Path) -> None:
     """Has JAX keep what it compiles, for the next start of the same program, unless the user has
     chosen a folder for that."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", folder)
+        folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Else an edit of a type string alone would find the program that has the old one.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
