@@ -26,7 +26,7 @@ def use_cache(folder: pathlib.Path) -> None:
     chosen a folder for that."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Else an edit of a type string alone would find the program that has the old one.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
