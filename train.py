@@ -433,11 +433,15 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
-    """The same, compiled; from its file if the config names one."""
+    """The same, compiled, or read from the file that the config names. What is compiled from here
+    on is kept for the next start."""
     lowered = lower_step(config)
+    step = None
     if config.compiled_step:
-        return compiled.load(config.compiled_step, lowered, config)
-    return lowered.compile()
+        step = compiled.load(config.compiled_step, lowered, config)
+    compiled.use_cache(config.paths.root_working_dir)
+    kind = jax.sharding.get_mesh().devices.flat[0].device_kind
+    return step or lowered.compile(compiler_options=devices.compiler_options(kind))
 
 
 def probe(config: Config) -> Any:
@@ -559,7 +563,6 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
     run = Run(paths.root_working_dir, paths.model_name)
-    compiled.use_cache(run.folder.parent / ".compilation_cache")
     checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
     first = checkpoints.newest_step
     resolved = OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -21,9 +21,10 @@ FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
 
 
-def use_cache(folder: pathlib.Path) -> None:
-    """Has JAX keep what it compiles, for the next start of the same program, unless the user has
-    chosen a folder for that."""
+def use_cache(root: str) -> None:
+    """Has JAX keep what it compiles in `<root>/.compilation_cache`, for the next start of the same
+    program, unless the user has chosen a folder for that."""
+    folder = pathlib.Path(root).expanduser() / ".compilation_cache"
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
         jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))

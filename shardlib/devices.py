@@ -40,6 +40,34 @@ CHIPS = {
 }
 
 
+# What a kind of chip's compiler is asked for beyond its defaults, so that more of what is sent is
+# sent while something is computed: docs/performance.md has the shares before and after. The names
+# are from https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
+# https://github.com/openxla/xla, docs/flags_guidance.md.
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+    # All-reduces run beside compute, as gathers do by default. v5e alone has this.
+    "TPU v5 lite": {
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_enable_async_all_reduce": True,
+    },
+    "TPU v5": {
+        # The SparseCore carries collectives, and the other core goes on.
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+        # A reduce-scatter stays one where it would become an all-reduce, of twice the bytes.
+        "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+        # The scheduler takes them to be slower than it thinks, and starts them earlier.
+        "xla_tpu_sparse_core_all_gather_latency_multiplier": "2",
+        "xla_tpu_sparse_core_all_reduce_latency_multiplier": "4",
+        "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "4",
+    },
+}
+
+
 def show_axes(axes: Mapping[str, int]) -> str:
     """`d=4, t=2`."""
     return ", ".join(f"{axis}={size}" for axis, size in axes.items())
@@ -48,6 +76,16 @@ def show_axes(axes: Mapping[str, int]) -> str:
 def find_chip(kind: str) -> Chip | None:
     """By JAX's `device.device_kind`; None for one that isn't in the table."""
     return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
+
+
+def compiler_options(kind: str) -> dict[str, bool | str]:
+    """For `jax.stages.Lowered.compile`, by JAX's `device.device_kind`. What the user's flags say
+    something about is left to them."""
+    chip = find_chip(kind)
+    users = os.environ.get("XLA_FLAGS", "") + " " + os.environ.get("LIBTPU_INIT_ARGS", "")
+    named = {flag.lstrip("-").partition("=")[0] for flag in users.split()}
+    options = COMPILER_OPTIONS.get(chip.kind, {}) if chip else {}
+    return {name: value for name, value in options.items() if name not in named}
 
 
 def simulate_cpu_devices(count: int) -> None:

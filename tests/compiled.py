@@ -163,6 +163,7 @@ TPU_RULES = {
     "pieces": "an asynchronous collective stands in several fusions, which share its chain's id",
     "summed": "an all-gather or a reduce-scatter of narrow parts is an all-reduce of the whole",
     "padded": "a reduce-scatter is an all-reduce of a padded array, and a permute of its edges",
+    "stacked": "of a scalar that each turn of a loop sums up, all turns' are summed at its end",
 }
 
 
@@ -200,6 +201,14 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
                 break
         else:
             found[kind, axes, elements, loop] += 1
+    if "stacked" in rules:
+        for row in transfers:
+            one = key(row._replace(elements=1))
+            for each in [each for each in found if each[:2] == one[:2] and left[one]]:
+                if row.elements == 1 and row.times % each[2] == 0:
+                    left[one] -= 1
+                    found[each] -= 1
+        left, found = +left, +found
     if "summed" in rules:
         for kind, *where in [*left]:
             count = min(left[kind, *where], found["all-reduce", *where])

@@ -20,8 +20,10 @@ def built(program):
     """The mesh, the jaxpr, the compiler's bytes, and its program's text."""
     config, module = program.build()
     axes = dataclasses.asdict(config.mesh)
-    with jax.set_mesh(tpu_mesh(program.topology, axes)):
-        step = module.lower_step(config).compile()
+    on = tpu_mesh(program.topology, axes)
+    options = devices.compiler_options(on.devices.flat[0].device_kind)
+    with jax.set_mesh(on):
+        step = module.lower_step(config).compile(compiler_options=options)
     jaxpr = module.trace_step(config, devices.abstract_mesh(axes), module.dimensions(config))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 

@@ -29,7 +29,7 @@ import numpy as np
 import train
 from data.config import ROOT, program
 from data.loader import Loader
-from shardlib.devices import show_axes
+from shardlib import devices
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps that are run first and left out
@@ -51,7 +51,8 @@ def time_start(
         return result
 
     lowered = mark("trace and lower", train.lower_step(config))
-    step = mark("compile", lowered.compile())
+    options = devices.compiler_options(jax.devices()[0].device_kind)
+    step = mark("compile", lowered.compile(compiler_options=options))
     state = mark("initialize the state", train.init_state(config))
     batch = mark("load a batch", loader.load(0))
     state, _ = mark("run a step", step(state, batch))
@@ -115,7 +116,7 @@ def show(
     projections, attention = train.step_flops(config)
     axes = dataclasses.asdict(config.mesh)
     table = {
-        "device": f"{math.prod(axes.values())} x {kind}, {show_axes(axes)}",
+        "device": f"{math.prod(axes.values())} x {kind}, {devices.show_axes(axes)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",

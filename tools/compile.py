@@ -109,7 +109,7 @@ def main(config: CompileConfig) -> None:
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()
         try:
-            step = lowered.compile()
+            step = lowered.compile(compiler_options=devices.compiler_options(kind))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
