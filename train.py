@@ -129,6 +129,7 @@ class Config:
     checkpoint_interval: int  # steps; 0: at the end only
     profile: bool  # a few steps into profile/
     hlo_svg: bool  # the compiled step, drawn
+    compiler_options: bool  # those of devices.COMPILER_OPTIONS
     compiled_step: str  # a file of tools.compile, to start without compiling
     num_hosts: int
     simulate_devices: bool
@@ -432,16 +433,10 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     return training_step.lower(*placed, config)
 
 
-def compile_step(config: Config) -> jax.stages.Compiled:
-    """The same, compiled, or read from the file that the config names. What is compiled from here
-    on is kept for the next start."""
-    lowered = lower_step(config)
-    step = None
-    if config.compiled_step:
-        step = compiled.load(config.compiled_step, lowered, config)
-    compiled.use_cache(config.paths.root_working_dir)
+def compile_step(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
-    return step or lowered.compile(compiler_options=devices.compiler_options(kind))
+    options = devices.compiler_options(kind) if config.compiler_options else None
+    return lowered.compile(compiler_options=options)
 
 
 def probe(config: Config) -> Any:
@@ -573,7 +568,11 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             "that; to start anew, choose another paths.model_name"
         )
         return
-    step_once = compile_step(config)
+    lowered = lower_step(config)
+    if config.compiled_step:
+        step_once = compiled.load(config.compiled_step, lowered, config)
+    else:
+        step_once = compile_step(config, lowered)
     if first:
         state = checkpoints.restore(State, dimensions(config), resolved)
     else:
@@ -585,7 +584,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         run.say(f"resumed at step {first} from {checkpoints.newest}")
 
     if config.hlo_svg:
-        run.say(f"drew {hlo.draw(lower_step(config), run.folder / 'step')}")
+        run.say(f"drew {hlo.draw(lowered, run.folder / 'step')}")
 
     seconds: list[float] = []
     finished = time.perf_counter()
@@ -668,6 +667,7 @@ def main(config: Config) -> None:
     except (ValueError, OSError) as error:
         stop(config, str(error))
     try:
+        compiled.use_cache(config.paths.root_working_dir)
         with jax.set_mesh(mesh):
             train(config, *loaders)
     except (CompiledStepError, FlatTokensError, CheckpointError, MetricsError, OSError) as error:

@@ -1,10 +1,13 @@
 """The compiled step, for people: a profile whose events say their type strings, and a graph."""
 
+import collections
 import gzip
 import json
+import math
 import pathlib
 import re
 import tempfile
+from typing import NamedTuple
 
 import jax
 
@@ -13,6 +16,8 @@ from shardlib.ops import SCOPE
 
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
+
+CYCLES = 1000  # a microsecond, or somewhat less
 
 # Parts of an op_name that say how JAX got there, not what the source does.
 MACHINERY = re.compile(
@@ -50,6 +55,73 @@ def op_names(hlo: str) -> dict[str, str]:
             elif found := re.search(r"calls=%([\w.-]+)", match[4]):
                 fusions[match[1]] = found[1]
     return {name: bodies[body] for name, body in fusions.items() if body in bodies} | names
+
+
+class Sent(NamedTuple):
+    """A collective of a scheduled program."""
+
+    elements: int  # of the array, whole along the axes
+    bytes: int  # of that; twice for an all-reduce
+    in_loop: bool
+    hidden: bool  # a microsecond or more of compute lies between its start and its end
+
+
+def sent(hlo: str) -> list[Sent]:
+    """What a TPU's program sends, by the order in which its compiler has scheduled it and the
+    cycles that the compiler takes each instruction to need."""
+    calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
+    computation = ""
+    for line in hlo.splitlines():
+        if match := COMPUTATION.match(line):
+            computation = "" if line.startswith("ENTRY") else match[1]
+        elif match := INSTRUCTION.match(line):
+            calls[computation].append(match)
+
+    def array(call: re.Match[str]) -> tuple[int, int] | None:
+        """Elements and bytes of the collective that an instruction is, or that it calls."""
+        _, shape, op, rest = call.groups()
+        if op not in ("all-gather", "reduce-scatter", "all-reduce"):
+            called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", rest)
+            return next(filter(None, (array(c) for name in called for c in calls[name])), None)
+        n, elements, size = _group_size(rest) if op == "reduce-scatter" else 1, 0, 0
+        for bits, dims in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", shape):
+            elements += (part := n * math.prod(int(d) for d in dims.split(",") if d))
+            size += part * int(bits) // 8
+        return (
+            (elements, size * (2 if op == "all-reduce" else 1)) if _group_size(rest) > 1 else None
+        )
+
+    found = []
+    for body in ["", *re.findall(r"body=%([\w.-]+)", hlo)]:
+        now, started = 0, dict[str, tuple[tuple[int, int], int]]()
+        for call in calls[body]:
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', call[4])
+            # On v5e %async-collective-start.7, fusions that carry it on, %async-collective-done.7;
+            # on a SparseCore %x.call-start, %x.call-update where operands come late, %x.call-done.
+            step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[1])
+            key = step[1] + step[3] if step else call[1]
+            if step and step[2] == "done" and key in started:
+                what, start = started.pop(key)
+                found.append(Sent(*what, bool(body), now - start > CYCLES))
+            elif step and step[2] == "update" and key in started:
+                started[key] = started[key][0], now
+            elif cycles:
+                now += int(cycles[1])
+            elif sends := array(call):
+                if step:
+                    started[key] = sends, now
+                else:
+                    found.append(Sent(*sends, bool(body), False))
+    return found
+
+
+def _group_size(rest: str) -> int:
+    """Of `mesh['d'=64,'t'=4] {'t'}`, or, by jax 0.10, of `{{0,1},{2,3}}`."""
+    if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
+    listed = re.search(r"groups=\{\{([\d,]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1
 
 
 def start_profile(folder: pathlib.Path, session: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import jax
 import pytest
 
+from data import hlo
 from shardlib import audit, devices
 from tests import compiled, tpu_programs
 from tools import memory
@@ -75,6 +76,17 @@ def test_the_collectives_are_those_of_the_ledger(program):
     transfers, found, axes = collectives_of(program)
     assert len(found) > 30
     assert compiled.unexplained_on_tpu(transfers, found, axes) == ({}, {})
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[14]], ids=str)
+def test_all_that_is_sent_is_found_and_most_of_it_is_beside_compute(program):
+    """By two parsers that share nothing."""
+    axes, _, _, text = built(program)
+    rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
+    wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
+    found = hlo.sent(text)
+    assert sum(row.elements for row in found) == wanted
+    assert sum(row.bytes * row.hidden for row in found) > 0.4 * sum(row.bytes for row in found)
 
 
 @pytest.mark.parametrize("rule", compiled.TPU_RULES)

@@ -210,7 +210,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         def batches(self, first, last):
             return iter(range(first, last))
 
-    monkeypatch.setattr(train, "compile_step", lambda config: step_once)
+    monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)):
         train.train(config, Loader(), None)

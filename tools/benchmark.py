@@ -51,8 +51,7 @@ def time_start(
         return result
 
     lowered = mark("trace and lower", train.lower_step(config))
-    options = devices.compiler_options(jax.devices()[0].device_kind)
-    step = mark("compile", lowered.compile(compiler_options=options))
+    step = mark("compile", train.compile_step(config, lowered))
     state = mark("initialize the state", train.init_state(config))
     batch = mark("load a batch", loader.load(0))
     state, _ = mark("run a step", step(state, batch))

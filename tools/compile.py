@@ -14,6 +14,7 @@ import importlib.util
 import math
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -73,6 +74,19 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
 
 
+def share_hidden(text: str, transfers: list[dict[str, Any]]) -> str:
+    """How much a TPU's program sends a step, and how much of it beside compute. How often a loop
+    runs is not in its text, but in the ledger."""
+    times = {(row["elements"], row["times"] > 1): row["times"] for row in transfers}
+    often = statistics.mode(row["times"] for row in transfers if row["times"] > 1)
+    total = hidden = 0
+    for row in hlo.sent(text):
+        size = row.bytes * times.get((row.elements, row.in_loop), often if row.in_loop else 1)
+        total, hidden = total + size, hidden + size * row.hidden
+    share = f", {hidden / total:.0%} of it beside compute" if total else ""
+    return f"A step sends {show(total)}{share}, by the order of instructions."
+
+
 def summed_whole(text: str) -> Iterator[tuple[str, int]]:
     """The all-reduces of a compiled program that the source doesn't say, array by array, and bytes:
     of narrow parts, TPUs sum whole arrays where the source gathers or scatters."""
@@ -109,7 +123,7 @@ def main(config: CompileConfig) -> None:
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()
         try:
-            step = lowered.compile(compiler_options=devices.compiler_options(kind))
+            step = train.compile_step(config, lowered)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -141,7 +155,10 @@ def main(config: CompileConfig) -> None:
         print(
             f"\nIt {'fits' if left > 0 else 'does not fit'}: {show(peak)} of {show(chip.memory)}."
         )
-    found = summed_whole(str(step.as_text()))
+    text = str(step.as_text())
+    if kind.startswith("TPU"):
+        print(f"\n{share_hidden(text, predicted['transfers'])}")
+    found = summed_whole(text)
     if sums := [(what, show(size)) for what, size in found if size > 1e6]:
         print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
         print(f"takes up to twice the bytes:\n\n{table(('array', 'size'), sums)}")

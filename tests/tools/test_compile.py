@@ -99,7 +99,7 @@ def test_another_one_is_refused(case, written, tmp_path, capsys, monkeypatch):
     for version in re.findall(r"here it is (\d+\.\d+\.[\d.]+)", message):
         message = message.replace(version, "VERSION")
     golden.check("wrong_inputs.txt", f"compiled step: {case}", message.replace(str(path), "FILE"))
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs/run").exists()
 
 
 def test_an_edit_of_the_source_is_noticed(written):
