@@ -537,15 +537,6 @@ def step_flops(config: Config) -> tuple[int, int]:
     return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
-def mfu(config: Config, kind: str, flops: int, step_seconds: float) -> str:
-    """Model FLOPs utilization as text: the share of the peak of the mesh's devices, of this
-    `device_kind`, that `flops` a step uses."""
-    chip = devices.find_chip(kind)
-    if chip is None:
-        return f"unknown chip ({kind})"
-    return f"{flops / step_seconds / chip.flops / math.prod(dataclasses.astuple(config.mesh)):.1%}"
-
-
 def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
     """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
@@ -640,7 +631,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             finished = time.perf_counter()
 
     typical = statistics.median(seconds[1:] or seconds)
-    used = mfu(config, jax.devices()[0].device_kind, sum(step_flops(config)), typical)
+    kind, count = jax.devices()[0].device_kind, math.prod(dataclasses.astuple(config.mesh))
+    used = devices.mfu(kind, count, sum(step_flops(config)) / typical)
     run.say(
         f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
         f"{tokens / typical:,.0f} tokens/s, MFU {used}"

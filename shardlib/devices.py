@@ -78,6 +78,13 @@ def find_chip(kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
 
 
+def mfu(kind: str, count: int, flops: float) -> str:
+    """Model FLOPs utilization as text: the share of the peak of so many devices, by JAX's
+    `device.device_kind`, that so many FLOP/s are."""
+    chip = find_chip(kind)
+    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown chip ({kind})"
+
+
 def compiler_options(kind: str) -> dict[str, bool | str]:
     """For `jax.stages.Lowered.compile`, by JAX's `device.device_kind`. What the user's flags say
     something about is left to them."""

@@ -114,14 +114,15 @@ def show(
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
     axes = dataclasses.asdict(config.mesh)
+    count, all_flops = math.prod(axes.values()), projections + attention
     table = {
-        "device": f"{math.prod(axes.values())} x {kind}, {devices.show_axes(axes)}",
+        "device": f"{count} x {kind}, {devices.show_axes(axes)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": train.mfu(config, kind, projections + attention, median),
-        "MFU, projections only": train.mfu(config, kind, projections, median),
+        "MFU, causal attention included": devices.mfu(kind, count, all_flops / median),
+        "MFU, projections only": devices.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
     for name, text in (table | rows).items():
@@ -135,7 +136,7 @@ def show(
         "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
         "machine": platform.platform(),
         "device": kind,
-        "devices": math.prod(axes.values()),
+        "devices": count,
         "hosts": jax.process_count(),
         "parameters": parameters,
         "tokens_per_step": tokens,
