@@ -16,7 +16,7 @@ from data.loader import TokenBatch
 from data.run import Run
 from shardlib.types import explain, make_shapes
 from tests import golden
-from tests.helpers import ROOT, compose_config, edited
+from tests.helpers import ROOT, SMALL, compose_config, edited
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
 
@@ -25,6 +25,23 @@ def run(*arguments, flags="--xla_force_host_platform_device_count=8", **settings
     env = os.environ | {"XLA_FLAGS": flags} | settings
     command = [sys.executable, "-W", "error", "-m", "train", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
+    """It finds what the first one left, and gives the same numbers."""
+    losses, entries = [], []
+    for name in "first", "second":
+        done = run(
+            "--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}",
+            f"paths.model_name={name}", "training.steps=3",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+        cache = tmp_path / ".compilation_cache"
+        entries.append({path.name for path in cache.glob("*-cache")})
+    assert losses[0] == losses[1] and entries[0] == entries[1]
+    assert any(name.startswith("jit_training_step") for name in entries[0])
 
 
 def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):

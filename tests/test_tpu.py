@@ -110,3 +110,20 @@ def test_a_row_too_many_or_too_few_is_noticed():
             [*transfers[:i], row._replace(times=9 if row.times == 1 else 1), *transfers[i + 1 :]],
         ):
             assert compiled.unexplained_on_tpu(wrong, found, axes) != ({}, {})
+
+
+def test_a_long_sequence_fits():
+    """32,768 tokens at 1b, for a device of 80 GB."""
+    program = tpu_programs.Program("v5p:1x1x1", "1b", 1, 1, 1, 32768, ("training.loss_chunks=32",))
+    (_, _, predicted), (_, _, peak) = bytes_of(program)
+    assert max(predicted, peak) < 60e9
+
+
+def test_offloading_takes_off_the_device_what_it_says():
+    program = tpu_programs.Program("v5e:2x4", "270m", 8, 1, 64, 1024)
+    offloading = program._replace(edits=(tpu_programs.feed_forward_offloaded,))
+    less = bytes_of(program)[1][2] - bytes_of(offloading)[1][2]
+    axes, jaxpr, stats, _ = built(offloading)
+    kept = [row.bytes for row in audit.ledger(jaxpr, axes).saved if row.memory == "host"]
+    assert len(kept) == 2 and stats.host_temp_size_in_bytes >= sum(kept)
+    assert less > 0.8 * sum(kept)

@@ -18,6 +18,15 @@ def feed_forward_again(source):
     return re.sub(r"(gate|up) = save_for_backward\((.*)\)\n", r"\1 = \2\n", source)
 
 
+def feed_forward_offloaded(source):
+    """They are kept by the host."""
+    return re.sub(
+        r"(gate|up) = save_for_backward\((.*)\)\n",
+        r"\1 = save_for_backward(\2, offload=True)\n",
+        source,
+    )
+
+
 CHUNKED = "training.loss_chunks=4"
 MICROBATCHES = "training.microbatches=4"
 

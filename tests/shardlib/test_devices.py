@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from shardlib import devices
 from shardlib.devices import find_chip, make_mesh, probe_mesh
 from tests import golden
 from tests.helpers import ROOT
@@ -79,3 +80,15 @@ def test_simulated_devices_leave_the_environment_alone(flags, count):
 
 def test_this_process_has_the_devices_that_the_tests_need():
     assert jax.device_count() == 8
+
+
+def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
+    all_of_them = devices.compiler_options("TPU v5 lite")
+    assert all_of_them == devices.COMPILER_OPTIONS["TPU v5 lite"]
+    assert len(devices.compiler_options("TPU v5")) > len(all_of_them)
+    assert devices.compiler_options("cpu") == devices.compiler_options("TPU v4") == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_enable_async_all_reduce=false")
+    name = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
+    assert devices.compiler_options("TPU v5 lite") == {name: True}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=true")
+    assert devices.compiler_options("TPU v5 lite") == {}
