@@ -655,11 +655,12 @@ def main(config: Config) -> None:
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
-        check_types(config)
+        root = config.paths.root_working_dir
+        compiled.unless_passed_before(root, config, lambda: check_types(config))
+        compiled.use_cache(root)
     except (ValueError, OSError) as error:
         stop(config, str(error))
     try:
-        compiled.use_cache(config.paths.root_working_dir)
         with jax.set_mesh(mesh):
             train(config, *loaders)
     except (CompiledStepError, FlatTokensError, CheckpointError, MetricsError, OSError) as error:

@@ -7,7 +7,10 @@ serializes, by pickle: load only what you compiled yourself.
 import hashlib
 import json
 import pathlib
+import sys
+import sysconfig
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -21,16 +24,39 @@ FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
 
 
+def cache_folder(root: str) -> pathlib.Path:
+    folder = pathlib.Path(root).expanduser() / ".compilation_cache"
+    folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
+    return folder
+
+
 def use_cache(root: str) -> None:
     """Has JAX keep what it compiles in `<root>/.compilation_cache`, for the next start of the same
     program, unless the user has chosen a folder for that."""
-    folder = pathlib.Path(root).expanduser() / ".compilation_cache"
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
-        jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder(root).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Else an edit of a type string alone would find the program that has the old one.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
+def unless_passed_before(root: str, config: Any, check: Callable[[], object]) -> None:
+    """Runs a check whose outcome depends on the config and the source alone, unless a mark in the
+    cache says that it has passed, for the same of both, and the same JAX and Python: the source of
+    all modules that aren't installed packages."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
+    files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    texts = [
+        pathlib.Path(file).read_bytes()
+        for file in sorted(files)
+        if file.endswith(".py") and not file.startswith(installed)
+    ]
+    given = {key: value for key, value in by_key(config).items() if not key.startswith("paths.")}
+    here = repr((given, version("jax"), sys.version)).encode()
+    mark = cache_folder(root) / f"checked-{_digest(b''.join([here, *texts]))}"
+    if not mark.exists():
+        check()
+        mark.touch()
 
 
 class CompiledStepError(Exception):
