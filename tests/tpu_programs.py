@@ -49,7 +49,7 @@ class Program(NamedTuple):
         config = compose_config(
             f"c4_a100x8_{self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
-            "paths.model_name=x", "flat_tokens.filespec=x", "training.loss_chunks=1",
+            "paths.model_name=x", "flat_tokens.filespec=x",
             *(edit for edit in self.edits if isinstance(edit, str)),
         )  # fmt: skip
         source = (ROOT / "train.py").read_text()
