@@ -433,10 +433,11 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     return training_step.lower(*placed, config)
 
 
-def compile_step(config: Config, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_step(config: Config, lowered: jax.stages.Lowered, **more: Any) -> jax.stages.Compiled:
+    """With the compiler options of the mesh's chips, and these."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
-    options = devices.compiler_options(kind) if config.compiler_options else None
-    return lowered.compile(compiler_options=options)
+    options = devices.compiler_options(kind) if config.compiler_options else {}
+    return lowered.compile(compiler_options=options | more)
 
 
 def probe(config: Config) -> Any:
@@ -575,7 +576,8 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         run.say(f"resumed at step {first} from {checkpoints.newest}")
 
     if config.hlo_svg:
-        run.say(f"drew {hlo.draw(lowered, run.folder / 'step')}")
+        drawn = hlo.draw(functools.partial(compile_step, config, lowered), run.folder / "step")
+        run.say(f"drew {drawn}")
 
     seconds: list[float] = []
     finished = time.perf_counter()

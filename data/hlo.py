@@ -1,13 +1,11 @@
 """The compiled step, for people: a profile whose events say their type strings, and a graph."""
 
-import collections
 import gzip
 import json
-import math
 import pathlib
 import re
 import tempfile
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 
@@ -16,8 +14,6 @@ from shardlib.ops import SCOPE
 
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
-
-CYCLES = 1000  # a microsecond, or somewhat less
 
 # Parts of an op_name that say how JAX got there, not what the source does.
 MACHINERY = re.compile(
@@ -57,73 +53,6 @@ def op_names(hlo: str) -> dict[str, str]:
     return {name: bodies[body] for name, body in fusions.items() if body in bodies} | names
 
 
-class Sent(NamedTuple):
-    """A collective of a scheduled program."""
-
-    elements: int  # of the array, whole along the axes
-    bytes: int  # of that; twice for an all-reduce
-    in_loop: bool
-    hidden: bool  # a microsecond or more of compute lies between its start and its end
-
-
-def sent(hlo: str) -> list[Sent]:
-    """What a TPU's program sends, by the order in which its compiler has scheduled it and the
-    cycles that the compiler takes each instruction to need."""
-    calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
-    computation = ""
-    for line in hlo.splitlines():
-        if match := COMPUTATION.match(line):
-            computation = "" if line.startswith("ENTRY") else match[1]
-        elif match := INSTRUCTION.match(line):
-            calls[computation].append(match)
-
-    def array(call: re.Match[str]) -> tuple[int, int] | None:
-        """Elements and bytes of the collective that an instruction is, or that it calls."""
-        _, shape, op, rest = call.groups()
-        if op not in ("all-gather", "reduce-scatter", "all-reduce"):
-            called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", rest)
-            return next(filter(None, (array(c) for name in called for c in calls[name])), None)
-        n, elements, size = _group_size(rest) if op == "reduce-scatter" else 1, 0, 0
-        for bits, dims in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", shape):
-            elements += (part := n * math.prod(int(d) for d in dims.split(",") if d))
-            size += part * int(bits) // 8
-        return (
-            (elements, size * (2 if op == "all-reduce" else 1)) if _group_size(rest) > 1 else None
-        )
-
-    found = []
-    for body in ["", *re.findall(r"body=%([\w.-]+)", hlo)]:
-        now, started = 0, dict[str, tuple[tuple[int, int], int]]()
-        for call in calls[body]:
-            cycles = re.search(r'"estimated_cycles":"(\d+)"', call[4])
-            # On v5e %async-collective-start.7, fusions that carry it on, %async-collective-done.7;
-            # on a SparseCore %x.call-start, %x.call-update where operands come late, %x.call-done.
-            step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[1])
-            key = step[1] + step[3] if step else call[1]
-            if step and step[2] == "done" and key in started:
-                what, start = started.pop(key)
-                found.append(Sent(*what, bool(body), now - start > CYCLES))
-            elif step and step[2] == "update" and key in started:
-                started[key] = started[key][0], now
-            elif cycles:
-                now += int(cycles[1])
-            elif sends := array(call):
-                if step:
-                    started[key] = sends, now
-                else:
-                    found.append(Sent(*sends, bool(body), False))
-    return found
-
-
-def _group_size(rest: str) -> int:
-    """Of `mesh['d'=64,'t'=4] {'t'}`, or, by jax 0.10, of `{{0,1},{2,3}}`."""
-    if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
-    listed = re.search(r"groups=\{\{([\d,]*)\}", rest)
-    return len(listed[1].split(",")) if listed else 1
-
-
 def start_profile(folder: pathlib.Path, session: str) -> None:
     """Each process writes below a folder of its own: several may share a machine and its name."""
     options = jax.profiler.ProfileOptions()
@@ -155,15 +84,15 @@ def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.
     return named
 
 
-def draw(step: jax.stages.Lowered, path: pathlib.Path) -> str:
-    """Compiles the program once more, and the first host writes the optimized one as XLA draws it:
-    hover over an instruction for its type string and source line. Returns the svg's path, or, where
-    Graphviz's `dot` is missing, the .dot file's and why."""
+def draw(compile_step: Callable[..., jax.stages.Compiled], path: pathlib.Path) -> str:
+    """Compiles the program once more, with options that make XLA write it, and the first host draws
+    the optimized one: hover over an instruction for its type string and source line. Returns the
+    svg's path, or, where Graphviz's `dot` is missing, the .dot file's and why."""
     import graphviz  # only a run that asks needs it
 
     dot, svg = path.with_suffix(".dot"), path.with_suffix(".svg")
     with tempfile.TemporaryDirectory() as folder:  # XLA writes all there is
-        step.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_dot": True})
+        compile_step(xla_dump_to=folder, xla_dump_hlo_as_dot=True)
         (drawn,) = pathlib.Path(folder).glob("*after_optimizations.dot")
         if jax.process_index():  # all hosts compile, as they may have to do it together
             return ""

@@ -153,11 +153,10 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     """A mesh without devices, and a size for each dimension, at which checks of sizes are exact.
 
     Each axis has a prime size of its own, each dimension a prime of its own times 4, all axes'
-    sizes and one prime more, for `turned`: it splits evenly over any axes, its parts into halves,
-    of which one still tells where it is from, and no part or whole of
-    one dimension is as long as any part or whole of another, as it may be at the sizes one trains
-    with. The dimensions' primes are above 100, so that no part is as long as a small number that
-    stands in a model.
+    sizes and one prime more, for `turned`. So it splits evenly over any axes, and a part into
+    halves, of which each still tells where it is from; and no part or whole of one dimension is as
+    long as any of another, as it may be at the sizes one trains with. The dimensions' primes are
+    above 100, so that no part is as long as a small number that stands in a model.
     """
     primes = _primes()
     axis_sizes = {axis: next(primes) for axis in axes}

@@ -27,8 +27,8 @@ def attention(
 
     Communicates nothing. Backward, scores are computed again from q, k and v: save those.
     On NVIDIA GPUs it is cuDNN's, in bf16, for sequences that are multiples of 8 and heads of 8 to
-    128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in
-    this order, or the sequence or the head dimension is split.
+    128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in this order, or the
+    sequence or the head dimension is split.
     """
     queries, keys, values, documents = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")

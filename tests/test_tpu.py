@@ -6,10 +6,9 @@ import functools
 import jax
 import pytest
 
-from data import hlo
 from shardlib import audit, devices
 from tests import compiled, tpu_programs
-from tools import memory
+from tools import memory, overlap
 from tools.compile import tpu_mesh
 
 pytestmark = pytest.mark.tpu
@@ -84,7 +83,7 @@ def test_all_that_is_sent_is_found_and_most_of_it_is_beside_compute(program):
     axes, _, _, text = built(program)
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
-    found = hlo.sent(text)
+    found = overlap.sent(text)
     assert sum(row.elements for row in found) == wanted
     assert sum(row.bytes * row.hidden for row in found) > 0.4 * sum(row.bytes for row in found)
 

@@ -14,7 +14,6 @@ import importlib.util
 import math
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from data import compiled, hlo
 from data.config import program
 from shardlib import devices
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
+from tools.overlap import share_hidden
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -72,19 +72,6 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     )
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
-
-
-def share_hidden(text: str, transfers: list[dict[str, Any]]) -> str:
-    """How much a TPU's program sends a step, and how much of it beside compute. How often a loop
-    runs is not in its text, but in the ledger."""
-    times = {(row["elements"], row["times"] > 1): row["times"] for row in transfers}
-    often = statistics.mode(row["times"] for row in transfers if row["times"] > 1)
-    total = hidden = 0
-    for row in hlo.sent(text):
-        size = row.bytes * times.get((row.elements, row.in_loop), often if row.in_loop else 1)
-        total, hidden = total + size, hidden + size * row.hidden
-    share = f", {hidden / total:.0%} of it beside compute" if total else ""
-    return f"A step sends {show(total)}{share}, by the order of instructions."
 
 
 def summed_whole(text: str) -> Iterator[tuple[str, int]]:
