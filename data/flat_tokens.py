@@ -5,7 +5,7 @@ docs/flat_tokens.md is the specification.
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import zarr
@@ -19,16 +19,39 @@ class FlatTokensError(ValueError):
     """A dataset, or something about to become one, breaks a rule of the format."""
 
 
-def encode(ids: np.ndarray) -> np.ndarray:
-    """One sequence of ids, uint32[n], as it is stored: 2*id+1 for the first, 2*id for the rest."""
-    encoded = ids.astype(np.uint32) * np.uint32(2)
-    encoded[:1] += 1
+def encode(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Ids, int[n], as they are stored, uint32[n]: 2*id+1 where a sequence starts, else 2*id."""
+    encoded = ids.astype(np.uint32)
+    encoded <<= np.uint32(1)
+    encoded[starts] += np.uint32(1)
     return encoded
 
 
 def decode(encoded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Stored tokens as their ids, uint32[n], and whether a sequence starts there, bool[n]."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
+
+
+class _Growing:
+    """An array that is written at its end, `pending` the values that its last whole chunk lacks."""
+
+    def __init__(self, array: zarr.Array, count: int):
+        self.array, self.count = array, count
+        self.written = count - count % array.chunks[0]
+        self.pending = [np.asarray(array[self.written : count])]
+
+    def add(self, values: np.ndarray) -> None:
+        self.pending.append(values)
+        self.count += len(values)
+
+    def write(self, all_of_it: bool) -> None:
+        """Whole chunks, and all there is if asked to: then the last chunk is written once more."""
+        values = np.concatenate(self.pending)
+        whole = len(values) - len(values) % self.array.chunks[0]
+        end = len(values) if all_of_it else whole
+        self.array.resize((self.written + end,))
+        self.array[self.written :] = values[:end]
+        self.written, self.pending = self.written + whole, [values[whole:]]
 
 
 class Writer:
@@ -38,30 +61,44 @@ class Writer:
             writer.append([5, 3, 8])
 
     Raises FileExistsError if the split is there already. If the block ends in an exception, the
-    split lacks its `max_token_id`: no reader takes it for a dataset, and a new Writer replaces it.
+    split lacks its `max_token_id`: no reader takes it for a dataset, and a new Writer replaces it,
+    or, given what `flush` returned, goes on after what had been written by then.
     """
 
-    def __init__(self, path: str, split: str):
+    def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
         self.name = f"{path}/{split}"
-        root = zarr.open_group(path, mode="a")
-        if split in root and "max_token_id" in root[split].attrs:
-            raise FileExistsError(f"{path} has a split {split} already; choose another output")
-        self.group = root.create_group(split, overwrite=True)  # what was there is unfinished
-        self.tokens = self._array("encoded_tokens", np.uint32)
-        self.starts = self._array("seq_starts", np.uint64)
-        # What is not on disk yet, in pieces.
-        self.pending_tokens: list[np.ndarray] = [np.zeros(0, np.uint32)]
-        self.pending_starts: list[np.ndarray] = [np.zeros(1, np.uint64)]
-        self.token_count = self.sequence_count = self.max_token_id = 0
+        root: Any = zarr.open_group(path, mode="a")
+        if written is None:
+            if split in root and "max_token_id" in root[split].attrs:
+                raise FileExistsError(f"{path} has a split {split} already; choose another output")
+            self.group = root.create_group(split, overwrite=True)  # what was there is unfinished
+            self.tokens = self._create("encoded_tokens", np.uint32)
+            self.starts = self._create("seq_starts", np.uint64)
+            self.starts.add(np.zeros(1, np.uint64))
+            self.max_token_id = 0
+        else:
+            self.group = root[split]
+            self.tokens = _Growing(self.group["encoded_tokens"], written["tokens"])
+            self.starts = _Growing(self.group["seq_starts"], written["sequences"] + 1)
+            self.max_token_id = written["max_token_id"]
 
-    def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
-        return self.group.create_array(
+    def _create(self, name: str, dtype: type[np.unsignedinteger]) -> _Growing:
+        array = self.group.create_array(
             name,
             shape=(0,),
             chunks=(CHUNK,),
             dtype=dtype,
             compressors=[ZstdCodec(checksum=True)],  # readers find damage, at 4 bytes a chunk
         )
+        return _Growing(array, 0)
+
+    @property
+    def token_count(self) -> int:
+        return self.tokens.count
+
+    @property
+    def sequence_count(self) -> int:
+        return self.starts.count - 1
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
@@ -69,31 +106,38 @@ class Writer:
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence is a list of one or more integer ids")
+        self.extend(ids, np.array([len(ids)]))
+
+    def extend(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Adds sequences of one or more ids: int[tokens], all of them end to end, and
+        int[sequences]. Raises FlatTokensError as `append` does."""
+        if not len(lengths):
+            return
         low, high = int(ids.min()), int(ids.max())
         if low < 1 or high >= 2**31:
+            ends = np.cumsum(lengths)
+            where = np.searchsorted(ends, int(ids.argmin() if low < 1 else ids.argmax()), "right")
             raise FlatTokensError(
-                f"id {low if low < 1 else high} in sequence {self.sequence_count}: "
+                f"id {low if low < 1 else high} in sequence {self.sequence_count + where}: "
                 "ids are from 1 (0 is reserved) to 2**31 - 1"
             )
-        self.pending_tokens.append(encode(ids))
-        self.token_count += len(ids)
-        self.sequence_count += 1
+        starts = np.cumsum(lengths) - lengths
+        self.starts.add((self.token_count + starts + lengths).astype(np.uint64))
+        self.tokens.add(encode(ids, starts))
         self.max_token_id = max(self.max_token_id, high)
-        self.pending_starts.append(np.array([self.token_count], np.uint64))
-        if self.token_count - self.tokens.shape[0] >= 8 * CHUNK:
-            self._flush(CHUNK)
+        for growing in self.tokens, self.starts:
+            if growing.count - growing.written >= 8 * CHUNK:
+                growing.write(all_of_it=False)
 
-    def _flush(self, multiple: int) -> None:
-        """Writes what is pending, up to a multiple of `multiple`, so that no chunk is redone."""
-        for array, pending in (
-            (self.tokens, self.pending_tokens),
-            (self.starts, self.pending_starts),
-        ):
-            values = np.concatenate(pending)
-            whole = len(values) // multiple * multiple
-            if whole:
-                array.append(values[:whole])
-            pending[:] = [values[whole:]]
+    def flush(self) -> dict[str, int]:
+        """Writes all there is, and returns where it ends, from where a new Writer can go on."""
+        for growing in self.tokens, self.starts:
+            growing.write(all_of_it=True)
+        return {
+            "tokens": self.token_count,
+            "sequences": self.sequence_count,
+            "max_token_id": self.max_token_id,
+        }
 
     def __enter__(self) -> "Writer":
         return self
@@ -105,7 +149,7 @@ class Writer:
             return
         if not self.sequence_count:
             raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
-        self._flush(1)
+        self.flush()
         self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
 
 

@@ -5,3 +5,4 @@ import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is refused at once

@@ -2,34 +2,44 @@
 
     python -m tools.huggingface_to_flat_tokens --config-name=python_stdlib output=stdlib.zarr
 
-The configs are in configs/convert.
+The configs are in configs/convert. What is interrupted goes on where it was, by the same command.
 """
 
 import contextlib
 import dataclasses
-import itertools
+import importlib.metadata
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+import time
 from typing import Any
 
 import numpy as np
+import zarr
 from omegaconf import MISSING, OmegaConf
+from tqdm import tqdm
 
+from data import huggingface
 from data.config import program
 from data.flat_tokens import SPLITS, Writer
+from data.huggingface import Source, Unit
+
+COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed
 
 
 @dataclasses.dataclass
 class ConvertConfig:
-    load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split and streaming
+    load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split
     column: str  # holds the text
     tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
     id_offset: int  # added to a tokenizer's ids: 1 where it uses id 0, which the format reserves
     train_split: str
     validation_split: str | None  # null: `validation_share` of the documents of train_split
     validation_share: float
+    max_tokens: (
+        int | None
+    )  # a split ends with the document that reaches so many; null: with the last
+    processes: int | None  # that read and tokenize; null: one for every four cores
     output: str = MISSING
 
 
@@ -46,81 +56,135 @@ def python_stdlib() -> list[str]:
 OmegaConf.register_new_resolver("python_stdlib", python_stdlib, replace=True)
 
 
-def make_tokenizer(name: str, id_offset: int) -> Callable[[str], np.ndarray]:
-    """Text to ids; without special tokens, as the format marks where a sequence starts."""
-    if name == "bytes_utf8":
-        return lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 1
-    import transformers  # takes a second to import, and bytes don't need it
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-
-    def tokenize(text: str) -> np.ndarray:
-        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
-        if not id_offset and len(ids) and not ids.min():
-            raise ValueError(f"{name} uses id 0, which the format reserves: set id_offset=1")
-        return ids + id_offset
-
-    return tokenize
+def held_out(first: int, count: int, share: float) -> np.ndarray:
+    """Which of the documents from the `first` on are for validation: an even share, so also the
+    very first one. bool[count]."""
+    number = first + np.arange(count + 1)
+    return np.diff(np.ceil(number * share)) > 0
 
 
-def documents(config: ConvertConfig) -> Iterator[tuple[str, str]]:
-    """Each document's text with the split it belongs to, in the dataset's order. Raises ValueError
-    where the dataset or its column can't be had."""
-    import datasets
+class Conversion:
+    """What is in the output, and where in the sources to go on. That is an attribute of the output,
+    `conversion`, from the first commit on; in the end it says how the output was made."""
 
-    def texts(split: str) -> Iterator[str]:
-        try:
-            rows = datasets.load_dataset(**config.load_dataset, split=split, streaming=True)
-        except TypeError as error:  # an argument that it doesn't take
-            raise ValueError(f"load_dataset: {error}") from None
-        for row in rows:
-            if not isinstance(row.get(config.column), str):
-                columns = ", ".join(
-                    f"{name}: {type(value).__name__}" for name, value in row.items()
+    def __init__(self, config: ConvertConfig, shards: list[int]):
+        self.config = config
+        self.root: Any = zarr.open_group(config.output, mode="a")
+        settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
+        settings = {k: v for k, v in settings.items() if k not in ("output", "processes")}
+        versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
+        self.about = {"settings": settings, "versions": versions}
+        saved: Any = self.root.attrs.get("conversion", {})
+        if "positions" not in saved:
+            saved = {}
+        for key, value in settings.items() if saved else ():
+            if (before := saved["settings"].get(key)) != value:
+                raise ValueError(
+                    f"{config.output} holds an unfinished conversion with {key}={before}, not "
+                    f"{value}; choose another output, or delete it"
                 )
-                raise ValueError(f"column={config.column} is no text; the columns are {columns}")
-            yield row[config.column]
+        starts = [huggingface.start(min(huggingface.LANES, count)) for count in shards]
+        self.positions = saved.get("positions", starts)
+        self.empty = saved.get("empty", 0)  # documents
+        written = saved.get("written", {})
+        self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
+        self.committed = time.monotonic()
 
-    train, validation = SPLITS
-    share = 0 if config.validation_split else config.validation_share
-    for i, text in enumerate(texts(config.train_split)):
-        yield (validation if int((i + 1) * share) > int(i * share) else train), text
-    if config.validation_split:
-        for text in texts(config.validation_split):
-            yield validation, text
+    @property
+    def tokens(self) -> int:
+        return sum(writer.token_count for writer in self.writers.values())
+
+    def add(self, unit: Unit, source: int) -> bool:
+        """Whether there is room for more."""
+        lengths = unit.lengths[unit.lengths > 0]
+        self.empty += len(unit.lengths) - len(lengths)
+        own, other = SPLITS[source], SPLITS[1 - source]
+        share = 0.0 if self.config.validation_split else self.config.validation_share
+        sequences = sum(writer.sequence_count for writer in self.writers.values())
+        is_own = ~held_out(sequences, len(lengths), share)
+        if limit := self.config.max_tokens:
+            reached = self.writers[own].token_count + np.cumsum(lengths * is_own)
+            count = np.searchsorted(reached, limit) + 1
+            lengths, is_own = lengths[:count], is_own[:count]
+        ids = unit.ids[: lengths.sum()]
+        for split, chosen in (own, is_own), (other, ~is_own):
+            of_split = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
+            self.writers[split].extend(of_split, lengths[chosen])
+        self.positions[source] = unit.position
+        if time.monotonic() - self.committed > COMMIT_SECONDS:
+            self.commit()
+        return not limit or self.writers[own].token_count < limit
+
+    def end(self, source: int) -> None:
+        lanes = self.positions[source]["lanes"]
+        self.positions[source] = {"turn": 0, "lanes": [None] * len(lanes)}
+        self.commit()
+
+    def commit(self) -> None:
+        """From here a conversion that is killed goes on."""
+        written = {split: writer.flush() for split, writer in self.writers.items()}
+        progress = {"positions": self.positions, "empty": self.empty, "written": written}
+        self.root.attrs["conversion"] = {**self.about, **progress}
+        self.committed = time.monotonic()
+
+    def close(self) -> None:
+        """Marks the splits complete."""
+        with contextlib.ExitStack() as stack:
+            for writer in self.writers.values():
+                stack.enter_context(writer)
+        self.root.attrs["conversion"] = self.about
+
+
+def progress_bar(conversion: Conversion, source: int) -> tqdm:
+    """On a terminal; in a log file, a line a minute."""
+    return tqdm(
+        desc=SPLITS[source],
+        total=conversion.config.max_tokens,
+        initial=conversion.tokens,
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=0.5 if sys.stderr.isatty() else 60,
+        delay=1,
+    )
 
 
 def convert(config: ConvertConfig) -> None:
     """Raises ValueError or OSError for what can't be read, tokenized or written."""
     if not 0 <= config.validation_share < 1:
         raise ValueError(f"validation_share={config.validation_share}: it is from 0 to below 1")
-    tokenize = make_tokenizer(config.tokenizer, config.id_offset)
-    texts = documents(config)
-    first = next(texts, None)  # before anything is written: most mistakes show here
-    if first is None:
-        raise ValueError(f"the split {config.train_split} has no documents")
-    empty = 0
-    with contextlib.ExitStack() as stack:
-        writers = {split: stack.enter_context(Writer(config.output, split)) for split in SPLITS}
-        for split, text in itertools.chain([first], texts):
-            ids = tokenize(text)
-            if len(ids):
-                writers[split].append(ids)
-            else:
-                empty += 1
-        if not writers["validation"].sequence_count:
-            count = writers["train"].sequence_count
-            raise ValueError(
-                f"validation_share={config.validation_share} of {count} documents is none: raise "
-                "it, or name a validation_split"
-            )
-    for writer in writers.values():
+    if not (config.validation_split or config.validation_share):
+        raise ValueError("validation_share=0, and no validation_split: a dataset has both splits")
+    # Most mistakes show here, before anything is written.
+    huggingface.make_tokenizer(config.tokenizer, config.id_offset)
+    names = [config.train_split, *filter(None, [config.validation_split])]
+    how = config.column, config.tokenizer, config.id_offset
+    sources = [Source(config.load_dataset, name, *how) for name in names]
+    shards = [source.check() for source in sources]
+    conversion = Conversion(config, shards)
+    for i, source in enumerate(sources):
+        position, bar = conversion.positions[i], progress_bar(conversion, i)
+        lanes = len(position["lanes"])
+        processes = min(lanes, config.processes or max(1, huggingface.cores() // 4))
+        for unit in huggingface.units(source, range(lanes), position, processes):
+            more = conversion.add(unit, i)
+            share = huggingface.share_done(unit.position, shards[i])
+            if share and not config.max_tokens:
+                bar.total = int(conversion.tokens / share)  # an estimate
+            bar.update(len(unit.ids))
+            if not more:
+                break
+        bar.close()
+        conversion.end(i)
+    if not all(writer.sequence_count for writer in conversion.writers.values()):
+        raise ValueError("one document is too few for two splits: name a validation_split")
+    conversion.close()
+    for writer in conversion.writers.values():
         print(
             f"{writer.name}: {writer.sequence_count:,} sequences, "
             f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
         )
-    if empty:
-        print(f"left out: {empty:,} empty documents")
+    if conversion.empty:
+        print(f"left out: {conversion.empty:,} empty documents")
 
 
 @program(ConvertConfig, "configs/convert")
@@ -129,6 +193,8 @@ def main(config: ConvertConfig) -> None:
         convert(config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted; the same command goes on from where {config.output} is")
 
 
 if __name__ == "__main__":

@@ -54,11 +54,44 @@ def test_any_sequences_in_any_chunking_read_back(tmp_path_factory, sequences, ch
     assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=30),
+    st.integers(1, 7),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_a_writer_goes_on_from_where_another_flushed(
+    tmp_path_factory, sequences, chunk, pieces, lost_work
+):
+    """Whatever was written after that, up to when it was killed."""
+    path = str(tmp_path_factory.mktemp("flat") / "x.zarr")
+    written, left = None, list(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.flat_tokens, "CHUNK", chunk)
+        for piece in pieces:
+            writer = Writer(path, "train", written)
+            for sequence in left[:piece]:
+                writer.append(sequence)
+            written, left = writer.flush(), left[piece:]
+            if lost_work:
+                writer.extend(np.arange(1, 40), np.array([30, 9]))
+                writer.flush()
+        with Writer(path, "train", written) as writer:
+            if left:
+                writer.extend(np.concatenate(left), np.array([len(part) for part in left]))
+    dataset = FlatTokens(path, "train")
+    dataset.validate()
+    assert dataset.read(0, dataset.token_count)[0].tolist() == [i for s in sequences for i in s]
+    assert np.diff(dataset.seq_starts[:]).tolist() == [len(s) for s in sequences]
+
+
 @given(st.lists(ids, min_size=1))
 def test_encoding_is_reversible(sequence):
-    found, is_start = decode(encode(np.asarray(sequence)))
+    starts = np.arange(0, len(sequence), 3)
+    found, is_start = decode(encode(np.asarray(sequence), starts))
     assert found.tolist() == sequence
-    assert is_start.tolist() == [True] + [False] * (len(sequence) - 1)
+    assert np.flatnonzero(is_start).tolist() == starts.tolist()
 
 
 def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, **types):

@@ -1,20 +1,48 @@
-"""The converter, through `datasets` and `transformers`, on local files."""
+"""The converter, through `datasets` and `transformers`, on local files and a server on loopback."""
 
+import http.server
 import json
+import os
+import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
+import zarr
 
 from data.flat_tokens import FlatTokens
-from tests.helpers import ROOT
-from tools.huggingface_to_flat_tokens import python_stdlib
+from tests.helpers import ROOT, train_here
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
+
+PROGRAM = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=text_files"]
 
 
-def convert(*overrides):
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def settings(files, output, **changes):
+    return ConvertConfig(
+        **{
+            "load_dataset": {"path": "json", "data_files": str(files)},
+            "column": "body",
+            "tokenizer": "bytes_utf8",
+            "id_offset": 0,
+            "train_split": "train",
+            "validation_split": None,
+            "validation_share": 0.2,
+            "max_tokens": None,
+            "processes": 1,
+            "output": str(output),
+        }
+        | changes
+    )
+
+
+def arguments(files, output, *more):
+    changes = ["load_dataset.path=json", "~load_dataset.sample_by", "column=body", *more]
+    return [f"load_dataset.data_files={files}", f"output={output}", *changes]
 
 
 def documents(path, split):
@@ -24,42 +52,162 @@ def documents(path, split):
     return [part.tolist() for part in np.split(ids, dataset.seq_starts[1:-1].astype(int))]
 
 
+def texts_of(path, split):
+    return [bytes(i - 1 for i in ids).decode() for ids in documents(path, split)]
+
+
+def write_texts(path, texts):
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+
+
 TEXTS = [f"document {i}! naïve ☃ {'x' * i}\nend" for i in range(10)]
 
 
 @pytest.fixture
 def jsonl(tmp_path):
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in [*TEXTS, ""]))
+    write_texts(path, [*TEXTS[:3], "", *TEXTS[3:], None])
     return path
 
 
-def arguments(jsonl, output):
-    return [
-        "--config-name=python_stdlib",
-        "load_dataset.path=json",
-        f"load_dataset.data_files={jsonl}",
-        "~load_dataset.sample_by",
-        "column=body",
-        "validation_share=0.2",
-        f"output={output}",
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Eleven files, of 0 to 900 documents."""
+    folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
+    for i, count in enumerate([300, 1, 900, 255, 256, 257, 40, 0, 512, 30, 700]):
+        texts = [f"{i}.{j} " + "y" * int(rng.integers(0, 99)) for j in range(count)]
+        write_texts(folder / f"{i:02d}.jsonl", texts)
+    return folder / "*.jsonl"
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    """What comes of them, without interruption."""
+    path = tmp_path_factory.mktemp("whole") / "x.zarr"
+    tool.convert(settings(shards, path))
+    return path
+
+
+def same(path, wanted):
+    return all(documents(path, s) == documents(wanted, s) for s in ("train", "validation"))
+
+
+def test_bytes_of_each_document(jsonl, tmp_path, capsys):
+    tool.convert(settings(jsonl, tmp_path / "x.zarr"))
+    assert texts_of(tmp_path / "x.zarr", "validation") == [TEXTS[0], TEXTS[5]]
+    assert texts_of(tmp_path / "x.zarr", "train") == [*TEXTS[1:5], *TEXTS[6:]]
+    assert "left out: 2 empty documents" in capsys.readouterr().out
+
+
+def test_each_document_once_whatever_its_shard(shards, whole):
+    found = [text for split in ("train", "validation") for text in texts_of(whole, split)]
+    lines = [line for path in shards.parent.iterdir() for line in path.read_text().splitlines()]
+    assert sorted(found) == sorted(json.loads(line)["body"] for line in lines)
+    assert len(texts_of(whole, "validation")) == -(-len(found) // 5)
+
+
+def test_the_number_of_processes_does_not_show(shards, whole, tmp_path):
+    tool.convert(settings(shards, tmp_path / "x.zarr", processes=3))
+    assert same(tmp_path / "x.zarr", whole)
+    attributes = [
+        zarr.open_group(path).attrs["conversion"] for path in (tmp_path / "x.zarr", whole)
     ]
+    assert attributes[0] == attributes[1]
 
 
-def test_bytes_of_each_document(jsonl, tmp_path):
-    done = convert(*arguments(jsonl, tmp_path / "x.zarr"))
-    assert done.returncode == 0, done.stderr
-    decoded = {
-        split: [bytes(i - 1 for i in ids).decode() for ids in documents(tmp_path / "x.zarr", split)]
-        for split in ("train", "validation")
+def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path, monkeypatch):
+    load = {"path": "json", "data_files": str(shards), "streaming": False}
+    load["cache_dir"] = str(tmp_path / "cache")
+    tool.convert(settings(shards, tmp_path / "x.zarr", load_dataset=load))
+    both = [
+        texts_of(path, "train") + texts_of(path, "validation")
+        for path in (tmp_path / "x.zarr", whole)
+    ]
+    assert sorted(both[0]) == sorted(both[1])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, processes):
+    """By SIGKILL, in the middle of what it writes, and at the end of it."""
+    slowed = (
+        "import time; from tools import huggingface_to_flat_tokens as tool;"
+        "tool.COMMIT_SECONDS = 0; add = tool.Conversion.add;"
+        "tool.Conversion.add = lambda *a: (time.sleep(0.05), add(*a))[1];"
+        "tool.main()"
+    )
+    wanted = [
+        *arguments(shards, tmp_path / "x.zarr"),
+        "validation_share=0.2",
+        f"processes={processes}",
+    ]
+    command = [sys.executable, "-c", slowed, "--config-name=text_files", *wanted]
+    begun = []
+    for tokens in 15_000, 60_000:
+        run = subprocess.Popen(command, cwd=ROOT)
+        while run.poll() is None:
+            try:
+                written = zarr.open_group(tmp_path / "x.zarr", mode="r").attrs["conversion"][
+                    "written"
+                ]
+                if written["train"]["tokens"] > tokens:
+                    break
+            except (KeyError, FileNotFoundError, ValueError):
+                pass
+            time.sleep(0.01)
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+        begun.append(zarr.open_group(tmp_path / "x.zarr", mode="r").attrs["conversion"]["written"])
+    assert begun[0]["train"]["tokens"] < begun[1]["train"]["tokens"] < 130_000
+    with pytest.raises(ValueError, match="not written to its end"):
+        FlatTokens(str(tmp_path / "x.zarr"), "train")
+    with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
+        tool.convert(settings(shards, tmp_path / "x.zarr", validation_share=0.3))
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert same(tmp_path / "x.zarr", whole)
+
+
+def test_a_full_disk(shards, whole, tmp_path):
+    """Here, a limit on the size of a file."""
+    command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
+    full = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000)),
+    )  # fmt: skip
+    assert full.returncode == 1 and full.stderr.startswith("error: ")
+    assert "File too large" in full.stderr and "Traceback" not in full.stderr
+    with pytest.raises(ValueError, match="not written to its end"):
+        FlatTokens(str(tmp_path / "x.zarr"), "train")
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert same(tmp_path / "x.zarr", whole)
+
+
+def test_max_tokens_ends_with_the_document_that_reaches_it(shards, whole, tmp_path):
+    for limit in 1, 12_345, 50_000:
+        tool.convert(settings(shards, tmp_path / f"{limit}.zarr", max_tokens=limit))
+        found = documents(tmp_path / f"{limit}.zarr", "train")
+        assert found == documents(whole, "train")[: len(found)]
+        assert sum(map(len, found)) >= limit > sum(map(len, found[:-1]))
+
+
+def test_a_validation_split_of_its_own(shards, whole, tmp_path):
+    """Limited as the other one is, and read to its end where there is no limit."""
+    load = {
+        "path": "json",
+        "data_files": {"train": str(shards), "held": str(shards.parent / "0[3-9]*")},
     }
-    assert decoded["validation"] == [TEXTS[4], TEXTS[9]]
-    assert decoded["train"] == [text for i, text in enumerate(TEXTS) if i not in (4, 9)]
-    assert "left out: 1 empty documents" in done.stdout
+    changes = {"load_dataset": load, "validation_split": "held"}
+    tool.convert(settings(shards, tmp_path / "x.zarr", **changes))
+    train, validation = (texts_of(tmp_path / "x.zarr", s) for s in ("train", "validation"))
+    assert sorted(train) == sorted(texts_of(whole, "train") + texts_of(whole, "validation"))
+    assert sorted(validation) == sorted(
+        t for t in train if "03" <= f"0{t[: t.index('.')]}"[-2:] <= "09"
+    )
+    tool.convert(settings(shards, tmp_path / "y.zarr", max_tokens=9_000, **changes))
+    for split in "train", "validation":
+        assert 9_000 <= FlatTokens(str(tmp_path / "y.zarr"), split).token_count < 9_200
 
 
-@pytest.mark.parametrize("special", [["<unused>", "<s>"], []], ids=["id 0 free", "id 0 in use"])
-def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
+def train_tokenizer(folder, special):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,16 +217,24 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.enable_truncation(5)  # as some that are published do
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=special[1] if special else None
-    ).save_pretrained(tmp_path / "tokenizer")
-    wanted = [*arguments(jsonl, tmp_path / "x.zarr"), f"tokenizer={tmp_path / 'tokenizer'}"]
+    ).save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [["<unused>", "<s>"], []], ids=["id 0 free", "id 0 in use"])
+def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer", special)
+    wanted = {"tokenizer": str(tmp_path / "tokenizer")}
     offset = 0 if special else 1
     if offset:
-        done = convert(*wanted)
-        assert "set id_offset=1" in done.stderr and done.stderr.count("error:") == 1
-    done = convert(*wanted, f"id_offset={offset}")  # replaces what the failed try left
-    assert done.returncode == 0, done.stderr
+        with pytest.raises(
+            ValueError, match="uses id 0, which the format reserves: set id_offset=1"
+        ):
+            tool.convert(settings(jsonl, tmp_path / "x.zarr", **wanted))
+    tool.convert(settings(jsonl, tmp_path / "x.zarr", id_offset=offset, **wanted))
     found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
     found = [[i - offset for i in ids] for ids in found]
     assert sorted(tokenizer.decode(ids) for ids in found) == sorted(TEXTS)
@@ -86,33 +242,99 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
     assert sum(map(len, found)) < sum(len(text.encode()) for text in TEXTS)
 
 
-def test_a_missing_output_and_an_existing_one(jsonl, tmp_path):
-    wanted = arguments(jsonl, tmp_path / "x.zarr")
-    assert convert(*wanted).returncode == 0
+def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path):
+    train_tokenizer(tmp_path / "tokenizer", ["<unused>", "<s>"])
+    texts = ["a <s> b", "<unused>"]
+    write_texts(tmp_path / "x.jsonl", texts)
+    config = settings(
+        tmp_path / "x.jsonl", tmp_path / "x.zarr", tokenizer=str(tmp_path / "tokenizer")
+    )
+    tool.convert(config)
+    found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
+    assert min(min(ids) for ids in found) > 1
+
+
+def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
+    """ByT5 has no Rust twin. Its ids are bytes plus 3."""
+    (tmp_path / "byt5").mkdir()
+    name = {"tokenizer_class": "ByT5Tokenizer"}
+    (tmp_path / "byt5/tokenizer_config.json").write_text(json.dumps(name))
+    tool.convert(settings(jsonl, tmp_path / "x.zarr", tokenizer=str(tmp_path / "byt5")))
+    tool.convert(settings(jsonl, tmp_path / "y.zarr"))
+    found, wanted = (documents(tmp_path / name, "train") for name in ("x.zarr", "y.zarr"))
+    assert found == [[i + 2 for i in ids] for ids in wanted]
+
+
+def test_a_missing_output_and_an_existing_one(jsonl, tmp_path, capsys, monkeypatch):
+    wanted = ["--config-name=text_files", *arguments(jsonl, tmp_path / "x.zarr")]
+    assert train_here(capsys, monkeypatch, *wanted, program=tool.main)[1] == ""
     before = documents(tmp_path / "x.zarr", "train")
-    for overrides, message in (wanted, "has a split train already"), (wanted[:-1], "output"):
-        done = convert(*overrides)
-        assert done.returncode == 1
-        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-        assert message in done.stderr
+    _, message = train_here(capsys, monkeypatch, *wanted, program=tool.main)
+    assert "has a split train already" in message
+    del wanted[2]
+    assert "output" in train_here(capsys, monkeypatch, *wanted, program=tool.main)[1]
     assert documents(tmp_path / "x.zarr", "train") == before
 
 
 MISTAKES = {
     "column=nothing": "the columns are body: str",
     "validation_share=2": "validation_share=2",
+    "validation_share=0": "a dataset has both splits",
     "train_split=missing": "missing",
+    "validation_split=missing": "missing",
     "+load_dataset.nonsense=1": "nonsense",
+    "load_dataset.path=nonsense/nowhere": "nonsense/nowhere",
     "+speed=fast": "speed",
+    "tokenizer=nowhere/at-all": "nowhere/at-all",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_and_leaves_nothing(jsonl, tmp_path, mistake):
-    done = convert(*arguments(jsonl, tmp_path / "x.zarr"), mistake)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    assert MISTAKES[mistake] in done.stderr
+def test_a_mistake_gets_one_message_and_leaves_nothing(
+    jsonl, tmp_path, capsys, monkeypatch, mistake
+):
+    wanted = ["--config-name=text_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
+    _, message = train_here(capsys, monkeypatch, *wanted, program=tool.main)
+    assert message.startswith("error: ") and message.count("error: ") == 1
+    assert MISTAKES[mistake] in message
+    assert not (tmp_path / "x.zarr").exists()
+
+
+def test_a_single_document_makes_no_dataset(tmp_path):
+    write_texts(tmp_path / "x.jsonl", ["all there is"])
+    with pytest.raises(ValueError, match="too few for two splits"):
+        tool.convert(settings(tmp_path / "x.jsonl", tmp_path / "x.zarr"))
+    for split in "train", "validation":
+        with pytest.raises(ValueError):
+            FlatTokens(str(tmp_path / "x.zarr"), split)
+
+
+class Gate(http.server.BaseHTTPRequestHandler):
+    """A hub whose datasets are all gated."""
+
+    def do_GET(self):
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_gated_dataset(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate) as hub:
+        threading.Thread(target=hub.serve_forever).start()
+        here = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        found = subprocess.run(
+            [*PROGRAM, *arguments("x", tmp_path / "x.zarr"), "load_dataset={path: some/secret}"],
+            cwd=ROOT, capture_output=True, text=True,
+            env=os.environ | here | {"HF_HUB_OFFLINE": "0"},
+        )  # fmt: skip
+        hub.shutdown()
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert "some/secret" in found.stderr and "gated" in found.stderr
     assert not (tmp_path / "x.zarr").exists()
 
 
