@@ -201,8 +201,15 @@ class FlatTokens:
         try:
             return np.asarray(array[start:stop])
         except Exception as error:  # each codec and store raises its own
-            where = f"{self.name}/{array.basename}[{start}:{'' if stop is None else stop}]"
-            raise FlatTokensError(f"{where} is damaged: {error}") from error
+            size, name = array.chunks[0], f"{self.name}/{array.basename}"
+            first, end, _ = slice(start, stop).indices(array.shape[0])
+            for chunk in range(first // size, -(-end // size)):
+                try:
+                    array[chunk * size : (chunk + 1) * size]
+                except Exception as cause:
+                    message = f"{name}: chunk {chunk} can't be read: {cause}"
+                    raise FlatTokensError(message) from cause
+            raise FlatTokensError(f"{name} can't be read: {error}") from error
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
@@ -210,7 +217,8 @@ class FlatTokens:
         if not ids.all():
             where = start + int(np.argmin(ids))
             raise FlatTokensError(
-                f"{self.name}: token {where} has the reserved id 0, as all of a missing chunk have"
+                f"{self.name}/encoded_tokens: token {where} has the reserved id 0, as all of a "
+                f"missing chunk have; it is in chunk {where // self.tokens.chunks[0]}"
             )
         return ids, is_start
 
@@ -218,8 +226,14 @@ class FlatTokens:
         """Where each of the sequences `first` to `last` starts, and where the last of them ends:
         int64[last+1-first]."""
         starts = self._load(self.seq_starts, first, last + 1).astype(np.int64)
-        if not (np.diff(starts) > 0).all() or (first == 0 and starts[0]):
-            raise FlatTokensError(f"{self.name}: seq_starts does not increase from 0")
+        if first == 0 and starts[0]:
+            raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
+        if not (grows := np.diff(starts) > 0).all():
+            where = first + 1 + int(np.argmin(grows))
+            raise FlatTokensError(
+                f"{self.name}/seq_starts: entry {where} is no larger than the one before it; it is "
+                f"in chunk {where // self.seq_starts.chunks[0]}"
+            )
         return starts
 
     def validate(self) -> None:
@@ -232,9 +246,10 @@ class FlatTokens:
             largest = max(largest, int(ids.max()))
             marked = low + np.flatnonzero(is_start)
             listed = starts[(starts >= low) & (starts < high)]
-            if not np.array_equal(marked, listed):
+            if len(differ := np.setxor1d(marked, listed)):
                 raise FlatTokensError(
-                    f"{self.name}: tokens {low} to {high} mark other starts than seq_starts lists"
+                    f"{self.name}: token {differ[0]} is marked as a start in encoded_tokens, or "
+                    "listed in seq_starts, but not both"
                 )
         if largest != self.max_token_id:
             raise FlatTokensError(

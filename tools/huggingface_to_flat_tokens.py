@@ -174,9 +174,10 @@ def convert(config: ConvertConfig) -> None:
             if not more:
                 break
         bar.close()
+        has_all = all(writer.sequence_count for writer in conversion.writers.values())
+        if source is sources[-1] and not has_all:
+            raise ValueError("one document is too few for two splits: name a validation_split")
         conversion.end(i)
-    if not all(writer.sequence_count for writer in conversion.writers.values()):
-        raise ValueError("one document is too few for two splits: name a validation_split")
     conversion.close()
     for writer in conversion.writers.values():
         print(

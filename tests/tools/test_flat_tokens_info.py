@@ -1,0 +1,85 @@
+"""What the tool says of datasets that are whole, and of ones that aren't."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import zarr
+
+import data.flat_tokens
+from data.flat_tokens import SPLITS, Writer
+from tools import flat_tokens_info
+
+
+def info(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["flat_tokens_info", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        flat_tokens_info.main()
+    out, errors = capsys.readouterr()
+    return out, errors, int(stop.value.code)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Three documents a split, in chunks of 8 tokens or starts."""
+    monkeypatch.setattr(data.flat_tokens, "CHUNK", 8)
+    for split in SPLITS:
+        with Writer(str(tmp_path / "x.zarr"), split) as writer:
+            for text in "the first", "naïve ☃", "end":
+                writer.append(np.frombuffer(text.encode(), np.uint8).astype(int) + 1)
+            for _ in range(9):
+                writer.append([5])
+    return tmp_path / "x.zarr"
+
+
+def test_a_whole_dataset(path, capsys, monkeypatch):
+    out, errors, code = info(capsys, monkeypatch, path, "--decode=12", "--tokenizer=bytes_utf8")
+    assert (errors, code) == ("", 0)
+    train = f"{path}/train: 31 tokens, ids up to 227; 12 documents of 1 to 10 tokens, half"
+    assert out.startswith(train) and out.count("whole\n") == 2
+    assert out.count("--- document 1, 10 tokens\nnaïve ☃\n") == 2
+
+
+def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
+    assert "add one" in info(capsys, monkeypatch, path, "--decode=1")[1]
+    made = {"settings": {"tokenizer": "bytes_utf8", "id_offset": 0}}
+    zarr.open_group(path).attrs["conversion"] = made
+    assert "the first" in info(capsys, monkeypatch, path, "--decode=1")[0]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def restart(path):
+    array = zarr.open_array(path)
+    array[10] = array[10] ^ 1
+
+
+DAMAGE = {
+    ("train/encoded_tokens/c/2", cut): "train/encoded_tokens: chunk 2 can't be read: ",
+    ("train/encoded_tokens/c/1", "remove"): "token 8 has the reserved id 0, as all of a missing "
+    "chunk have; it is in chunk 1",
+    ("validation/seq_starts/c/0", cut): "validation/seq_starts: chunk 0 can't be read: ",
+    ("validation/seq_starts/c/0", "remove"): "seq_starts: entry 1 is no larger than the one before "
+    "it; it is in chunk 0",
+    ("train/encoded_tokens", restart): "train: token 10 is marked as a start in encoded_tokens, or",
+}
+
+
+@pytest.mark.parametrize(("what", "how"), DAMAGE)
+def test_damage_is_named(path, capsys, monkeypatch, what, how):
+    if how == "remove":
+        (path / what).unlink()
+    else:
+        how(path / what)
+    out, errors, code = info(capsys, monkeypatch, path)
+    assert code == 1 and errors.count("\n") == 1 and DAMAGE[what, how] in errors
+    assert out.count("whole\n") == 1, "the other split is"
+
+
+def test_what_is_not_there(path, capsys, monkeypatch):
+    shutil.rmtree(path / "validation")
+    out, errors, code = info(capsys, monkeypatch, path)
+    assert "train" in out and "has no split validation" in errors and code == 1
