@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -32,7 +33,8 @@ from data.checkpoint import CheckpointError, Checkpoints
 from data.compiled import CompiledStepError
 from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
-from data.loader import FlatTokensConfig, Loader, TokenBatch
+from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
+from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch
 from data.run import MetricsError, Run
 from shardlib import audit, devices, kernels, ops
 from shardlib.activations import (
@@ -123,7 +125,8 @@ class Config:
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    flat_tokens: FlatTokensConfig
+    flat_tokens: FlatTokensConfig | None  # one of the two
+    hf_dataset: HuggingFaceConfig | None
     paths: PathsConfig
     io: IoConfig
     checkpoint_interval: int  # steps; 0: at the end only
@@ -467,7 +470,7 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval")
+    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -487,6 +490,11 @@ def check_config(config: Config) -> None:
     for key, whole, size in parts:
         if size % (count := getattr(hyper, key)):
             raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
+    if bool(config.flat_tokens) == bool(config.hf_dataset):
+        raise ValueError("set one of flat_tokens and hf_dataset, and the other one to null")
+    stream = config.hf_dataset
+    if stream and hyper.validation_interval and not stream.validation_split:
+        raise ValueError("training.validation_interval needs hf_dataset.validation_split")
     if not paths.model_name:
         raise ValueError("paths.model_name is empty; it names the run's folder")
     if "://" in paths.root_working_dir:
@@ -510,7 +518,7 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
     return devices.make_mesh(axes)
 
 
-def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
+def make_loaders(config: Config) -> tuple[Batches, Batches | None]:
     """Batches of the training and, if used, the validation split. Raises ValueError where a
     dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
     size = dimensions(config)
@@ -519,10 +527,14 @@ def make_loaders(config: Config) -> tuple[Loader, Loader | None]:
     except ValueError as error:
         keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
         raise ValueError(f"{error}; {', '.join(keys)}") from None
-    loader = functools.partial(
-        Loader, config.flat_tokens, size["B"], size["L"], size["V"], config.io.max_io_threads
-    )
-    return loader("train"), loader("validation") if config.training.validation_interval else None
+    shape, names = (size["B"], size["L"], size["V"]), ("train", "validation")
+    make: Callable[..., Batches]
+    if stream := config.hf_dataset:
+        make = functools.partial(StreamLoader, stream, *shape)
+        names = stream.train_split, stream.validation_split or ""
+    elif flat := config.flat_tokens:
+        make = functools.partial(Loader, flat, *shape, config.io.max_io_threads)
+    return make(names[0]), make(names[1]) if config.training.validation_interval else None
 
 
 def step_flops(config: Config) -> tuple[int, int]:
@@ -538,14 +550,14 @@ def step_flops(config: Config) -> tuple[int, int]:
     return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
-def validate(config: Config, weights: Weights, loader: Loader) -> jax.Array:
+def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
     """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
     losses = [validation_step(weights, batch, config) for batch in loader.batches(0, count)]
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def train(config: Config, loader: Loader, validation: Loader | None) -> None:
+def train(config: Config, loader: Batches, validation: Batches | None) -> None:
     """Trains from the newest checkpoint, or the first step, to the last."""
     hyper, paths = config.training, config.paths
     tokens = hyper.tokens.batch * hyper.tokens.len
@@ -567,6 +579,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         step_once = compile_step(config, lowered)
     if first:
         state = checkpoints.restore(State, dimensions(config), resolved)
+        loader.position = checkpoints.position() if config.hf_dataset else None
     else:
         state = init_state(config)
     run.open(resolved, first)
@@ -582,7 +595,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     seconds: list[float] = []
     finished = time.perf_counter()
 
-    def record(step: int, metrics: Metrics, weights: Weights | None = None) -> None:
+    def record(step: int, metrics: Metrics, waited: float, weights: Weights | None = None) -> None:
         """Waits for a step and logs it; given weights, with their validation loss."""
         nonlocal finished
         row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
@@ -590,7 +603,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
         seconds.append(now - finished)
         if step == first:
             run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
-        row["tokens_per_second"] = tokens / seconds[-1]
+        row |= {"tokens_per_second": tokens / seconds[-1], "data_wait_seconds": waited}
         if validation and weights:
             row["validation_loss"] = float(validate(config, weights, validation))
         run.log(row)
@@ -606,7 +619,7 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
     # Metrics are read a step late, as reading those of the step at work would make the host wait.
     # They are read at once where something else follows, so that its time is not taken for the
     # step's, and so that a checkpoint's steps all have their rows.
-    unread: tuple[int, Metrics] | None = None
+    unread: tuple[int, Metrics, float] | None = None
     profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
     profile = run.folder / f"profile/host_{jax.process_index()}"
     for step, batch in enumerate(loader.batches(first, hyper.steps), first):
@@ -617,18 +630,19 @@ def train(config: Config, loader: Loader, validation: Loader | None) -> None:
             state, metrics = step_once(state, batch)
         if unread:
             record(*unread)
-        unread = step, metrics
+        unread = step, metrics, loader.waited
         validates = validation is not None and due(hyper.validation_interval, step)
         saves = due(config.checkpoint_interval, step)
         stops_profile = config.profile and step == profiled[1]
         if validates or saves or stops_profile:
-            record(step, metrics, state.weights if validates else None)
+            record(*unread, state.weights if validates else None)
             unread = None
         if stops_profile:
             jax.block_until_ready(state)
             run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
         if saves:
-            run.say(f"saved {checkpoints.save(step + 1, state, State, resolved)}")
+            saved = checkpoints.save(step + 1, state, State, resolved, loader.position)
+            run.say(f"saved {saved}")
         if stops_profile or saves:
             finished = time.perf_counter()
 
@@ -665,7 +679,14 @@ def main(config: Config) -> None:
     try:
         with jax.set_mesh(mesh):
             train(config, *loaders)
-    except (CompiledStepError, FlatTokensError, CheckpointError, MetricsError, OSError) as error:
+    except (
+        CompiledStepError,
+        FlatTokensError,
+        StreamError,
+        CheckpointError,
+        MetricsError,
+        OSError,
+    ) as error:
         stop(config, str(error))
 
 

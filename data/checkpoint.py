@@ -105,9 +105,10 @@ class Checkpoints:
             if attributes.get("write_completed") is True and attributes.get("step") == step:
                 yield step, start
 
-    def save(self, step: int, tree: Any, hint: Any, config: str) -> str:
+    def save(self, step: int, tree: Any, hint: Any, config: str, position: Any = None) -> str:
         """Writes a tree of arrays typed by `hint`, each host its devices' parts, and returns the
-        checkpoint's path once all hosts are done. The config, YAML text, goes into the manifest.
+        checkpoint's path once all hosts are done. The config, YAML text, goes into the manifest,
+        and each host's `position` in its stream, JSON, into its report.
 
         Hosts learn of each other from the store alone, so this may run in a thread. Raises
         CheckpointError, on every host that is still there, if any part could not be written.
@@ -126,7 +127,8 @@ class Checkpoints:
             ]
             results = [(name, write.exception()) for name, write in writes]
             problems = [f"{name}: {error!r}" for name, error in results if error]
-            report = {"shards": len(writes), "problem": problems[0] if problems else None}
+            problem = problems[0] if problems else None
+            report = {"shards": len(writes), "problem": problem, "position": position}
             group.create_group(f"writers/{host}", attributes=report)
             if host == 0:
                 hosts = range(jax.process_count())
@@ -213,6 +215,17 @@ class Checkpoints:
 
         leaves = self.threads.map(read, named, jax.tree.leaves(shardings))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def position(self) -> Any:
+        """This host's position in its stream, as the newest checkpoint has it. Raises
+        CheckpointError if other hosts than today's wrote it."""
+        group: Any = zarr.open_group(self.newest, mode="r")
+        if (hosts := group.attrs["hosts"]) != jax.process_count():
+            raise CheckpointError(
+                f"{self.newest} was written by {hosts} hosts, who share the stream; there are "
+                f"{jax.process_count()} now"
+            )
+        return group[f"writers/{jax.process_index()}"].attrs.get("position")
 
     def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
         """Raises CheckpointError if the newest checkpoint is another model's."""

@@ -211,16 +211,20 @@ class FlatTokens:
                     raise FlatTokensError(message) from cause
             raise FlatTokensError(f"{name} can't be read: {error}") from error
 
-    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
-        ids, is_start = decode(self._load(self.tokens, start, stop))
-        if not ids.all():
-            where = start + int(np.argmin(ids))
+    def read_encoded(self, start: int, stop: int) -> np.ndarray:
+        """A range of tokens as they are stored, uint32[stop-start]."""
+        encoded = self._load(self.tokens, start, stop)
+        if encoded.min(initial=2) < 2:
+            where = start + int(np.argmin(encoded))
             raise FlatTokensError(
                 f"{self.name}/encoded_tokens: token {where} has the reserved id 0, as all of a "
                 f"missing chunk have; it is in chunk {where // self.tokens.chunks[0]}"
             )
-        return ids, is_start
+        return encoded
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
+        return decode(self.read_encoded(start, stop))
 
     def starts(self, first: int, last: int) -> np.ndarray:
         """Where each of the sequences `first` to `last` starts, and where the last of them ends:

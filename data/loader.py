@@ -12,13 +12,16 @@ held in memory is a buffer or two per stream.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
 
-from data.flat_tokens import FlatTokens, FlatTokensError
+from data.flat_tokens import FlatTokens, FlatTokensError, decode
+from data.text import ahead
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
 
 
@@ -81,29 +84,66 @@ class Stream:
         return epoch, *divmod(place, size)
 
     def _buffer(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The buffer's sequences as they are stored, uint32[n, length], and their order."""
         per = self.blocks_per_buffer
-        chosen = self.block_order(epoch)[number * per : (number + 1) * per]
-        ranges = [
-            (
-                self.first + block * self.block,
-                self.first + min((block + 1) * self.block, self.count),
-            )
-            for block in map(int, chosen)
+        first = self.block_order(epoch)[number * per : (number + 1) * per] * self.block
+        counts = np.minimum(first + self.block, self.count) - first
+        sequences = np.zeros((counts.sum(), self.loader.length), np.uint32)
+        parts = np.split(sequences, np.cumsum(counts)[:-1])
+        list(self.loader.threads.map(self.loader.read_block, self.first + first, parts))
+        return sequences, permutation(len(sequences), *self.key, epoch, number)
+
+    def fill(self, rows: np.ndarray, position: int) -> None:
+        """With the sequences from `position` of the order on, as they are stored."""
+        while len(rows):
+            epoch, number, place = self.find(position)
+            sequences, order = self.buffer(epoch, number)
+            chosen = order[place : place + len(rows)]
+            np.take(sequences, chosen, axis=0, out=rows[: len(chosen)], mode="clip")
+            rows, position = rows[len(chosen) :], position + len(chosen)
+
+
+class Batches:
+    """Batches of `shape`, rows and tokens, each made while the one before is in use, and laid out
+    on the mesh that was in context at first."""
+
+    waited = 0.0  # seconds, for the batch given last
+    position: Any = None  # JSON: where a stream goes on after that batch
+
+    def __init__(self, batch: int, length: int):
+        self.shape = batch, length
+        self.shardings = make_shardings(TokenBatch)
+
+    def lay_out(
+        self, rows: Callable[[tuple[int, int]], tuple[np.ndarray, np.ndarray]]
+    ) -> TokenBatch:
+        """A batch of the ids and the starts that a function gives for each range of rows that this
+        host's devices hold."""
+
+        def part(which: int, index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(self.shape[0])
+            return rows((first, last))[which]
+
+        arrays = [
+            jax.make_array_from_callback(self.shape, sharding, functools.partial(part, which))
+            for which, sharding in enumerate(jax.tree.leaves(self.shardings))
         ]
-        parts = list(self.loader.threads.map(self.loader.read_block, ranges))
-        ids, starts = (np.concatenate(part) for part in zip(*parts, strict=True))
-        order = permutation(len(ids), *self.key, epoch, number)
-        return ids[order], starts[order]
+        return TokenBatch(*arrays)
 
-    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequences at positions `start` to `stop` of the order."""
-        found = [self.find(position) for position in range(start, stop)]
-        rows = [[part[place] for part in self.buffer(e, b)] for e, b, place in found]
-        ids, starts = zip(*rows, strict=True)
-        return np.stack(ids), np.stack(starts)
+    def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
+        """The batches of steps `first` to `last`, with the position after each."""
+        raise NotImplementedError
+
+    def batches(self, first: int, last: int) -> Iterator[TokenBatch]:
+        """The batches of steps `first` to `last`."""
+        asked = time.perf_counter()
+        for batch, position in ahead(self.make(first, last)):
+            self.waited, self.position = time.perf_counter() - asked, position
+            yield batch
+            asked = time.perf_counter()
 
 
-class Loader:
+class Loader(Batches):
     """Batches of `batch` rows of `length` tokens from one split, laid out on the mesh in context.
 
     `vocab` is the model's. Raises FlatTokensError if the dataset has larger ids, too few sequences
@@ -119,9 +159,9 @@ class Loader:
         io_threads: int,
         split: str,
     ):
+        super().__init__(batch, length)
         self.config, self.batch, self.length = config, batch, length
         self.dataset = data = FlatTokens(config.filespec, split)
-        self.shardings = make_shardings(TokenBatch)
         self.threads = ThreadPoolExecutor(io_threads)
         if data.max_token_id >= vocab:
             raise FlatTokensError(
@@ -143,60 +183,41 @@ class Loader:
             for i, (low, high) in enumerate(itertools.pairwise(bounds))
         ]
 
-    def read_block(self, sequences: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and starts, both [n, length], of a range of neighbouring sequences."""
-        first, last = sequences
+    def read_block(self, first: int, rows: np.ndarray) -> None:
+        """Fills rows, [n, length], with the sequences from `first` on, as they are stored."""
+        first, last = int(first), int(first) + len(rows)
         if self.config.sequence_packing:
-            ids, starts = self.dataset.read(first * self.length, last * self.length)
-            return ids.reshape(-1, self.length), starts.reshape(-1, self.length)
+            flat = self.dataset.read_encoded(first * self.length, last * self.length)
+            rows[:] = flat.reshape(rows.shape)
+            return
         bounds = self.dataset.starts(first, last)
-        ids = np.zeros((last - first, self.length), np.uint32)
-        starts = np.zeros((last - first, self.length), np.bool_)
         # One read for all, unless documents are so long that most of it would be thrown away.
-        together = bounds[-1] - bounds[0] <= 4 * ids.size
+        together = bounds[-1] - bounds[0] <= 4 * rows.size
         base = int(bounds[0])
-        flat = self.dataset.read(base, int(bounds[-1])) if together else None
-        for row, (low, end) in enumerate(itertools.pairwise(map(int, bounds))):
+        text = self.dataset.read_encoded(base, int(bounds[-1])) if together else None
+        for row, low, end in zip(
+            rows, *map(np.ndarray.tolist, (bounds[:-1], bounds[1:])), strict=True
+        ):
             high = min(end, low + self.length)
-            if flat:
-                part = [values[low - base : high - base] for values in flat]
+            if text is None:
+                row[: high - low] = self.dataset.read_encoded(low, high)
             else:
-                part = list(self.dataset.read(low, high))
-            ids[row, : high - low], starts[row, : high - low] = part
-        return ids, starts
+                row[: high - low] = text[low - base : high - base]
 
     def rows(self, step: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows `first` to `last` of the step's batch: ids and starts, both [last-first, length]."""
         share = self.batch // len(self.streams)
-        parts = []
+        rows = np.empty((last - first, self.length), np.uint32)
         for i, stream in enumerate(self.streams):
             low, high = max(first - i * share, 0), min(last - i * share, share)
             if low < high:
-                parts.append(stream.rows(step * share + low, step * share + high))
-        ids, starts = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return ids, starts
+                part = rows[low + i * share - first : high + i * share - first]
+                stream.fill(part, step * share + low)
+        return decode(rows)
 
     def load(self, step: int) -> TokenBatch:
         """The batch of a step. Each host reads the rows that its devices hold, and no others."""
-        shape = (self.batch, self.length)
-        rows = functools.cache(lambda first, last: self.rows(step, first, last))
+        return self.lay_out(functools.cache(lambda rows: self.rows(step, *rows)))
 
-        def part(which: int, index: tuple[slice, ...]) -> np.ndarray:
-            first, last, _ = index[0].indices(self.batch)
-            return rows(first, last)[which]
-
-        arrays = [
-            jax.make_array_from_callback(shape, sharding, functools.partial(part, which))
-            for which, sharding in enumerate(jax.tree.leaves(self.shardings))
-        ]
-        return TokenBatch(*arrays)
-
-    def batches(self, first: int, last: int) -> Iterator[TokenBatch]:
-        """The batches of steps `first` to `last`, each prepared while the one before is in use."""
-        with ThreadPoolExecutor(1) as ahead:
-            upcoming = ahead.submit(self.load, first)
-            for step in range(first, last):
-                batch = upcoming.result()
-                if step + 1 < last:
-                    upcoming = ahead.submit(self.load, step + 1)
-                yield batch
+    def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
+        return ((self.load(step), None) for step in range(first, last))

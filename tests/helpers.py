@@ -1,6 +1,11 @@
 """What several tests need: configs, meshes, and train.py with an edit applied to its source."""
 
+import json
+import os
+import subprocess
+import sys
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,6 +55,43 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
     except SystemExit as stop:
         message = str(stop)
     return capsys.readouterr().out, message
+
+
+def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
+    """Runs a module in processes that share 8 devices, told of each other as Slurm would; what each
+    of them printed."""
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(count),
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+    }
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=os.environ | slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    printed = [host.communicate(timeout=120) for host in hosts]
+    assert not any(host.returncode for host in hosts), printed
+    return [out for out, _ in printed]
+
+
+def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The ids of some batches, of the parts that several hosts hold, and each host's position."""
+    printed = on_hosts(count, "tests.batches_of_host", json.dumps(asked))
+    found = [json.loads(out.splitlines()[-1]) for out in printed]
+    batches = []
+    for parts in zip(*(host["rows"] for host in found), strict=True):
+        rows = {int(first): ids for part in parts for first, ids in part.items()}
+        batches.append(np.concatenate([rows[first] for first in sorted(rows)]))
+    return batches, {str(host["host"]): host["position"] for host in found}
 
 
 def small_config(*overrides: str) -> "train.Config":

@@ -16,7 +16,7 @@ from data.loader import TokenBatch
 from data.run import Run
 from shardlib.types import explain, make_shapes
 from tests import golden
-from tests.helpers import ROOT, SMALL, compose_config, edited
+from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
 
@@ -58,7 +58,14 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert done.stderr == ""
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(12))
-    needed = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second"}
+    needed = {
+        "step",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "data_wait_seconds",
+    }
     assert all(needed <= set(row) for row in rows)
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 9, 11]
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
@@ -91,29 +98,9 @@ def test_two_hosts_train_as_one_does(tmp_path):
         "flat_tokens.streams=2",
         "checkpoint_interval=2",
     ]
-    command = [sys.executable, "-m", "train", *arguments]
-    slurm = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    hosts = [
-        subprocess.Popen(
-            [*command, "paths.model_name=two", "num_hosts=2"],
-            cwd=ROOT,
-            env=os.environ | slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    printed = [host.communicate(timeout=120) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], printed
-    assert "done: 3 steps" in printed[0][0]
-    assert "step" not in printed[1][0], "the first host speaks for all"
+    printed = on_hosts(2, "train", *arguments, "paths.model_name=two", "num_hosts=2")
+    assert "done: 3 steps" in printed[0]
+    assert "step" not in printed[1], "the first host speaks for all"
 
     (writers,) = (tmp_path / "two/checkpoints").glob("00000003.*/writers")
     assert sorted(path.name for path in writers.iterdir() if path.is_dir()) == ["0", "1"]
@@ -128,7 +115,7 @@ def test_two_hosts_train_as_one_does(tmp_path):
     assert len(two) == len(one) == 5
     for a, b in zip(two, one, strict=True):
         assert set(a) == set(b)
-        for key in set(a) - {"tokens_per_second"}:
+        for key in set(a) - {"tokens_per_second", "data_wait_seconds"}:
             assert a[key] == pytest.approx(b[key], rel=1e-3), key
 
 

@@ -62,7 +62,8 @@ def killed(root, what, number):
 
 def rows(path):
     found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in found]
+    timed = {"tokens_per_second", "data_wait_seconds"}
+    return [{k: v for k, v in row.items() if k not in timed} for row in found]
 
 
 def arrays(path):

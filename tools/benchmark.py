@@ -28,7 +28,7 @@ import numpy as np
 
 import train
 from data.config import ROOT, program
-from data.loader import Loader
+from data.loader import Batches
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
@@ -38,7 +38,7 @@ SECONDS = 30  # as many as this takes
 
 
 def time_start(
-    config: train.Config, loader: Loader
+    config: train.Config, loader: Batches
 ) -> tuple[jax.stages.Compiled, train.State, dict[str, float]]:
     """The step, the state after the first one, and the seconds that each part of the way there
     takes."""
@@ -53,7 +53,7 @@ def time_start(
     lowered = mark("trace and lower", train.lower_step(config))
     step = mark("compile", train.compile_step(config, lowered))
     state = mark("initialize the state", train.init_state(config))
-    batch = mark("load a batch", loader.load(0))
+    batch = mark("load a batch", next(loader.batches(0, 1)))
     state, _ = mark("run a step", step(state, batch))
     return step, state, marks
 

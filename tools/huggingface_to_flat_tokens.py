@@ -19,10 +19,10 @@ import zarr
 from omegaconf import MISSING, OmegaConf
 from tqdm import tqdm
 
-from data import huggingface
+from data import text
 from data.config import program
 from data.flat_tokens import SPLITS, Writer
-from data.huggingface import Source, Unit
+from data.text import Source, Unit
 
 COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed
 
@@ -83,7 +83,7 @@ class Conversion:
                     f"{config.output} holds an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
                 )
-        starts = [huggingface.start(min(huggingface.LANES, count)) for count in shards]
+        starts = [text.start(min(text.LANES, count)) for count in shards]
         self.positions = saved.get("positions", starts)
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
@@ -155,7 +155,7 @@ def convert(config: ConvertConfig) -> None:
     if not (config.validation_split or config.validation_share):
         raise ValueError("validation_share=0, and no validation_split: a dataset has both splits")
     # Most mistakes show here, before anything is written.
-    huggingface.make_tokenizer(config.tokenizer, config.id_offset)
+    text.make_tokenizer(config.tokenizer, config.id_offset)
     names = [config.train_split, *filter(None, [config.validation_split])]
     how = config.column, config.tokenizer, config.id_offset
     sources = [Source(config.load_dataset, name, *how) for name in names]
@@ -164,10 +164,10 @@ def convert(config: ConvertConfig) -> None:
     for i, source in enumerate(sources):
         position, bar = conversion.positions[i], progress_bar(conversion, i)
         lanes = len(position["lanes"])
-        processes = min(lanes, config.processes or max(1, huggingface.cores() // 4))
-        for unit in huggingface.units(source, range(lanes), position, processes):
+        processes = min(lanes, config.processes or max(1, text.cores() // 4))
+        for unit in text.units(source, range(lanes), position, processes):
             more = conversion.add(unit, i)
-            share = huggingface.share_done(unit.position, shards[i])
+            share = text.share_done(unit.position, shards[i])
             if share and not config.max_tokens:
                 bar.total = int(conversion.tokens / share)  # an estimate
             bar.update(len(unit.ids))

@@ -5,15 +5,15 @@ XLA does, as read from the buffers that it assigns in training steps for TPUs:
 
 - Products, reductions, collectives, lookups and loops write their results to memory. What stands
   between them is computed where it is used, and again for each use, but for: operands of
-  collectives and loops; what several products take, if it is cheaper to read than to make; and what
-  products take both of the forward pass, done again, and of the backward pass.
+  collectives; sums of two results; and, on chips other than v5e, what several products take.
 - What is donated is overwritten, and a result may take the place of an operand of its size that is
   not used any more.
-- Stacked weights that a loop casts to a narrower type are cast whole, before the loop.
-- The sums of weights' gradients over devices are put off to the end of the backward pass, or of its
-  loop's body, and in a loop that computes little again so are the products before them.
-- On v5e, products for gradients are put off outside of loops too, if a collective can hide behind
-  them, and what the forward pass made again, the backward pass makes once more.
+- Stacked weights that a loop casts to a narrower type are cast whole, before the loop. What an
+  inner loop takes of a loop's slices is copied for it.
+- The sums of weights' gradients over devices are put off to the end of the step, or of the backward
+  loop's body, all but the first. So are the products that they sum: on v5p, if those have no other
+  collective of the backward pass to run beside; on v5e, never; elsewhere, if little is computed
+  again.
 """
 
 import collections
@@ -37,7 +37,8 @@ KINDS = {
     "scatter": {"dynamic_update_slice"},
     "reduce": {"argmax", "argmin"},
 }
-V5E = "TPU v5 lite"
+KEYED = {*COLLECTIVES, "add_any"}  # whatever kind they are
+V5E, V5P = "TPU v5 lite", "TPU v5"
 
 
 class Buffer(NamedTuple):
@@ -127,8 +128,9 @@ class _Body:
     """A jaxpr as a list of steps between numbered values: what it calls is inlined, and what only
     gives another shape or name to an array is left out.
 
-    `keys` counts what isn't elementwise, and has such steps' results and operands by that count: of
-    elementwise equations JAX makes more or fewer as a length is 1.
+    `keys` has arguments by their number. It counts what isn't elementwise, and has such steps'
+    results and operands by that count: of elementwise equations JAX makes more or fewer as a length
+    is 1, but for sums of gradients.
     """
 
     def __init__(self, jaxpr: Any, axes: dict[str, int], path: str, line: str):
@@ -136,7 +138,7 @@ class _Body:
         self.avals: list[Any] = [var.aval for var in jaxpr.invars]
         self.arguments = len(self.avals)
         self.steps: list[_Step] = []
-        self.keys: dict[int, tuple[int, ...]] = {}
+        self.keys: dict[int, tuple[int, ...]] = {i: (-1, i) for i in range(self.arguments)}
         self.count = 0
         numbers: list[int | None] = list(range(self.arguments))
         self.results = self._inline(jaxpr, numbers, path, line, False)
@@ -156,7 +158,7 @@ class _Body:
             new = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
             self.avals += [var.aval for var in eqn.outvars]
             kind = self._kind(eqn)
-            if kind not in ("same", "call", "fused") or eqn.primitive.name in COLLECTIVES:
+            if kind not in ("same", "call", "fused") or eqn.primitive.name in KEYED:
                 for i, value in enumerate((*new, *taken)):
                     if value is not None:
                         self.keys.setdefault(value, (self.count, i))
@@ -191,35 +193,22 @@ def _body(jaxpr: Any, axes: dict[str, int]) -> _Body:
     return _Body(next(jaxprs_in_params(outer.params)), axes, "", "")
 
 
-def _times(body: _Body, chip: str) -> list[int]:
-    """When each step runs: in its place, or, if it is put off, at the end of the backward pass."""
-    steps, outermost = body.steps, not body.path
-    stay: set[int | None] = set()  # values that more than the results or the optimizer wait for
-    for step in reversed(steps):
-        leaves = step.kind in ("fused", "collective") and stay.isdisjoint(step.made)
-        if not leaves and not (outermost and step.phase == "update"):
+def _put_off(body: _Body, chip: str) -> list[int]:
+    """The steps of the backward pass that run at the body's end."""
+    stay: set[int | None] = set()  # values that more than the results wait for
+    for step in reversed(body.steps):
+        if step.kind not in ("fused", "collective") or not stay.isdisjoint(step.made):
             stay.update(step.taken)
-    backward = [t for t, step in enumerate(steps) if step.phase == "backward"]
-    loop = next((t for t in backward if steps[t].kind == "loop"), None)
-    if loop is None:
-        again = [step.phase for step in steps if step.eqn.primitive.name == "dot_general"]
-        put_off = 8 * again.count("recomputed") < again.count("backward")
-    else:
-        put_off = (
-            chip == V5E
-            and outermost
-            and any(
-                steps[t].kind == "collective" and t < loop and not stay.isdisjoint(steps[t].made)
-                for t in backward
-            )
-        )
-    late = {"collective", "product"} if put_off else {"collective"}
-    end = backward[-1] + 1 if outermost and backward else len(steps)
-    times = list(range(len(steps)))
-    for t in backward:
-        if steps[t].kind in late and stay.isdisjoint(steps[t].made):
-            times[t] = end
-    return times
+
+    def of(kind: str, phase: str) -> set[int]:
+        steps = enumerate(body.steps)
+        return {t for t, step in steps if (step.kind, step.phase) == (kind, phase)}
+
+    sums, products = of("collective", "backward"), of("product", "backward")
+    free = {t for t in sums | products if stay.isdisjoint(body.steps[t].made)}
+    little_again = 4 * len(of("product", "recomputed")) < len(products)
+    put_off = {V5E: False, V5P: sums <= free}.get(chip, little_again)
+    return sorted(free if put_off else free & sums)[1:]
 
 
 # --- The worst moment -----------------------------------------------------------------------------
@@ -239,34 +228,34 @@ class _Places(NamedTuple):
     last: dict[int, int]  # and the last one that needs it
     over: dict[int, set[int]]  # of a step: what it may write its results over
     inside: dict[int, _Moment]  # of a loop: its body's worst moment
-    casts: dict[tuple[int, Any], int]  # of stacked weights: a value, its new type -> a new value
+    copies: dict[tuple[int, Any], int]  # for a loop: a value, the copy's type -> a new value
 
 
-def _places(body: _Body, chip: str, key: tuple[int, ...]) -> _Places:
+def _places(body: _Body, chip: str, key: tuple[int, ...], stacked: int) -> _Places:
     places = _Places([size_of(aval, chip) for aval in body.avals], {}, {}, {}, {}, {})
-    sizes, first, last, over, inside, casts = places
-    users = body.users
+    sizes, first, last, over, inside, copies = places
+    from_stacks = set(range(body.arguments - stacked, body.arguments))
+    late = _put_off(body, chip)
 
     def has_place(value: int, made_of: set[int]) -> bool:
         """Whether a value that is no product, sum or the like has one."""
-        if any(step.kind in ("collective", "loop") for step in users[value]):
+        kinds = [step.kind for step in body.users[value]]
+        if "collective" in kinds:
             return bool(made_of)
-        phases = [step.phase for step in users[value] if step.kind in ("product", "scatter")]
-        if chip != V5E and {"recomputed", "backward"} <= set(phases):
-            return True
-        read, uses = sum(sizes[source] for source in made_of), len(phases)
-        return read + (uses + 1) * sizes[value] <= uses * read
+        return chip != V5E and kinds.count("product") > 1
 
     sources: list[set[int]] = [{value} for value in range(len(sizes))]  # with places
-    for t, (step, time) in enumerate(zip(body.steps, _times(body, chip), strict=True)):
+    for t, step in enumerate(body.steps):
         taken = [sources[v] if v is not None else set() for v in step.taken]
         needed = set().union(*taken)
-        if step.kind == "fused" and not any(has_place(v, needed) for v in step.made):
+        adds = step.eqn.primitive.name == "add_any" and needed == set(step.taken)
+        if step.kind == "fused" and not adds and not any(has_place(v, needed) for v in step.made):
             for value in step.made:
                 sources[value] = needed
             continue
         first |= dict.fromkeys(step.made, t)
-        last |= {v: max(time, last.get(v, 0)) for v in needed}
+        end = len(body.steps) if t in late else t
+        last |= {v: max(end, last.get(v, 0)) for v in needed}
         over[t] = {"fused": needed, "scatter": taken[0]}.get(step.kind, set())
         if step.kind == "loop":
             carried, slices = _parts_of(step.eqn)
@@ -274,14 +263,16 @@ def _places(body: _Body, chip: str, key: tuple[int, ...]) -> _Places:
             within = (*key, *body.keys[step.made[0]])
             moments = [_worst(b, chip, within, slices) for b in step.bodies(body.axes)]
             inside[t] = max(moments, key=lambda moment: moment.bytes)
-            for i, dtype in inside[t].casts.items():
-                stack = step.taken[i]
-                assert stack is not None, "a literal has no slices"
-                if (stack, dtype) not in casts:
-                    casts[stack, dtype] = len(sizes)
+            copied = [(step.taken[i], dtype) for i, dtype in inside[t].casts.items()]
+            copied += [(value, body.avals[value].dtype) for value in needed & from_stacks]
+            for source, dtype in copied:
+                assert source is not None, "a literal has no slices"
+                if (source, dtype) not in copies:
+                    copies[source, dtype] = len(sizes)
                     first[len(sizes)] = t
-                    sizes.append(sizes[stack] * dtype.itemsize // body.avals[stack].dtype.itemsize)
-                last[casts[stack, dtype]] = t
+                    wide = body.avals[source].dtype.itemsize
+                    sizes.append(sizes[source] * dtype.itemsize // wide)
+                last[copies[source, dtype]] = t
     for result in body.results:
         if result is not None:
             last |= dict.fromkeys(sources[result], len(body.steps))
@@ -291,7 +282,7 @@ def _places(body: _Body, chip: str, key: tuple[int, ...]) -> _Places:
 def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _Moment:
     """The most bytes that a body has in memory of what it makes, inside of its loops too.
     `stacked` is how many of its last arguments are slices of what a loop runs over."""
-    sizes, first, last, over, inside, casts = _places(body, chip, key)
+    sizes, first, last, over, inside, copies = _places(body, chip, key, stacked)
     users, narrowed = body.users, {}
     for value in range(body.arguments - stacked, body.arguments):
         if users[value] and all(map(_narrows, users[value])):
@@ -316,12 +307,12 @@ def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _M
 
     worst = max(range(len(body.steps)), key=needed_at)
     buffers = inside[worst].buffers[:] if worst in inside else []
-    cast_from = {number: value_and_type for value_and_type, number in casts.items()}
+    copied = {number: value_and_type for value_and_type, number in copies.items()}
     for number in alive(worst):
-        step, cast = body.steps[first[number]], number in cast_from
-        value, dtype = cast_from.get(number) or (number, body.avals[number].dtype)
-        op = "cast" if cast else op_of(step.eqn, step.path)
-        line = step.line if cast else made_at(step.eqn, step.made.index(number)) or step.line
+        step, copy = body.steps[first[number]], number in copied
+        value, dtype = copied.get(number) or (number, body.avals[number].dtype)
+        op = "copy" if copy else op_of(step.eqn, step.path)
+        line = step.line if copy else made_at(step.eqn, step.made.index(number)) or step.line
         found = (*key, *body.keys[value]) if value in body.keys else ()
         shape = body.avals[value].shape
         buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], found))

@@ -14,6 +14,7 @@ from data.flat_tokens import FlatTokens, FlatTokensError, Writer
 from data.loader import FlatTokensConfig, Loader, permutation
 from shardlib.devices import make_mesh
 from tests import golden
+from tests.helpers import batches_on_hosts
 
 LENGTH = 4
 
@@ -125,15 +126,24 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
     np.testing.assert_array_equal(is_start, in_turn[5].is_start[3:7])
 
 
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_batches_do_not_depend_on_the_number_of_hosts(path, hosts):
+    opened = open_loader(path, streams=2)
+    asked = {"config": vars(opened.config), "shape": (8, LENGTH, 1000), "mesh": {"d": 4, "t": 2}}
+    found, _ = batches_on_hosts(hosts, **asked, steps=(11, 15))
+    for batch, wanted in zip(found, opened.batches(11, 15), strict=True):
+        np.testing.assert_array_equal(batch, wanted.targets)
+
+
 def record_reads(monkeypatch):
     """The list of how many tokens each read takes, from now on."""
-    lengths, read = [], FlatTokens.read
+    lengths, read = [], FlatTokens.read_encoded
 
     def recorded(self, low, high):
         lengths.append(high - low)
         return read(self, low, high)
 
-    monkeypatch.setattr(FlatTokens, "read", recorded)
+    monkeypatch.setattr(FlatTokens, "read_encoded", recorded)
     return lengths
 
 

@@ -1,0 +1,245 @@
+"""Text of a dataset that Hugging Face `datasets` opens -> token ids, whoever reads it in one order.
+
+The dataset's shards, which mostly are its files, are divided among *lanes*, neighbours together. A
+lane is read in *units* of some hundred documents, and the order is a unit of each lane in turn. So
+processes can read lanes of their own, and what comes does not depend on how many they are. A
+*position* in that order is JSON, and holds all that is needed to go on from there.
+"""
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import re
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+LANES = 8  # at most, of the converter: more would have more files open at a time
+DOCUMENTS = 256  # in a unit
+
+
+class Unit(NamedTuple):
+    ids: np.ndarray  # uint32[tokens], document after document
+    lengths: np.ndarray  # int64[documents], in tokens; an empty document has 0
+    position: dict[str, Any]  # after it
+
+
+class _Part(NamedTuple):
+    """What a worker makes: a unit of one lane; or, without tokens, a lane's end."""
+
+    lane: int
+    tokens: tuple[np.ndarray, np.ndarray] | None
+    state: dict[str, Any] | None  # of the lane, after it
+
+
+def ahead(items: Iterable[T]) -> Iterator[T]:
+    """The items, each made by a thread while the one before is in use."""
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(1) as thread:
+        upcoming: Any = thread.submit(next, iterator, end)
+        while (item := upcoming.result()) is not end:
+            upcoming = thread.submit(next, iterator, end)
+            yield item
+
+
+Tokenizer = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+
+
+def make_tokenizer(name: str, id_offset: int) -> Tokenizer:
+    """Of texts: the ids of all, uint32[tokens], and the length of each, int64[texts].
+
+    No special tokens are added, as the datasets' format marks where a sequence starts, and one's
+    name in a text is text. Raises ValueError or OSError where there is no such tokenizer.
+    """
+    if name == "bytes_utf8":
+        return _bytes_utf8
+    import transformers  # takes a second, and bytes don't need it
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer={name} can't be opened: {error}") from None
+    fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if fast:  # the library itself, as what is wrapped around it costs a third of the speed
+        fast.no_truncation()
+        fast.no_padding()
+        fast.encode_special_tokens = True
+
+    def tokenize(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if fast:
+            lists = [part.ids for part in fast.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        lengths = np.array([len(ids) for ids in lists], np.int64)
+        chained = itertools.chain.from_iterable(lists)
+        ids = np.fromiter(chained, np.int64, int(lengths.sum()))
+        if not id_offset and not ids.all():
+            raise ValueError(f"{name} uses id 0, which the format reserves: set id_offset=1")
+        return (ids + id_offset).astype(np.uint32), lengths
+
+    return tokenize
+
+
+def _bytes_utf8(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    parts = [text.encode(errors="replace") for text in texts]
+    ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.uint32) + np.uint32(1)
+    return ids, np.array([len(part) for part in parts], np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A split of a dataset, and how its text becomes ids."""
+
+    load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
+    split: str
+    column: str  # holds the text
+    tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
+    id_offset: int  # added to a tokenizer's ids
+    documents: int = DOCUMENTS  # in a unit
+
+    def check(self) -> int:
+        """The number of shards. Raises ValueError or OSError where the split or its column can't be
+        had."""
+        dataset = self._open()
+        row = next(iter(dataset), None)
+        if row is None:
+            raise ValueError(f"the split {self.split} has no documents")
+        if not isinstance(row.get(self.column), str):
+            columns = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
+            raise ValueError(f"column={self.column} is no text; the columns are {columns}")
+        return dataset.num_shards
+
+    def _open(self) -> Any:
+        import datasets  # two seconds
+
+        try:
+            arguments = {"streaming": True, **self.load_dataset}
+            dataset = datasets.load_dataset(**arguments, split=self.split)
+        except (TypeError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(f"load_dataset: {error}") from None
+        if isinstance(dataset, datasets.Dataset):  # streaming=false: it was downloaded whole
+            dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
+        return dataset
+
+    def parts(self, lanes: Sequence[int], position: dict[str, Any]) -> Iterator[_Part]:
+        """Those of some lanes, in turn."""
+        dataset = self._open().select_columns([self.column]).with_format("arrow")
+        tokenize = make_tokenizer(self.tokenizer, self.id_offset)
+        states = position["lanes"]
+
+        def read(lane: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
+            part = dataset.shard(len(states), lane)
+            if states[lane]:
+                part.load_state_dict(states[lane])
+            for table in part.iter(self.documents):
+                texts = table[self.column].to_pylist()
+                yield [text or "" for text in texts], part.state_dict()
+
+        def in_turn() -> Iterator[tuple[int, list[str] | None, dict[str, Any] | None]]:
+            readers = {lane: read(lane) for lane in lanes}
+            order = _order(lanes, position)
+            while order:
+                lane = order.popleft()
+                texts, state = next(readers[lane], (None, None))
+                if texts is not None:
+                    order.append(lane)
+                yield lane, texts, state
+
+        for lane, texts, state in ahead(in_turn()):
+            yield _Part(lane, None if texts is None else tokenize(texts), state)
+
+
+def start(lanes: int) -> dict[str, Any]:
+    """The position before the first unit."""
+    return {"turn": 0, "lanes": [{}] * lanes}
+
+
+def units(
+    source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+) -> Iterator[Unit]:
+    """Those of some lanes that come after a position. Each process reads and tokenizes lanes of its
+    own; one does so in a thread of this process. Raises ValueError or OSError for what can't be
+    read or tokenized."""
+    shares = [lanes[i::processes] for i in range(processes)]
+    if processes == 1:
+        workers = [ahead(source.parts(lanes, position))]
+    else:
+        workers = [_elsewhere(source, share, position, processes) for share in shares]
+    worker_of = {
+        lane: worker for share, worker in zip(shares, workers, strict=True) for lane in share
+    }
+    states, order = list(position["lanes"]), _order(lanes, position)
+    while order:
+        part = next(worker_of[order.popleft()])
+        states[part.lane] = part.state
+        if part.tokens is not None:
+            order.append(part.lane)
+            after = {"turn": (part.lane + 1) % len(states), "lanes": list(states)}
+            yield Unit(*part.tokens, after)
+
+
+def share_done(position: dict[str, Any], shards: int) -> float:
+    """By the shards that were read to their ends."""
+    lanes, done = position["lanes"], 0
+    for lane, state in enumerate(lanes):
+        found = re.search(r'"shard_idx": (\d+)', json.dumps(state))
+        whole = len(range(lane, shards, len(lanes)))
+        done += whole if state is None else int(found[1]) if found else 0
+    return done / shards
+
+
+def _order(lanes: Sequence[int], position: dict[str, Any]) -> deque[int]:
+    """The lanes that have not ended, from the one whose turn it is. What ended has no state."""
+    count = len(position["lanes"])
+    left = (lane for lane in lanes if position["lanes"][lane] is not None)
+    return deque(sorted(left, key=lambda lane: (lane - position["turn"]) % count))
+
+
+def _elsewhere(
+    source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+) -> Iterator[_Part]:
+    """The parts that a process of its own makes, started at once."""
+    context = multiprocessing.get_context("spawn")
+    parts = context.Queue(4)
+    worker = context.Process(target=_work, args=(parts, source, lanes, position, processes))
+    worker.daemon = True  # it ends with this process
+    worker.start()
+
+    def received() -> Iterator[_Part]:
+        while True:
+            try:
+                part = parts.get(timeout=1)
+            except queue.Empty:
+                if not worker.is_alive():
+                    code = f"exit code {worker.exitcode}"
+                    raise OSError(f"a process that tokenizes died ({code})") from None
+                continue
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    return received()
+
+
+def _work(
+    parts: Any, source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first one says so
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
+    try:
+        for part in source.parts(lanes, position):
+            parts.put(part)
+    except (ValueError, OSError) as error:
+        parts.put(ValueError(str(error)))  # others may not come through
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,35 @@
+"""What one of several hosts holds of some batches. `tests.helpers.batches_on_hosts` runs it."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from data.huggingface import HuggingFaceConfig, StreamLoader
+from data.loader import FlatTokensConfig, Loader
+from shardlib.devices import make_mesh
+
+
+def main():
+    asked = json.loads(sys.argv[1])
+    jax.distributed.initialize()
+    config, shape, host = asked["config"], asked["shape"], jax.process_index()
+    with jax.set_mesh(make_mesh(asked["mesh"])):
+        if "filespec" in config:
+            loader = Loader(FlatTokensConfig(**config), *shape, 2, "train")
+        else:
+            loader = StreamLoader(HuggingFaceConfig(**config), *shape, "train")
+        loader.position = asked.get("positions", {}).get(str(host))
+        held = [
+            {
+                part.index[0].indices(shape[0])[0]: np.asarray(part.data).tolist()
+                for part in batch.targets.addressable_shards
+            }
+            for batch in loader.batches(*asked["steps"])
+        ]
+    print(json.dumps({"host": host, "rows": held, "position": loader.position}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Batches of a streamed dataset: every token once, in order, also after a stop."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
+from shardlib.devices import make_mesh
+from tests import golden
+from tests.helpers import SMALL, batches_on_hosts, train_here
+from tests.test_resume import arrays, rows
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four files of documents, some of which are empty; a shard each."""
+    folder, rng = tmp_path_factory.mktemp("stream"), np.random.default_rng(0)
+    for i, count in enumerate([30, 7, 21, 40]):
+        texts = [f"{i}{j:02d}" + "abcdefghi" * int(rng.integers(0, 4)) for j in range(count)]
+        texts[3] = ""
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"train-{i}.jsonl").write_text("".join(lines))
+    (folder / "validation-0.jsonl").write_text(json.dumps({"text": "held out " * 99}) + "\n")
+    return folder
+
+
+def documents(folder, files=range(4)):
+    lines = [(folder / f"train-{i}.jsonl").read_text().splitlines() for i in files]
+    return [[json.loads(line)["text"] for line in of_file] for of_file in lines]
+
+
+def open_loader(folder, batch=4, split="train", vocab=300, **changes):
+    settings = {
+        "path": str(folder),
+        "name": None,
+        "train_split": "train",
+        "validation_split": "validation",
+        "column": "text",
+        "tokenizer": "bytes_utf8",
+        "id_offset": 0,
+        "num_workers": 1,
+        "sequences_packed_per_batch": 5,
+    } | changes
+    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+        return StreamLoader(HuggingFaceConfig(**settings), batch, LENGTH, vocab, split)
+
+
+def flat(batches):
+    batches = list(batches)
+    ids = np.concatenate([np.asarray(batch.targets).ravel() for batch in batches])
+    starts = np.concatenate([np.asarray(batch.is_start).ravel() for batch in batches])
+    return ids, starts
+
+
+def expected(texts):
+    """Ids and starts of one text after another, without an import of ours."""
+    ids = [byte + 1 for text in texts for byte in text.encode()]
+    starts = [i == 0 for text in texts for i in range(len(text))]
+    return np.array(ids), np.array(starts)
+
+
+def test_each_token_once_and_then_from_the_start(folder):
+    opened = open_loader(folder)
+    wanted, is_start = expected([text for part in documents(folder) for text in part] * 2)
+    count = len(wanted) // (4 * LENGTH)
+    ids, starts = flat(opened.batches(0, count))
+    np.testing.assert_array_equal(ids, wanted[: len(ids)])
+    np.testing.assert_array_equal(starts, is_start[: len(ids)])
+    assert count > 50
+
+
+def in_turns(*lanes):
+    """Five texts of each lane in turn."""
+    units = [[lane[i : i + 5] for i in range(0, len(lane), 5)] for lane in lanes]
+    turns = [unit for each in itertools.zip_longest(*units) for unit in each if unit]
+    return list(itertools.chain(*turns))
+
+
+def test_two_workers_take_turns(folder):
+    first, second = (itertools.chain(*documents(folder, files)) for files in ((0, 1), (2, 3)))
+    wanted, _ = expected(in_turns(list(first), list(second)))
+    ids, _ = flat(open_loader(folder, num_workers=2).batches(0, len(wanted) // (4 * LENGTH)))
+    np.testing.assert_array_equal(ids, wanted[: len(ids)])
+
+
+@pytest.mark.parametrize("documents_at_a_time", [1, 5, 1000])
+def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder, documents_at_a_time):
+    opened = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
+    batches, positions = [], [None]
+    for batch in opened.batches(0, 60):  # more than an epoch
+        batches.append(jax.device_get(batch))
+        positions.append(json.loads(json.dumps(opened.position)))
+    for stop in *range(1, 60, 9), 58:
+        again = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
+        again.position = positions[stop]
+        for found, wanted in zip(again.batches(stop, 60), batches[stop:], strict=True):
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
+
+
+def test_hosts_read_shards_of_their_own_and_go_on(folder):
+    """Two hosts of two workers; each has half of every batch's rows."""
+    config = vars(open_loader(folder).config) | {"num_workers": 2}
+    asked = {"config": config, "shape": (4, LENGTH, 300), "mesh": {"d": 4, "t": 2}}
+    before, positions = batches_on_hosts(2, **asked, steps=(0, 5))
+    after, _ = batches_on_hosts(2, **asked, steps=(5, 9), positions=positions)
+    rows = np.stack([*before, *after])
+    for host, (a, b) in enumerate([(0, 1), (2, 3)]):
+        units = [
+            [part[i : i + 5] for i in range(0, len(part), 5)] for part in documents(folder, (a, b))
+        ]
+        turns = [unit for pair in itertools.zip_longest(*units) for unit in pair if unit]
+        found = rows[:, 2 * host : 2 * host + 2].ravel()
+        np.testing.assert_array_equal(found, expected(itertools.chain(*turns))[0][: len(found)])
+
+
+def arguments(folder, root, name):
+    return [
+        "--config-name=local_stream", *SMALL, "model.vocab=272", "mesh={d: 2, t: 2}",
+        f"hf_dataset.path={folder}", "hf_dataset.sequences_packed_per_batch=4",
+        "training.steps=6", "training.validation_interval=3", "training.validation_batches=2",
+        "hf_dataset.validation_split=validation", f"paths.root_working_dir={root}",
+        f"paths.model_name={name}", "checkpoint_interval=2",
+    ]  # fmt: skip
+
+
+def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
+    folder, tmp_path, capsys, monkeypatch
+):
+    out, message = train_here(capsys, monkeypatch, *arguments(folder, tmp_path, "whole"))
+    assert message == "" and "done: 6 steps" in out
+    for steps in 4, 6:
+        stopped = [*arguments(folder, tmp_path, "stopped"), f"training.steps={steps}"]
+        out, message = train_here(capsys, monkeypatch, *stopped, "training.steps_for_lr=6")
+        assert message == ""
+    assert "resumed at step 4" in out
+    found, wanted = rows(tmp_path / "stopped"), rows(tmp_path / "whole")
+    del found[3]["validation_loss"]  # that of the first start's end
+    assert found == wanted
+    ends = [max((tmp_path / n / "checkpoints").glob("00000006.*")) for n in ("stopped", "whole")]
+    assert arrays(ends[0]) == arrays(ends[1])
+
+
+REFUSED = {
+    "a vocabulary too small": {"vocab": 100},
+    "no such column": {"column": "words"},
+    "no such dataset": {"path": "nowhere/at-all"},
+    "no such split": {"split": "test"},
+    "fewer shards than workers": {"num_workers": 5},
+    "no such tokenizer": {"tokenizer": "nowhere/at-all"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_streamed(folder, case):
+    with pytest.raises(StreamError) as error:
+        list(open_loader(**({"folder": folder} | REFUSED[case])).batches(0, 1))
+    message = str(error.value).replace(str(folder), "FOLDER").split("\n")[0]
+    golden.check("datasets.txt", f"stream: {case}", message)
+
+
+def test_another_number_of_workers_can_not_go_on(folder):
+    opened = open_loader(folder)
+    list(opened.batches(0, 2))
+    again = open_loader(folder, num_workers=2)
+    again.position = opened.position
+    with pytest.raises(StreamError) as error:
+        next(again.batches(2, 3))
+    golden.check("datasets.txt", "stream: other workers", str(error.value))
