@@ -1,0 +1,189 @@
+"""How fast data is converted and loaded, each beside what bounds it, in one run.
+
+    python -m tools.benchmark_data --megabytes 500
+
+The text is the standard library's on this machine, pieces of its files in random order, in parquet
+files; the tokenizer a byte-level BPE of 32,000 ids trained on it. Takes some minutes, and as much
+disk as the text, in a temporary folder.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import pathlib
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import zarr
+
+from data.flat_tokens import CHUNK, SPLITS, FlatTokens
+from data.loader import FlatTokensConfig, Loader
+from shardlib.devices import make_mesh
+from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
+
+SHARDS = 8
+ROWS, LENGTH = 256, 1024  # of a batch
+
+
+def make_text(folder: pathlib.Path, size: int) -> None:
+    """Documents of 500 to 6,000 characters."""
+    import pyarrow
+    import pyarrow.parquet
+
+    random.seed(0)
+    sources = [pathlib.Path(file).read_text(errors="ignore") for file in python_stdlib()]
+    for shard in range(SHARDS):
+        texts: list[str] = []
+        left = size // SHARDS
+        while left > 0:
+            source = random.choice(sources)
+            start = random.randrange(max(1, len(source) - 500))
+            texts.append(source[start : start + random.randrange(500, 6000)])
+            left -= len(texts[-1])
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=1000)
+
+
+def texts_of(folder: pathlib.Path) -> Iterator[list[str]]:
+    """256 documents at a time, from memory."""
+    import pyarrow.parquet
+
+    for file in sorted(folder.glob("*.parquet")):
+        texts = pyarrow.parquet.read_table(file)["text"].to_pylist()
+        yield from (texts[i : i + 256] for i in range(0, len(texts), 256))
+
+
+def train_tokenizer(folder: pathlib.Path) -> None:
+    import tokenizers
+    import transformers
+
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    sample = (text for i, texts in enumerate(texts_of(folder)) if i % 8 == 0 for text in texts)
+    tokenizer.train_from_iterator(sample, 32_000, special_tokens=["<unused>"], show_progress=False)
+    inner = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    inner.save_pretrained(folder / "bpe")
+
+
+def conversion(folder: pathlib.Path, tokenizer: str, processes: int) -> tuple[int, float]:
+    """Tokens, and seconds without those of imports."""
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
+    output = folder / f"{pathlib.Path(tokenizer).name}.{processes}.zarr"
+    source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
+    config = ConvertConfig(
+        source, "text", tokenizer, 0, "train", None, 0.001, None, processes, str(output)
+    )
+    start = time.perf_counter()
+    convert(config)
+    seconds = time.perf_counter() - start
+    return sum(FlatTokens(str(output), split).token_count for split in SPLITS), seconds
+
+
+def bare_tokenizer(folder: pathlib.Path) -> tuple[int, float]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe/tokenizer.json"))
+    count, seconds = 0, 0.0
+    for texts in texts_of(folder):
+        start = time.perf_counter()
+        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        seconds += time.perf_counter() - start
+        count += sum(map(len, found))
+    return count, seconds
+
+
+def plain_write(folder: pathlib.Path) -> tuple[int, float]:
+    """The tokens of the bytes, from memory, with the same chunks and compression."""
+    source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
+    copy = zarr.create_array(
+        folder / "copy.zarr",
+        shape=source.shape,
+        chunks=source.chunks,
+        dtype=source.dtype,
+        compressors=source.compressors,
+    )
+    seconds, size = 0.0, 8 * CHUNK
+    for i in range(0, source.shape[0], size):
+        values = source[i : i + size]
+        start = time.perf_counter()
+        copy[i : i + size] = values
+        seconds += time.perf_counter() - start
+    return source.shape[0], seconds
+
+
+def batches(folder: pathlib.Path) -> tuple[int, float]:
+    """Shuffled, of 84m's shape, as arrays of JAX."""
+    path = str(folder / "bytes_utf8.1.zarr")
+    config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
+    with jax.set_mesh(make_mesh({"d": 1, "t": 1})):
+        loader = Loader(config, ROWS, LENGTH, 257, 32, "train")
+    steps = loader.dataset.token_count // (ROWS * LENGTH)
+    start = time.perf_counter()
+    for batch in loader.batches(0, steps):
+        jax.block_until_ready(batch)
+    return steps * ROWS * LENGTH, time.perf_counter() - start
+
+
+def plain_read(folder: pathlib.Path) -> tuple[int, float]:
+    """Chunk after chunk."""
+    source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
+    start = time.perf_counter()
+    for i in range(0, source.shape[0], CHUNK):
+        source[i : i + CHUNK]
+    return source.shape[0], time.perf_counter() - start
+
+
+def measured(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[int, float, int]:
+    """With the peak memory, bytes, of the process that it runs in, or of the largest of those that
+    that one starts."""
+    count, seconds = function(*given)
+    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    return count, seconds, max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
+
+
+def apart(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[float, int]:
+    """Tokens per second, and the peak memory, in a process of its own; prints them."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
+        count, seconds, peak = process.submit(measured, function, *given).result()
+    name = " ".join(str(part) for part in (function.__name__, *given[1:]))
+    rate = count / seconds
+    print(f"{name:30} {count:13,} tokens {rate:13,.0f} a second, {peak / 1e9:5.2f} GB", flush=True)
+    return rate, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmark_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--megabytes", type=int, default=500, help="of text")
+    size = parser.parse_args().megabytes * 10**6
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        make_text(folder, size)
+        train_tokenizer(folder)
+        bare, _ = apart(bare_tokenizer, folder)
+        bpe, peak = apart(conversion, folder, str(folder / "bpe"), 1)
+        again, _ = apart(bare_tokenizer, folder)
+        text, _ = apart(conversion, folder, "bytes_utf8", 1)
+        write, _ = apart(plain_write, folder)
+        read, _ = apart(plain_read, folder)
+        load, _ = apart(batches, folder)
+        read_again, _ = apart(plain_read, folder)
+    print(f"conversion, of the bare tokenizer's speed: {2 * bpe / (bare + again):.0%}")
+    print(f"conversion of bytes, of a plain write's speed: {text / write:.0%}")
+    print(f"shuffled batches, of a plain read's speed: {2 * load / (read + read_again):.0%}")
+    print(f"a batch of {ROWS * LENGTH:,} tokens: {ROWS * LENGTH / load * 1e3:.1f} ms")
+    print(f"memory of the conversion: {peak / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
