@@ -87,8 +87,9 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
     """The schema's keys with dots, those of its sections included."""
     for name, hint in typing.get_type_hints(schema).items():
         yield prefix + name
-        if dataclasses.is_dataclass(hint):
-            yield from _keys(hint, f"{prefix}{name}.")
+        for kind in (hint, *typing.get_args(hint)):  # a section, or one that may be null
+            if dataclasses.is_dataclass(kind):
+                yield from _keys(kind, f"{prefix}{name}.")
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
@@ -106,6 +107,8 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         section, _, last = str(key).rpartition(".")
         sections = {known: known.rpartition(".")[0] for known in _keys(schema)}
         names = {known: known.rpartition(".")[2] for known in sections}
+        if key in sections:
+            return f"{key}: in this config {section} is null"
         siblings = [known for known in sections if sections[known] == section]
         if not siblings and section in sections:
             return f"unknown key {key}; to add it to {section}, write +{key}=..."

@@ -46,11 +46,14 @@ class _Growing:
 
     def write(self, all_of_it: bool) -> None:
         """Whole chunks, and all there is if asked to: then the last chunk is written once more."""
-        values = np.concatenate(self.pending)
-        whole = len(values) - len(values) % self.array.chunks[0]
-        end = len(values) if all_of_it else whole
-        self.array.resize((self.written + end,))
-        self.array[self.written :] = values[:end]
+        values, chunk = np.concatenate(self.pending), self.array.chunks[0]
+        whole = len(values) - len(values) % chunk
+        end = self.written + (len(values) if all_of_it else whole)
+        if all_of_it:
+            self.array.resize((end,))
+        elif end > self.array.shape[0]:
+            self.array.resize((end + 64 * chunk,))  # seldom, as it takes as long as some chunks do
+        self.array[self.written : end] = values[: end - self.written]
         self.written, self.pending = self.written + whole, [values[whole:]]
 
 

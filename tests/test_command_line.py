@@ -145,7 +145,9 @@ CUSTOMARY = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1.07e9, "2b": 2.1
 def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
     text = (ROOT / f"configs/{name}.yaml").read_text()
     assert re.match(rf"# .*\n(#.*\n)*#   python -m train --config-name={name} .*\n", text)
-    config = compose_config(name, "paths.model_name=x", "flat_tokens.filespec=x.zarr")
+    streamed = name in ("local_stream", "fineweb_edu_h100x8_1b")
+    where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
+    config = compose_config(name, "paths.model_name=x", where)
     axes = dict(config.mesh.__dict__)
     abstract = jax.sharding.AbstractMesh(
         tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)

@@ -74,6 +74,8 @@ CASES = {
     "an override that can't be read": (nothing, ["training.steps=[1"]),
     "an override without a value": (nothing, ["training.steps"]),
     "a part of a config that isn't made of parts": (nothing, ["model=84m"]),
+    "a section that is null": (nothing, ["hf_dataset.path=x"]),
+    "no dataset at all": (nothing, ["flat_tokens=null"]),
     "a number as text": (nothing, ["training.steps=many"]),
     "an integer with a fraction": (nothing, ["training.steps=1.5"]),
     "a switch that is neither on nor off": (nothing, ["simulate_devices=perhaps"]),

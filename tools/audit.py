@@ -305,7 +305,11 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     )
 
 
-NOT_USED = {"paths": {"model_name": "none"}, "flat_tokens": {"filespec": "none"}}
+NOT_USED = {
+    "paths": {"model_name": "none"},
+    "flat_tokens": {"filespec": "none"},
+    "hf_dataset": {"path": "none"},
+}
 
 
 @program(AuditConfig, "configs", NOT_USED)
