@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import jax
@@ -492,9 +493,6 @@ def check_config(config: Config) -> None:
             raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
     if bool(config.flat_tokens) == bool(config.hf_dataset):
         raise ValueError("set one of flat_tokens and hf_dataset, and the other one to null")
-    stream = config.hf_dataset
-    if stream and hyper.validation_interval and not stream.validation_split:
-        raise ValueError("training.validation_interval needs hf_dataset.validation_split")
     if not paths.model_name:
         raise ValueError("paths.model_name is empty; it names the run's folder")
     if "://" in paths.root_working_dir:
@@ -527,14 +525,13 @@ def make_loaders(config: Config) -> tuple[Batches, Batches | None]:
     except ValueError as error:
         keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
         raise ValueError(f"{error}; {', '.join(keys)}") from None
-    shape, names = (size["B"], size["L"], size["V"]), ("train", "validation")
     make: Callable[..., Batches]
-    if stream := config.hf_dataset:
-        make = functools.partial(StreamLoader, stream, *shape)
-        names = stream.train_split, stream.validation_split or ""
-    elif flat := config.flat_tokens:
-        make = functools.partial(Loader, flat, *shape, config.io.max_io_threads)
-    return make(names[0]), make(names[1]) if config.training.validation_interval else None
+    if config.hf_dataset:
+        make = functools.partial(StreamLoader, config.hf_dataset)
+    elif config.flat_tokens:
+        make = functools.partial(Loader, config.flat_tokens, config.io.max_io_threads)
+    make = functools.partial(make, size["B"], size["L"], size["V"])
+    return make("train"), make("validation") if config.training.validation_interval else None
 
 
 def step_flops(config: Config) -> tuple[int, int]:
@@ -572,16 +569,22 @@ def train(config: Config, loader: Batches, validation: Batches | None) -> None:
             "that; to start anew, choose another paths.model_name"
         )
         return
-    lowered = lower_step(config)
-    if config.compiled_step:
-        step_once = compiled.load(config.compiled_step, lowered, config)
-    else:
-        step_once = compile_step(config, lowered)
-    if first:
-        state = checkpoints.restore(State, dimensions(config), resolved)
-        loader.position = checkpoints.position() if config.hf_dataset else None
-    else:
-        state = init_state(config)
+    lowered, mesh = lower_step(config), jax.sharding.get_mesh()
+
+    def begin() -> State:
+        with jax.set_mesh(mesh):
+            if first:
+                return checkpoints.restore(State, dimensions(config), resolved)
+            return init_state(config)
+
+    with ThreadPoolExecutor(1) as thread:
+        beginning = thread.submit(begin)  # while the step compiles
+        if config.compiled_step:
+            step_once = compiled.load(config.compiled_step, lowered, config)
+        else:
+            step_once = compile_step(config, lowered)
+        state = beginning.result()
+    loader.position = checkpoints.position() if first and config.hf_dataset else None
     run.open(resolved, first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")

@@ -46,11 +46,14 @@ class StreamLoader(Batches):
     def __init__(self, config: HuggingFaceConfig, batch: int, length: int, vocab: int, split: str):
         super().__init__(batch, length)
         self.config, self.vocab = config, vocab
-        self.name = f"{config.path}, split {split},"
+        splits = {"train": config.train_split, "validation": config.validation_split}
+        if not (name := splits[split]):
+            raise StreamError("training.validation_interval needs hf_dataset.validation_split")
+        self.name = f"{config.path}, split {name},"
         self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
         how = config.column, config.tokenizer, config.id_offset
-        self.source = text.Source(load, split, *how, config.sequences_packed_per_batch)
+        self.source = text.Source(load, name, *how, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
             text.make_tokenizer(config.tokenizer, config.id_offset)

@@ -153,10 +153,10 @@ class Loader(Batches):
     def __init__(
         self,
         config: FlatTokensConfig,
+        io_threads: int,
         batch: int,
         length: int,
         vocab: int,
-        io_threads: int,
         split: str,
     ):
         super().__init__(batch, length)

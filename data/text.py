@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -233,12 +234,21 @@ def _work(
     parts: Any, source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first one says so
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
     try:
         for part in source.parts(lanes, position):
             parts.put(part)
     except (ValueError, OSError) as error:
         parts.put(ValueError(str(error)))  # others may not come through
+
+
+def _end_with_parent() -> None:
+    """A process that is killed can't end those it started."""
+    parent = multiprocessing.parent_process()
+    assert parent, "this is a worker"
+    parent.join()
+    os._exit(1)
 
 
 def cores() -> int:

@@ -17,7 +17,7 @@ def main():
     config, shape, host = asked["config"], asked["shape"], jax.process_index()
     with jax.set_mesh(make_mesh(asked["mesh"])):
         if "filespec" in config:
-            loader = Loader(FlatTokensConfig(**config), *shape, 2, "train")
+            loader = Loader(FlatTokensConfig(**config), 2, *shape, "train")
         else:
             loader = StreamLoader(HuggingFaceConfig(**config), *shape, "train")
         loader.position = asked.get("positions", {}).get(str(host))

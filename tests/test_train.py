@@ -207,6 +207,8 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         return state, train.Metrics(Number(batch), 0.0, 0.0)
 
     class Loader:
+        waited, position = 0.0, None
+
         def batches(self, first, last):
             return iter(range(first, last))
 

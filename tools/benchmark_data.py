@@ -122,7 +122,7 @@ def batches(folder: pathlib.Path) -> tuple[int, float]:
     path = str(folder / "bytes_utf8.1.zarr")
     config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"d": 1, "t": 1})):
-        loader = Loader(config, ROWS, LENGTH, 257, 32, "train")
+        loader = Loader(config, 32, ROWS, LENGTH, 257, "train")
     steps = loader.dataset.token_count // (ROWS * LENGTH)
     start = time.perf_counter()
     for batch in loader.batches(0, steps):

@@ -123,7 +123,11 @@ def test_on_disk_is_what_the_page_says(tmp_path):
         "chunks": 8,
     }
     assert about["arrays"]["layers/half"]["dtype"] == "bfloat16"
-    assert dict(group["writers/0"].attrs) == {"shards": 1 + 8 + 8 + 8 + 8 + 1, "problem": None}
+    assert dict(group["writers/0"].attrs) == {
+        "shards": 1 + 8 + 8 + 8 + 8 + 1,
+        "problem": None,
+        "position": None,
+    }
 
 
 def test_whichever_write_fails_the_checkpoint_is_not_complete(tmp_path, monkeypatch):

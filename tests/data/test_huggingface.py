@@ -149,7 +149,8 @@ REFUSED = {
     "a vocabulary too small": {"vocab": 100},
     "no such column": {"column": "words"},
     "no such dataset": {"path": "nowhere/at-all"},
-    "no such split": {"split": "test"},
+    "no such split": {"train_split": "test"},
+    "no split for validation": {"split": "validation", "validation_split": None},
     "fewer shards than workers": {"num_workers": 5},
     "no such tokenizer": {"tokenizer": "nowhere/at-all"},
 }

@@ -42,7 +42,7 @@ def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, **changes):
         "sequence_packing": True,
     } | changes
     with jax.set_mesh(make_mesh(dict(zip("dt", mesh, strict=True)))):
-        return Loader(FlatTokensConfig(**settings), batch, LENGTH, vocab, 2, "train")
+        return Loader(FlatTokensConfig(**settings), 2, batch, LENGTH, vocab, "train")
 
 
 def row_numbers(ids):

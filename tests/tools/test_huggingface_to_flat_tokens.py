@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import pathlib
 import resource
 import signal
 import subprocess
@@ -88,6 +89,18 @@ def whole(shards, tmp_path_factory):
     return path
 
 
+def children(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def runs(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 def same(path, wanted):
     return all(documents(path, s) == documents(wanted, s) for s in ("train", "validation"))
 
@@ -154,8 +167,12 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
             except (KeyError, FileNotFoundError, ValueError):
                 pass
             time.sleep(0.01)
+        workers = [int(pid) for pid in children(run.pid)]
         run.kill()
         assert run.wait() == -signal.SIGKILL
+        assert len(workers) >= (0 if processes == 1 else 2)
+        while any(map(runs, workers)):
+            time.sleep(0.05)  # they end by themselves
         begun.append(zarr.open_group(tmp_path / "x.zarr", mode="r").attrs["conversion"]["written"])
     assert begun[0]["train"]["tokens"] < begun[1]["train"]["tokens"] < 130_000
     with pytest.raises(ValueError, match="not written to its end"):
