@@ -6,6 +6,7 @@ processes can read lanes of their own, and what comes does not depend on how man
 *position* in that order is JSON, and holds all that is needed to go on from there.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -149,7 +150,10 @@ class Source:
             order = _order(lanes, position)
             while order:
                 lane = order.popleft()
-                texts, state = next(readers[lane], (None, None))
+                try:
+                    texts, state = next(readers[lane], (None, None))
+                except Exception as error:  # each of the libraries below raises its own
+                    raise OSError(f"the split {self.split} can't be read: {error}") from error
                 if texts is not None:
                     order.append(lane)
                 yield lane, texts, state
@@ -169,22 +173,23 @@ def units(
     """Those of some lanes that come after a position. Each process reads and tokenizes lanes of its
     own; one does so in a thread of this process. Raises ValueError or OSError for what can't be
     read or tokenized."""
-    shares = [lanes[i::processes] for i in range(processes)]
-    if processes == 1:
-        workers = [ahead(source.parts(lanes, position))]
-    else:
-        workers = [_elsewhere(source, share, position, processes) for share in shares]
-    worker_of = {
-        lane: worker for share, worker in zip(shares, workers, strict=True) for lane in share
-    }
-    states, order = list(position["lanes"]), _order(lanes, position)
-    while order:
-        part = next(worker_of[order.popleft()])
-        states[part.lane] = part.state
-        if part.tokens is not None:
-            order.append(part.lane)
-            after = {"turn": (part.lane + 1) % len(states), "lanes": list(states)}
-            yield Unit(*part.tokens, after)
+    with contextlib.ExitStack() as stack:
+        worker_of: dict[int, Iterator[_Part]] = {}
+        for i in range(processes):
+            share = lanes[i::processes]
+            if processes == 1:
+                worker = ahead(source.parts(share, position))
+            else:
+                worker = stack.enter_context(_elsewhere(source, share, position, processes))
+            worker_of |= dict.fromkeys(share, worker)
+        states, order = list(position["lanes"]), _order(lanes, position)
+        while order:
+            part = next(worker_of[order.popleft()])
+            states[part.lane] = part.state
+            if part.tokens is not None:
+                order.append(part.lane)
+                after = {"turn": (part.lane + 1) % len(states), "lanes": list(states)}
+                yield Unit(*part.tokens, after)
 
 
 def share_done(position: dict[str, Any], shards: int) -> float:
@@ -204,14 +209,14 @@ def _order(lanes: Sequence[int], position: dict[str, Any]) -> deque[int]:
     return deque(sorted(left, key=lambda lane: (lane - position["turn"]) % count))
 
 
+@contextlib.contextmanager
 def _elsewhere(
     source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
-) -> Iterator[_Part]:
-    """The parts that a process of its own makes, started at once."""
+) -> Iterator[Iterator[_Part]]:
+    """The parts that a process of its own makes."""
     context = multiprocessing.get_context("spawn")
     parts = context.Queue(4)
     worker = context.Process(target=_work, args=(parts, source, lanes, position, processes))
-    worker.daemon = True  # it ends with this process
     worker.start()
 
     def received() -> Iterator[_Part]:
@@ -219,15 +224,19 @@ def _elsewhere(
             try:
                 part = parts.get(timeout=1)
             except queue.Empty:
-                if not worker.is_alive():
-                    code = f"exit code {worker.exitcode}"
-                    raise OSError(f"a process that tokenizes died ({code})") from None
-                continue
+                if worker.is_alive():
+                    continue
+                code = f"exit code {worker.exitcode}"
+                raise OSError(f"a process that tokenizes died, with {code}") from None
             if isinstance(part, Exception):
                 raise part
             yield part
 
-    return received()
+    try:
+        yield received()
+    finally:
+        worker.terminate()
+        worker.join()
 
 
 def _work(

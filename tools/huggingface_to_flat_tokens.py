@@ -152,6 +152,9 @@ def convert(config: ConvertConfig) -> None:
     """Raises ValueError or OSError for what can't be read, tokenized or written."""
     if not 0 <= config.validation_share < 1:
         raise ValueError(f"validation_share={config.validation_share}: it is from 0 to below 1")
+    for name in "max_tokens", "processes":
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value}: it must be at least 1, or null")
     if not (config.validation_split or config.validation_share):
         raise ValueError("validation_share=0, and no validation_split: a dataset has both splits")
     # Most mistakes show here, before anything is written.
@@ -195,7 +198,8 @@ def main(config: ConvertConfig) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"interrupted; the same command goes on from where {config.output} is")
+        print("interrupted; the same command goes on from where it was", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import multiprocessing
 import os
 import pathlib
 import resource
@@ -183,6 +184,39 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
     assert same(tmp_path / "x.zarr", whole)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path, processes):
+    for path in shards.parent.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    damaged = tmp_path / "08.jsonl"
+    damaged.write_text(damaged.read_text()[:9000] + '"}]\n')
+    with pytest.raises((OSError, ValueError), match=r"the split train can't be read: .*JSON"):
+        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=processes))
+    assert not multiprocessing.active_children()
+    with pytest.raises(ValueError, match="not written to its end"):
+        FlatTokens(str(tmp_path / "x.zarr"), "train")
+
+
+def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tool.Conversion, "add", lambda *_: [p.kill() for p in multiprocessing.active_children()]
+    )
+    with pytest.raises(OSError, match="a process that tokenizes died, with exit code -9"):
+        tool.convert(settings(shards, tmp_path / "x.zarr", processes=2))
+    assert not multiprocessing.active_children()
+
+
+def test_ctrl_c(shards, tmp_path):
+    command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=2"]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "x.zarr/validation").exists():
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate()
+    message = "interrupted; the same command goes on from where it was\n"
+    assert (run.returncode, errors) == (130, message)
+
+
 def test_a_full_disk(shards, whole, tmp_path):
     """Here, a limit on the size of a file."""
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
@@ -297,6 +331,8 @@ MISTAKES = {
     "column=nothing": "the columns are body: str",
     "validation_share=2": "validation_share=2",
     "validation_share=0": "a dataset has both splits",
+    "max_tokens=0": "max_tokens=0: it must be at least 1",
+    "processes=-1": "processes=-1: it must be at least 1",
     "train_split=missing": "missing",
     "validation_split=missing": "missing",
     "+load_dataset.nonsense=1": "nonsense",
