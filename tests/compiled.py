@@ -202,13 +202,13 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
         else:
             found[kind, axes, elements, loop] += 1
     if "stacked" in rules:
-        for row in transfers:
-            one = key(row._replace(elements=1))
-            for each in [each for each in found if each[:2] == one[:2] and left[one]]:
-                if row.elements == 1 and row.times % each[2] == 0:
-                    left[one] -= 1
-                    found[each] -= 1
-        left, found = +left, +found
+        for row in [row for row in transfers if row.elements == 1 and row.times > 1]:
+            for kind, axes, n, loop in [*found]:
+                # All turns of the innermost loop, which may be in another one.
+                turns = row.times % n == 0 and loop == (row.times > n)
+                if key(row)[:2] == (kind, axes) and n > 1 and turns and left[key(row)]:
+                    left -= collections.Counter([key(row)])
+                    found -= collections.Counter([(kind, axes, n, loop)])
     if "summed" in rules:
         for kind, *where in [*left]:
             count = min(left[kind, *where], found["all-reduce", *where])

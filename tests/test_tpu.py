@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import pytest
@@ -83,15 +84,16 @@ def test_the_collectives_are_those_of_the_ledger(program):
     assert compiled.unexplained_on_tpu(transfers, found, axes) == ({}, {})
 
 
-@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[14]], ids=str)
-def test_all_that_is_sent_is_found_and_most_of_it_is_beside_compute(program):
+@pytest.mark.parametrize(("program", "least"), [(PROGRAMS[0], 30), (PROGRAMS[14], 99)], ids=str)
+def test_all_that_is_sent_is_found_and_much_of_it_is_beside_compute(program, least):
     """By two parsers that share nothing."""
-    axes, _, _, text = built(program)
+    axes, jaxpr, _, text = built(program)
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
-    found = overlap.sent(text)
-    assert sum(row.elements for row in found) == wanted
-    assert sum(row.bytes * row.hidden for row in found) > 0.4 * sum(row.bytes for row in found)
+    assert sum(row.elements for row in overlap.sent(text)) == wanted
+    transfers = [row._asdict() for row in audit.ledger(jaxpr, axes).transfers]
+    share = re.search(r"(\d+)% of it beside compute", overlap.share_hidden(text, transfers))
+    assert least <= int(share[1]) <= 100
 
 
 @pytest.mark.parametrize("rule", compiled.TPU_RULES)
