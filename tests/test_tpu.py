@@ -126,11 +126,15 @@ def test_a_long_sequence_fits():
     assert max(predicted, peak) < 60e9
 
 
-def test_offloading_takes_off_the_device_what_it_says():
+def test_what_is_offloaded_is_in_the_memory_of_the_host():
+    """The device has that much less, but for copies of other stacked activations that the compiler
+    then makes between the two loops."""
     program = tpu_programs.Program("v5e:2x4", "270m", 8, 1, 64, 1024)
     offloading = program._replace(edits=(tpu_programs.feed_forward_offloaded,))
     less = bytes_of(program)[1][2] - bytes_of(offloading)[1][2]
     axes, jaxpr, stats, _ = built(offloading)
-    kept = [row.bytes for row in audit.ledger(jaxpr, axes).saved if row.memory == "host"]
+    ledger = audit.ledger(jaxpr, axes).saved
+    kept = [row.bytes for row in ledger if row.memory == "host"]
+    copied = [row.bytes for row in ledger if row.memory == "device" and row.times > 1]
     assert len(kept) == 2 and stats.host_temp_size_in_bytes >= sum(kept)
-    assert less > 0.8 * sum(kept)
+    assert 0 < sum(kept) - less < sum(copied)
