@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import jax
@@ -569,22 +568,16 @@ def train(config: Config, loader: Batches, validation: Batches | None) -> None:
             "that; to start anew, choose another paths.model_name"
         )
         return
-    lowered, mesh = lower_step(config), jax.sharding.get_mesh()
-
-    def begin() -> State:
-        with jax.set_mesh(mesh):
-            if first:
-                return checkpoints.restore(State, dimensions(config), resolved)
-            return init_state(config)
-
-    with ThreadPoolExecutor(1) as thread:
-        beginning = thread.submit(begin)  # while the step compiles
-        if config.compiled_step:
-            step_once = compiled.load(config.compiled_step, lowered, config)
-        else:
-            step_once = compile_step(config, lowered)
-        state = beginning.result()
-    loader.position = checkpoints.position() if first and config.hf_dataset else None
+    lowered = lower_step(config)
+    if config.compiled_step:
+        step_once = compiled.load(config.compiled_step, lowered, config)
+    else:
+        step_once = compile_step(config, lowered)
+    if first:
+        state = checkpoints.restore(State, dimensions(config), resolved)
+        loader.position = checkpoints.position() if config.hf_dataset else None
+    else:
+        state = init_state(config)
     run.open(resolved, first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")

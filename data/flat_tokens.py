@@ -21,8 +21,7 @@ class FlatTokensError(ValueError):
 
 def encode(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Ids, int[n], as they are stored, uint32[n]: 2*id+1 where a sequence starts, else 2*id."""
-    encoded = ids.astype(np.uint32)
-    encoded <<= np.uint32(1)
+    encoded = ids.astype(np.uint32, copy=False) << np.uint32(1)
     encoded[starts] += np.uint32(1)
     return encoded
 

@@ -56,7 +56,7 @@ class StreamLoader(Batches):
         self.source = text.Source(load, name, *how, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
-            text.make_tokenizer(config.tokenizer, config.id_offset)
+            text.Tokenizer(config.tokenizer, config.id_offset)
             shards = self.source.check()
         except (ValueError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,48 +52,62 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
             yield item
 
 
-Tokenizer = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
-
-
-def make_tokenizer(name: str, id_offset: int) -> Tokenizer:
-    """Of texts: the ids of all, uint32[tokens], and the length of each, int64[texts].
+class Tokenizer:
+    """Texts -> the ids of all, uint32[tokens], and the length of each, int64[texts]; in two steps,
+    of which the first may run in other threads than Python's.
 
     No special tokens are added, as the datasets' format marks where a sequence starts, and one's
     name in a text is text. Raises ValueError or OSError where there is no such tokenizer.
     """
-    if name == "bytes_utf8":
-        return _bytes_utf8
-    import transformers  # takes a second, and bytes don't need it
 
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer={name} can't be opened: {error}") from None
-    fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    if fast:  # the library itself, as what is wrapped around it costs a third of the speed
-        fast.no_truncation()
-        fast.no_padding()
-        fast.encode_special_tokens = True
+    def __init__(self, name: str, id_offset: int):
+        self.name, self.id_offset = name, id_offset
+        if name == "bytes_utf8":
+            return
+        import transformers  # takes a second, and bytes don't need it
 
-    def tokenize(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if fast:
-            lists = [part.ids for part in fast.encode_batch_fast(texts, add_special_tokens=False)]
-        else:
-            lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            self.slow = transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"tokenizer={name} can't be opened: {error}") from None
+        self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
+        if self.fast:  # the library itself: what is wrapped around it costs a third of the speed
+            self.fast.no_truncation()
+            self.fast.no_padding()
+            self.fast.encode_special_tokens = True
+
+    def encode(self, texts: Any) -> Any:
+        """Of an Arrow array of texts; a null is an empty one."""
+        if self.name == "bytes_utf8":
+            return texts
+        texts = [text or "" for text in texts.to_pylist()]
+        if self.fast:
+            return self.fast.encode_batch_fast(texts, add_special_tokens=False)
+        return self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def arrays(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
+        """What `encode` returned."""
+        if self.name == "bytes_utf8":
+            return _bytes_of(encoded)
+        lists = [part.ids for part in encoded] if self.fast else encoded
         lengths = np.array([len(ids) for ids in lists], np.int64)
         chained = itertools.chain.from_iterable(lists)
-        ids = np.fromiter(chained, np.int64, int(lengths.sum()))
-        if not id_offset and not ids.all():
-            raise ValueError(f"{name} uses id 0, which the format reserves: set id_offset=1")
-        return (ids + id_offset).astype(np.uint32), lengths
+        ids = np.fromiter(chained, np.uint32, int(lengths.sum()))
+        if not self.id_offset and not ids.all():
+            raise ValueError(f"{self.name} uses id 0, which the format reserves: set id_offset=1")
+        ids += np.uint32(self.id_offset)
+        return ids, lengths
 
-    return tokenize
 
+def _bytes_of(texts: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Each byte plus 1, and the lengths, from Arrow's own memory."""
+    import pyarrow
 
-def _bytes_utf8(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    parts = [text.encode(errors="replace") for text in texts]
-    ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.uint32) + np.uint32(1)
-    return ids, np.array([len(part) for part in parts], np.int64)
+    array = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
+    _, offsets, values = array.buffers()
+    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
+    return found.astype(np.uint32) + np.uint32(1), np.diff(ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +135,19 @@ class Source:
 
     def _open(self) -> Any:
         import datasets  # two seconds
+        from pyarrow.dataset import ParquetFragmentScanOptions
 
+        # Of a parquet file, not more at a time than is used: by default all of it is kept.
+        sparing = ParquetFragmentScanOptions(pre_buffer=False)
+        options = {"fragment_scan_options": sparing, "batch_size": 1000}
+        arguments = {"streaming": True, **self.load_dataset, "split": self.split}
         try:
-            arguments = {"streaming": True, **self.load_dataset}
-            dataset = datasets.load_dataset(**arguments, split=self.split)
+            try:
+                dataset = datasets.load_dataset(**arguments, **options)
+            except (TypeError, ValueError) as error:  # of what isn't parquet
+                if not any(name in str(error) for name in options):
+                    raise
+                dataset = datasets.load_dataset(**arguments)
         except (TypeError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(f"load_dataset: {error}") from None
         if isinstance(dataset, datasets.Dataset):  # streaming=false: it was downloaded whole
@@ -134,18 +157,17 @@ class Source:
     def parts(self, lanes: Sequence[int], position: dict[str, Any]) -> Iterator[_Part]:
         """Those of some lanes, in turn."""
         dataset = self._open().select_columns([self.column]).with_format("arrow")
-        tokenize = make_tokenizer(self.tokenizer, self.id_offset)
+        tokenizer = Tokenizer(self.tokenizer, self.id_offset)
         states = position["lanes"]
 
-        def read(lane: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        def read(lane: int) -> Iterator[tuple[Any, dict[str, Any]]]:
             part = dataset.shard(len(states), lane)
             if states[lane]:
                 part.load_state_dict(states[lane])
             for table in part.iter(self.documents):
-                texts = table[self.column].to_pylist()
-                yield [text or "" for text in texts], part.state_dict()
+                yield table[self.column], part.state_dict()
 
-        def in_turn() -> Iterator[tuple[int, list[str] | None, dict[str, Any] | None]]:
+        def in_turn() -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
             readers = {lane: read(lane) for lane in lanes}
             order = _order(lanes, position)
             while order:
@@ -158,8 +180,13 @@ class Source:
                     order.append(lane)
                 yield lane, texts, state
 
-        for lane, texts, state in ahead(in_turn()):
-            yield _Part(lane, None if texts is None else tokenize(texts), state)
+        # While a unit is tokenized the next one is read, and the one before becomes arrays.
+        encoded = (
+            (lane, None if texts is None else tokenizer.encode(texts), state)
+            for lane, texts, state in ahead(in_turn())
+        )
+        for lane, found, state in ahead(encoded):
+            yield _Part(lane, None if found is None else tokenizer.arrays(found), state)
 
 
 def start(lanes: int) -> dict[str, Any]:

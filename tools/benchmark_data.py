@@ -16,7 +16,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import zarr
@@ -28,6 +28,8 @@ from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdl
 
 SHARDS = 8
 ROWS, LENGTH = 256, 1024  # of a batch
+STEP = 0.21  # seconds: at the least, one of 84m on an H200
+T = TypeVar("T")
 
 
 def make_text(folder: pathlib.Path, size: int) -> None:
@@ -117,17 +119,31 @@ def plain_write(folder: pathlib.Path) -> tuple[int, float]:
     return source.shape[0], seconds
 
 
-def batches(folder: pathlib.Path) -> tuple[int, float]:
-    """Shuffled, of 84m's shape, as arrays of JAX."""
+def open_loader(folder: pathlib.Path) -> Loader:
     path = str(folder / "bytes_utf8.1.zarr")
     config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"d": 1, "t": 1})):
-        loader = Loader(config, 32, ROWS, LENGTH, 257, "train")
+        return Loader(config, 32, ROWS, LENGTH, 257, "train")
+
+
+def batches(folder: pathlib.Path) -> tuple[int, float]:
+    """Shuffled, of 84m's shape, as arrays of JAX."""
+    loader = open_loader(folder)
     steps = loader.dataset.token_count // (ROWS * LENGTH)
     start = time.perf_counter()
     for batch in loader.batches(0, steps):
         jax.block_until_ready(batch)
     return steps * ROWS * LENGTH, time.perf_counter() - start
+
+
+def wait_for_data(folder: pathlib.Path) -> float:
+    """Seconds for each second that a device is at work, over some shuffle buffers."""
+    loader, waited = open_loader(folder), []
+    for batch in loader.batches(0, 300):
+        waited.append(loader.waited)
+        jax.block_until_ready(batch)
+        time.sleep(STEP)
+    return sum(waited[1:]) / (STEP * len(waited[1:]))
 
 
 def plain_read(folder: pathlib.Path) -> tuple[int, float]:
@@ -139,23 +155,27 @@ def plain_read(folder: pathlib.Path) -> tuple[int, float]:
     return source.shape[0], time.perf_counter() - start
 
 
-def measured(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[int, float, int]:
-    """With the peak memory, bytes, of the process that it runs in, or of the largest of those that
-    that one starts."""
+def with_peak(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[int, float, int]:
+    """And the peak memory, bytes, of this process, or of the largest of those it started."""
     count, seconds = function(*given)
     kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return count, seconds, max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
-def apart(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[float, int]:
-    """Tokens per second, and the peak memory, in a process of its own; prints them."""
+def apart(function: Callable[..., T], *given: Any) -> T:
+    """In a process of its own."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as process:
-        count, seconds, peak = process.submit(measured, function, *given).result()
-    name = " ".join(str(part) for part in (function.__name__, *given[1:]))
-    rate = count / seconds
-    print(f"{name:30} {count:13,} tokens {rate:13,.0f} a second, {peak / 1e9:5.2f} GB", flush=True)
-    return rate, peak
+        return process.submit(function, *given).result()
+
+
+def rate(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[float, int]:
+    """Tokens per second, and the peak memory; prints them."""
+    count, seconds, peak = apart(with_peak, function, *given)
+    name = f"{function.__name__} {pathlib.Path(given[1]).name if len(given) > 1 else ''}"
+    speed = count / seconds
+    print(f"{name:24} {count:13,} tokens {speed:13,.0f} a second, {peak / 1e9:5.2f} GB", flush=True)
+    return speed, peak
 
 
 def main() -> None:
@@ -168,20 +188,22 @@ def main() -> None:
     size = parser.parse_args().megabytes * 10**6
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        make_text(folder, size)
-        train_tokenizer(folder)
-        bare, _ = apart(bare_tokenizer, folder)
-        bpe, peak = apart(conversion, folder, str(folder / "bpe"), 1)
-        again, _ = apart(bare_tokenizer, folder)
-        text, _ = apart(conversion, folder, "bytes_utf8", 1)
-        write, _ = apart(plain_write, folder)
-        read, _ = apart(plain_read, folder)
-        load, _ = apart(batches, folder)
-        read_again, _ = apart(plain_read, folder)
+        apart(make_text, folder, size)
+        apart(train_tokenizer, folder)
+        bare, _ = rate(bare_tokenizer, folder)
+        bpe, peak = rate(conversion, folder, str(folder / "bpe"), 1)
+        again, _ = rate(bare_tokenizer, folder)
+        text, _ = rate(conversion, folder, "bytes_utf8", 1)
+        write, _ = rate(plain_write, folder)
+        read, _ = rate(plain_read, folder)
+        load, _ = rate(batches, folder)
+        read_again, _ = rate(plain_read, folder)
+        waited = apart(wait_for_data, folder)
     print(f"conversion, of the bare tokenizer's speed: {2 * bpe / (bare + again):.0%}")
     print(f"conversion of bytes, of a plain write's speed: {text / write:.0%}")
     print(f"shuffled batches, of a plain read's speed: {2 * load / (read + read_again):.0%}")
     print(f"a batch of {ROWS * LENGTH:,} tokens: {ROWS * LENGTH / load * 1e3:.1f} ms")
+    print(f"wait for data beside steps of {STEP} s: {waited:.2%}")
     print(f"memory of the conversion: {peak / 2**30:.2f} GiB")
 
 

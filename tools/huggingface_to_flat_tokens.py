@@ -8,6 +8,7 @@ The configs are in configs/convert. What is interrupted goes on where it was, by
 import contextlib
 import dataclasses
 import importlib.metadata
+import os
 import pathlib
 import sys
 import sysconfig
@@ -158,7 +159,7 @@ def convert(config: ConvertConfig) -> None:
     if not (config.validation_split or config.validation_share):
         raise ValueError("validation_share=0, and no validation_split: a dataset has both splits")
     # Most mistakes show here, before anything is written.
-    text.make_tokenizer(config.tokenizer, config.id_offset)
+    text.Tokenizer(config.tokenizer, config.id_offset)
     names = [config.train_split, *filter(None, [config.validation_split])]
     how = config.column, config.tokenizer, config.id_offset
     sources = [Source(config.load_dataset, name, *how) for name in names]
@@ -198,8 +199,10 @@ def main(config: ConvertConfig) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from where it was", file=sys.stderr)
-        sys.exit(130)
+        print(
+            "interrupted; the same command goes on from where it was", file=sys.stderr, flush=True
+        )
+        os._exit(130)  # without a word from the threads that are at work
 
 
 if __name__ == "__main__":
