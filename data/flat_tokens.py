@@ -4,6 +4,7 @@ docs/flat_tokens.md is the specification.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, cast
 
@@ -32,28 +33,39 @@ def decode(encoded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Growing:
-    """An array that is written at its end, `pending` the values that its last whole chunk lacks."""
+    """An array that is written at its end, by a thread, `pending` the values that its last whole
+    chunk lacks."""
 
     def __init__(self, array: zarr.Array, count: int):
         self.array, self.count = array, count
         self.written = count - count % array.chunks[0]
         self.pending = [np.asarray(array[self.written : count])]
+        self.thread = ThreadPoolExecutor(1)
+        self.job: Future[None] | None = None
 
     def add(self, values: np.ndarray) -> None:
         self.pending.append(values)
         self.count += len(values)
 
     def write(self, all_of_it: bool) -> None:
-        """Whole chunks, and all there is if asked to: then the last chunk is written once more."""
+        """Whole chunks; or all there is, and waits for it: then the last chunk is written again."""
+        if self.job:
+            self.job.result()
         values, chunk = np.concatenate(self.pending), self.array.chunks[0]
         whole = len(values) - len(values) % chunk
-        end = self.written + (len(values) if all_of_it else whole)
-        if all_of_it:
-            self.array.resize((end,))
-        elif end > self.array.shape[0]:
-            self.array.resize((end + 64 * chunk,))  # seldom, as it takes as long as some chunks do
-        self.array[self.written : end] = values[: end - self.written]
+        part = values if all_of_it else values[:whole]
+        self.job = self.thread.submit(self._put, self.written, part, all_of_it)
         self.written, self.pending = self.written + whole, [values[whole:]]
+        if all_of_it:
+            self.job.result()
+
+    def _put(self, start: int, values: np.ndarray, last: bool) -> None:
+        end = start + len(values)
+        if last:
+            self.array.resize((end,))
+        elif end > self.array.shape[0]:  # seldom, as it takes as long as some chunks do
+            self.array.resize((end + 64 * self.array.chunks[0],))
+        self.array[start:end] = values
 
 
 class Writer:

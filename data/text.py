@@ -6,9 +6,9 @@ processes can read lanes of their own, and what comes does not depend on how man
 *position* in that order is JSON, and holds all that is needed to go on from there.
 """
 
+import array
 import contextlib
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import os
@@ -53,8 +53,7 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 class Tokenizer:
-    """Texts -> the ids of all, uint32[tokens], and the length of each, int64[texts]; in two steps,
-    of which the first may run in other threads than Python's.
+    """Texts -> the ids of all, uint32[tokens], and the length of each, int64[texts].
 
     No special tokens are added, as the datasets' format marks where a sequence starts, and one's
     name in a text is text. Raises ValueError or OSError where there is no such tokenizer.
@@ -76,23 +75,21 @@ class Tokenizer:
             self.fast.no_padding()
             self.fast.encode_special_tokens = True
 
-    def encode(self, texts: Any) -> Any:
+    def __call__(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
         """Of an Arrow array of texts; a null is an empty one."""
         if self.name == "bytes_utf8":
-            return texts
-        texts = [text or "" for text in texts.to_pylist()]
+            return _bytes_of(texts)
+        strings = [text or "" for text in texts.to_pylist()]
+        lists: Iterable[Any]
         if self.fast:
-            return self.fast.encode_batch_fast(texts, add_special_tokens=False)
-        return self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def arrays(self, encoded: Any) -> tuple[np.ndarray, np.ndarray]:
-        """What `encode` returned."""
-        if self.name == "bytes_utf8":
-            return _bytes_of(encoded)
-        lists = [part.ids for part in encoded] if self.fast else encoded
-        lengths = np.array([len(ids) for ids in lists], np.int64)
-        chained = itertools.chain.from_iterable(lists)
-        ids = np.fromiter(chained, np.uint32, int(lengths.sum()))
+            encoded = self.fast.encode_batch_fast(strings, add_special_tokens=False)
+            lists = (part.ids for part in encoded)
+        else:
+            lists = self.slow(strings, add_special_tokens=False, verbose=False)["input_ids"]
+        # One list of Python's integers at a time: they take ten times the memory of their values.
+        parts = [array.array("I", part) for part in lists]
+        lengths = np.array([len(part) for part in parts], np.int64)
+        ids = np.concatenate([np.frombuffer(part, np.uint32) for part in parts])
         if not self.id_offset and not ids.all():
             raise ValueError(f"{self.name} uses id 0, which the format reserves: set id_offset=1")
         ids += np.uint32(self.id_offset)
@@ -103,9 +100,9 @@ def _bytes_of(texts: Any) -> tuple[np.ndarray, np.ndarray]:
     """Each byte plus 1, and the lengths, from Arrow's own memory."""
     import pyarrow
 
-    array = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
-    _, offsets, values = array.buffers()
-    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
+    _, offsets, values = column.buffers()
+    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
     found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
     return found.astype(np.uint32) + np.uint32(1), np.diff(ends)
 
@@ -180,13 +177,8 @@ class Source:
                     order.append(lane)
                 yield lane, texts, state
 
-        # While a unit is tokenized the next one is read, and the one before becomes arrays.
-        encoded = (
-            (lane, None if texts is None else tokenizer.encode(texts), state)
-            for lane, texts, state in ahead(in_turn())
-        )
-        for lane, found, state in ahead(encoded):
-            yield _Part(lane, None if found is None else tokenizer.arrays(found), state)
+        for lane, texts, state in ahead(in_turn()):
+            yield _Part(lane, None if texts is None else tokenizer(texts), state)
 
 
 def start(lanes: int) -> dict[str, Any]:
