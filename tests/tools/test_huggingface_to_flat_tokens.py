@@ -206,7 +206,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
 
 
 def test_ctrl_c(shards, tmp_path):
-    command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=2"]
+    command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=1"]
     run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "x.zarr/validation").exists():
         time.sleep(0.01)
