@@ -33,30 +33,35 @@ def decode(encoded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Growing:
-    """An array that is written at its end, by a thread, `pending` the values that its last whole
-    chunk lacks."""
+    """An array that is written at its end, some chunks at a time, by a thread."""
 
     def __init__(self, array: zarr.Array, count: int):
-        self.array, self.count = array, count
-        self.written = count - count % array.chunks[0]
-        self.pending = [np.asarray(array[self.written : count])]
+        self.array, self.count, chunk = array, count, array.chunks[0]
+        self.held = count % chunk  # the last values, not in a whole chunk on disk
+        self.buffer = np.empty(8 * chunk, array.dtype)
+        self.buffer[: self.held] = array[count - self.held : count]
         self.thread = ThreadPoolExecutor(1)
         self.job: Future[None] | None = None
 
     def add(self, values: np.ndarray) -> None:
-        self.pending.append(values)
-        self.count += len(values)
+        while len(values):
+            part = values[: len(self.buffer) - self.held]
+            self.buffer[self.held : self.held + len(part)] = part
+            self.held, self.count = self.held + len(part), self.count + len(part)
+            values = values[len(part) :]
+            if self.held == len(self.buffer):
+                self.write()
 
-    def write(self, all_of_it: bool) -> None:
-        """Whole chunks; or all there is, and waits for it: then the last chunk is written again."""
+    def write(self, last: bool = False) -> None:
+        """What is held; waits for it if it is the last."""
         if self.job:
             self.job.result()
-        values, chunk = np.concatenate(self.pending), self.array.chunks[0]
-        whole = len(values) - len(values) % chunk
-        part = values if all_of_it else values[:whole]
-        self.job = self.thread.submit(self._put, self.written, part, all_of_it)
-        self.written, self.pending = self.written + whole, [values[whole:]]
-        if all_of_it:
+        values, rest = self.buffer[: self.held], self.held % self.array.chunks[0]
+        self.buffer = np.empty_like(self.buffer)
+        self.buffer[:rest] = values[len(values) - rest :]
+        self.job = self.thread.submit(self._put, self.count - self.held, values, last)
+        self.held = rest
+        if last:
             self.job.result()
 
     def _put(self, start: int, values: np.ndarray, last: bool) -> None:
@@ -120,33 +125,25 @@ class Writer:
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence is a list of one or more integer ids")
-        self.extend(ids, np.array([len(ids)]))
-
-    def extend(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds sequences of one or more ids: int[tokens], all of them end to end, and
-        int[sequences]. Raises FlatTokensError as `append` does."""
-        if not len(lengths):
-            return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 1 or high >= 2**31:
-            ends = np.cumsum(lengths)
-            where = np.searchsorted(ends, int(ids.argmin() if low < 1 else ids.argmax()), "right")
+        if not 1 <= ids.min() <= ids.max() < 2**31:
+            wrong = int(ids.min() if ids.min() < 1 else ids.max())
             raise FlatTokensError(
-                f"id {low if low < 1 else high} in sequence {self.sequence_count + where}: "
+                f"id {wrong} in sequence {self.sequence_count}: "
                 "ids are from 1 (0 is reserved) to 2**31 - 1"
             )
-        starts = np.cumsum(lengths) - lengths
-        self.starts.add((self.token_count + starts + lengths).astype(np.uint64))
-        self.tokens.add(encode(ids, starts))
-        self.max_token_id = max(self.max_token_id, high)
-        for growing in self.tokens, self.starts:
-            if growing.count - growing.written >= 8 * CHUNK:
-                growing.write(all_of_it=False)
+        self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
+
+    def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Adds sequences as they are stored: uint32[tokens], end to end, and the length of each,
+        int[sequences], at least 1. Checks nothing."""
+        self.starts.add(self.token_count + np.cumsum(lengths))
+        self.tokens.add(tokens)
+        self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
 
     def flush(self) -> dict[str, int]:
         """Writes all there is, and returns where it ends, from where a new Writer can go on."""
         for growing in self.tokens, self.starts:
-            growing.write(all_of_it=True)
+            growing.write(last=True)
         return {
             "tokens": self.token_count,
             "sequences": self.sequence_count,

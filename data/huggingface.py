@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from data import text
-from data.flat_tokens import decode, encode
+from data.flat_tokens import decode
 from data.loader import Batches, TokenBatch
 
 
@@ -57,7 +57,7 @@ class StreamLoader(Batches):
         lanes = jax.process_count() * self.workers
         try:
             text.Tokenizer(config.tokenizer, config.id_offset)
-            shards = self.source.check()
+            shards, _ = self.source.check()
         except (ValueError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:
@@ -77,11 +77,11 @@ class StreamLoader(Batches):
         while True:
             found = False
             for unit in text.units(self.source, self.lanes, position, self.workers):
-                if (largest := int(unit.ids.max(initial=0))) >= self.vocab:
+                if (largest := int(unit.tokens.max(initial=0)) >> 1) >= self.vocab:
                     raise StreamError(
                         f"{self.name} has the id {largest}; model.vocab={self.vocab} must be larger"
                     )
-                found = found or len(unit.ids) > 0
+                found = found or len(unit.tokens) > 0
                 yield unit
             if not found and position == self.start:
                 raise StreamError(
@@ -98,8 +98,7 @@ class StreamLoader(Batches):
         while True:
             while sum(len(tokens) for _, tokens in held) < used + count:
                 unit = next(units)
-                starts = np.cumsum(unit.lengths) - unit.lengths
-                held.append((before, encode(unit.ids, starts[unit.lengths > 0])))
+                held.append((before, unit.tokens))
                 before = unit.position
             flat = np.concatenate([tokens for _, tokens in held])[used : used + count]
             used += count

@@ -9,6 +9,7 @@ other. So step N can be found without looking at the steps before it, reads are 
 held in memory is a buffer or two per stream.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -103,7 +104,7 @@ class Stream:
             rows, position = rows[len(chosen) :], position + len(chosen)
 
 
-class Batches:
+class Batches(abc.ABC):
     """Batches of `shape`, rows and tokens, each made while the one before is in use, and laid out
     on the mesh that was in context at first."""
 
@@ -130,9 +131,9 @@ class Batches:
         ]
         return TokenBatch(*arrays)
 
+    @abc.abstractmethod
     def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
         """The batches of steps `first` to `last`, with the position after each."""
-        raise NotImplementedError
 
     def batches(self, first: int, last: int) -> Iterator[TokenBatch]:
         """The batches of steps `first` to `last`."""
@@ -160,7 +161,7 @@ class Loader(Batches):
         split: str,
     ):
         super().__init__(batch, length)
-        self.config, self.batch, self.length = config, batch, length
+        self.config, self.length = config, length
         self.dataset = data = FlatTokens(config.filespec, split)
         self.threads = ThreadPoolExecutor(io_threads)
         if data.max_token_id >= vocab:
@@ -206,7 +207,7 @@ class Loader(Batches):
 
     def rows(self, step: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows `first` to `last` of the step's batch: ids and starts, both [last-first, length]."""
-        share = self.batch // len(self.streams)
+        share = self.shape[0] // len(self.streams)
         rows = np.empty((last - first, self.length), np.uint32)
         for i, stream in enumerate(self.streams):
             low, high = max(first - i * share, 0), min(last - i * share, share)

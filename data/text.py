@@ -1,7 +1,7 @@
 """Text of a dataset that Hugging Face `datasets` opens -> token ids, whoever reads it in one order.
 
 The dataset's shards, which mostly are its files, are divided among *lanes*, neighbours together. A
-lane is read in *units* of some hundred documents, and the order is a unit of each lane in turn. So
+lane is read in *units* of some documents, and the order is a unit of each lane in turn. So
 processes can read lanes of their own, and what comes does not depend on how many they are. A
 *position* in that order is JSON, and holds all that is needed to go on from there.
 """
@@ -9,6 +9,7 @@ processes can read lanes of their own, and what comes does not depend on how man
 import array
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,19 +18,23 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from data.flat_tokens import encode
+
+S = TypeVar("S")
 T = TypeVar("T")
 LANES = 8  # at most, of the converter: more would have more files open at a time
-DOCUMENTS = 256  # in a unit
+DOCUMENTS = 256  # in a unit, at most
+UNIT_BYTES = 2**21  # of text, about, at most: some units are in memory at a time
 
 
 class Unit(NamedTuple):
-    ids: np.ndarray  # uint32[tokens], document after document
+    tokens: np.ndarray  # uint32[tokens], document after document, as flat tokens are stored
     lengths: np.ndarray  # int64[documents], in tokens; an empty document has 0
     position: dict[str, Any]  # after it
 
@@ -52,8 +57,21 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
             yield item
 
 
+def by_threads(count: int, function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """The function of each item, in order; so many are at work while one more waits."""
+    with ThreadPoolExecutor(count) as threads:
+        upcoming: deque[Any] = deque()
+        for item in items:
+            upcoming.append(threads.submit(function, item))
+            if len(upcoming) > count + 1:
+                yield upcoming.popleft().result()
+        for left in upcoming:
+            yield left.result()
+
+
 class Tokenizer:
-    """Texts -> the ids of all, uint32[tokens], and the length of each, int64[texts].
+    """Texts -> the tokens of all as they are stored, uint32[tokens], and the length of each,
+    int64[texts].
 
     No special tokens are added, as the datasets' format marks where a sequence starts, and one's
     name in a text is text. Raises ValueError or OSError where there is no such tokenizer.
@@ -71,14 +89,18 @@ class Tokenizer:
             raise ValueError(f"tokenizer={name} can't be opened: {error}") from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
         if self.fast:  # the library itself: what is wrapped around it costs a third of the speed
+            # Our own threads call it: its own would wait while a unit is read, and written.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
             self.fast.encode_special_tokens = True
 
     def __call__(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
         """Of an Arrow array of texts; a null is an empty one."""
-        if self.name == "bytes_utf8":
-            return _bytes_of(texts)
+        ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
+        return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
+
+    def _ids(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
         strings = [text or "" for text in texts.to_pylist()]
         lists: Iterable[Any]
         if self.fast:
@@ -96,15 +118,17 @@ class Tokenizer:
         return ids, lengths
 
 
-def _bytes_of(texts: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Each byte plus 1, and the lengths, from Arrow's own memory."""
-    import pyarrow
+    @staticmethod
+    def _bytes(texts: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Each byte plus 1, and the lengths, from Arrow's own memory."""
+        import pyarrow
 
-    column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
-    _, offsets, values = column.buffers()
-    ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
-    return found.astype(np.uint32) + np.uint32(1), np.diff(ends)
+        column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
+        _, offsets, values = column.buffers()
+        ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+        ids = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]].astype(np.uint32)
+        ids += np.uint32(1)
+        return ids, np.diff(ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +142,18 @@ class Source:
     id_offset: int  # added to a tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
-    def check(self) -> int:
-        """The number of shards. Raises ValueError or OSError where the split or its column can't be
-        had."""
+    def check(self) -> tuple[int, int]:
+        """The number of shards, and how many documents make a unit, if they are all as long as the
+        first ones. Raises ValueError or OSError where the split or its column can't be had."""
         dataset = self._open()
-        row = next(iter(dataset), None)
-        if row is None:
+        rows = list(itertools.islice(dataset, 64))
+        if not rows:
             raise ValueError(f"the split {self.split} has no documents")
-        if not isinstance(row.get(self.column), str):
-            columns = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
-            raise ValueError(f"column={self.column} is no text; the columns are {columns}")
-        return dataset.num_shards
+        if not isinstance(rows[0].get(self.column), str):
+            types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
+            raise ValueError(f"column={self.column} is no text; the columns are {types}")
+        size = sum(len(row[self.column] or "") for row in rows)
+        return dataset.num_shards, min(DOCUMENTS, 1 + UNIT_BYTES * len(rows) // max(size, 1))
 
     def _open(self) -> Any:
         import datasets  # two seconds
@@ -136,7 +161,7 @@ class Source:
 
         # Of a parquet file, not more at a time than is used: by default all of it is kept.
         sparing = ParquetFragmentScanOptions(pre_buffer=False)
-        options = {"fragment_scan_options": sparing, "batch_size": 1000}
+        options = {"fragment_scan_options": sparing, "batch_size": self.documents}
         arguments = {"streaming": True, **self.load_dataset, "split": self.split}
         try:
             try:
@@ -151,7 +176,9 @@ class Source:
             dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
         return dataset
 
-    def parts(self, lanes: Sequence[int], position: dict[str, Any]) -> Iterator[_Part]:
+    def parts(
+        self, lanes: Sequence[int], position: dict[str, Any], threads: int
+    ) -> Iterator[_Part]:
         """Those of some lanes, in turn."""
         dataset = self._open().select_columns([self.column]).with_format("arrow")
         tokenizer = Tokenizer(self.tokenizer, self.id_offset)
@@ -177,8 +204,11 @@ class Source:
                     order.append(lane)
                 yield lane, texts, state
 
-        for lane, texts, state in ahead(in_turn()):
-            yield _Part(lane, None if texts is None else tokenizer(texts), state)
+        def part(item: tuple[int, Any, dict[str, Any] | None]) -> _Part:
+            lane, texts, state = item
+            return _Part(lane, None if texts is None else tokenizer(texts), state)
+
+        return by_threads(threads, part, in_turn())
 
 
 def start(lanes: int) -> dict[str, Any]:
@@ -190,16 +220,17 @@ def units(
     source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
 ) -> Iterator[Unit]:
     """Those of some lanes that come after a position. Each process reads and tokenizes lanes of its
-    own; one does so in a thread of this process. Raises ValueError or OSError for what can't be
+    own; one does so in threads of this process. Raises ValueError or OSError for what can't be
     read or tokenized."""
+    threads = max(1, cores() // processes)
     with contextlib.ExitStack() as stack:
         worker_of: dict[int, Iterator[_Part]] = {}
         for i in range(processes):
             share = lanes[i::processes]
             if processes == 1:
-                worker = ahead(source.parts(share, position))
+                worker = ahead(source.parts(share, position, threads))
             else:
-                worker = stack.enter_context(_elsewhere(source, share, position, processes))
+                worker = stack.enter_context(_elsewhere(source, share, position, threads))
             worker_of |= dict.fromkeys(share, worker)
         states, order = list(position["lanes"]), _order(lanes, position)
         while order:
@@ -230,12 +261,12 @@ def _order(lanes: Sequence[int], position: dict[str, Any]) -> deque[int]:
 
 @contextlib.contextmanager
 def _elsewhere(
-    source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+    source: Source, lanes: Sequence[int], position: dict[str, Any], threads: int
 ) -> Iterator[Iterator[_Part]]:
     """The parts that a process of its own makes."""
     context = multiprocessing.get_context("spawn")
     parts = context.Queue(4)
-    worker = context.Process(target=_work, args=(parts, source, lanes, position, processes))
+    worker = context.Process(target=_work, args=(parts, source, lanes, position, threads))
     worker.start()
 
     def received() -> Iterator[_Part]:
@@ -259,13 +290,12 @@ def _elsewhere(
 
 
 def _work(
-    parts: Any, source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+    parts: Any, source: Source, lanes: Sequence[int], position: dict[str, Any], threads: int
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first one says so
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
     try:
-        for part in source.parts(lanes, position):
+        for part in source.parts(lanes, position, threads):
             parts.put(part)
     except (ValueError, OSError) as error:
         parts.put(ValueError(str(error)))  # others may not come through

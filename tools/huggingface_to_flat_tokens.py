@@ -8,11 +8,13 @@ The configs are in configs/convert. What is interrupted goes on where it was, by
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,7 @@ class Conversion:
     """What is in the output, and where in the sources to go on. That is an attribute of the output,
     `conversion`, from the first commit on; in the end it says how the output was made."""
 
-    def __init__(self, config: ConvertConfig, shards: list[int]):
+    def __init__(self, config: ConvertConfig, shards: Sequence[int]):
         self.config = config
         self.root: Any = zarr.open_group(config.output, mode="a")
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
@@ -107,10 +109,11 @@ class Conversion:
             reached = self.writers[own].token_count + np.cumsum(lengths * is_own)
             count = np.searchsorted(reached, limit) + 1
             lengths, is_own = lengths[:count], is_own[:count]
-        ids = unit.ids[: lengths.sum()]
-        for split, chosen in (own, is_own), (other, ~is_own):
-            of_split = ids if chosen.all() else ids[np.repeat(chosen, lengths)]
-            self.writers[split].extend(of_split, lengths[chosen])
+        bounds = np.cumsum([0, *lengths])
+        turns = {0, *np.flatnonzero(np.diff(is_own)) + 1, len(lengths)}
+        for low, high in itertools.pairwise(sorted(turns)):  # documents that go to one split
+            writer = self.writers[own if is_own[low] else other]
+            writer.extend(unit.tokens[bounds[low] : bounds[high]], lengths[low:high])
         self.positions[source] = unit.position
         if time.monotonic() - self.committed > COMMIT_SECONDS:
             self.commit()
@@ -163,23 +166,24 @@ def convert(config: ConvertConfig) -> None:
     names = [config.train_split, *filter(None, [config.validation_split])]
     how = config.column, config.tokenizer, config.id_offset
     sources = [Source(config.load_dataset, name, *how) for name in names]
-    shards = [source.check() for source in sources]
+    shards, documents = zip(*(source.check() for source in sources), strict=True)
     conversion = Conversion(config, shards)
     for i, source in enumerate(sources):
         position, bar = conversion.positions[i], progress_bar(conversion, i)
         lanes = len(position["lanes"])
         processes = min(lanes, config.processes or max(1, text.cores() // 4))
+        source = dataclasses.replace(source, documents=documents[i])
         for unit in text.units(source, range(lanes), position, processes):
             more = conversion.add(unit, i)
             share = text.share_done(unit.position, shards[i])
             if share and not config.max_tokens:
                 bar.total = int(conversion.tokens / share)  # an estimate
-            bar.update(len(unit.ids))
+            bar.update(len(unit.tokens))
             if not more:
                 break
         bar.close()
         has_all = all(writer.sequence_count for writer in conversion.writers.values())
-        if source is sources[-1] and not has_all:
+        if i == len(sources) - 1 and not has_all:
             raise ValueError("one document is too few for two splits: name a validation_split")
         conversion.end(i)
     conversion.close()

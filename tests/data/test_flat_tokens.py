@@ -75,11 +75,13 @@ def test_a_writer_goes_on_from_where_another_flushed(
                 writer.append(sequence)
             written, left = writer.flush(), left[piece:]
             if lost_work:
-                writer.extend(np.arange(1, 40), np.array([30, 9]))
+                writer.extend(np.arange(2, 41, dtype=np.uint32), np.array([30, 9]))
                 writer.flush()
         with Writer(path, "train", written) as writer:
             if left:
-                writer.extend(np.concatenate(left), np.array([len(part) for part in left]))
+                lengths = np.array([len(part) for part in left])
+                tokens = encode(np.concatenate(left), np.cumsum(lengths) - lengths)
+                writer.extend(tokens, lengths)
     dataset = FlatTokens(path, "train")
     dataset.validate()
     assert dataset.read(0, dataset.token_count)[0].tolist() == [i for s in sequences for i in s]

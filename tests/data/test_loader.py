@@ -52,8 +52,8 @@ def row_numbers(ids):
 
 
 def first_rows(opened, count):
-    batches = -(-count // opened.batch)
-    rows = [row_numbers(opened.rows(step, 0, opened.batch)[0]) for step in range(batches)]
+    batches = -(-count // opened.shape[0])
+    rows = [row_numbers(opened.rows(step, 0, opened.shape[0])[0]) for step in range(batches)]
     return [row for batch in rows for row in batch][:count]
 
 
@@ -73,7 +73,7 @@ def test_an_epoch_holds_each_row_once(path, streams, block, blocks, seed):
         seed=seed,
     )
     # 100 rows in streams of 100 / streams, 25 batches of 4 rows an epoch.
-    opened.batch = 4
+    opened.shape = 4, opened.length
     for epoch in range(3):
         rows = [
             row
