@@ -12,8 +12,10 @@ Dimensions:
     M  model (the residual)   D  head
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import os
@@ -29,13 +31,14 @@ from jax import lax
 from omegaconf import MISSING, OmegaConf
 
 from data import compiled, hlo
-from data.checkpoint import CheckpointError, Checkpoints
+from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
 from data.compiled import CompiledStepError
 from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
 from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
-from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch
+from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
 from data.run import MetricsError, Run
+from data.supervise import Lease, LeaseError, Stop, Watchdog
 from shardlib import audit, devices, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -99,6 +102,11 @@ class TrainingConfig:
     loss_chunks: int  # parts of a row, whose logits are there one after the other
     validation_interval: int  # steps; 0: never
     validation_batches: int
+    skip_steps: tuple[int, ...]  # whose batches are left out; later steps get later ones
+    max_skipped_updates: int  # in a row, as loss or gradient isn't finite, before the run stops
+
+    def __post_init__(self) -> None:
+        self.skip_steps = tuple(self.skip_steps)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -112,6 +120,8 @@ class MeshConfig:
 @dataclasses.dataclass(unsafe_hash=True)
 class PathsConfig:
     root_working_dir: str
+    clone_from: str  # a folder of checkpoints, or one of them, that a new run starts from
+    clone_weights_only: bool  # from step 0, or else with its whole state, from its step
     model_name: str = MISSING
 
 
@@ -130,11 +140,15 @@ class Config:
     paths: PathsConfig
     io: IoConfig
     checkpoint_interval: int  # steps; 0: at the end only
+    checkpoints: CheckpointsConfig
+    hang_timeout_seconds: float  # for a step, before it counts as hung; 0: none
+    hang_ends: bool  # a step that hangs ends the run, or else is only reported
     profile: bool  # a few steps into profile/
     hlo_svg: bool  # the compiled step, drawn
     compiler_options: bool  # those of devices.COMPILER_OPTIONS
     compiled_step: str  # a file of tools.compile, to start without compiling
     num_hosts: int
+    heartbeat_timeout_seconds: int  # without a sign of a host, after which the others end
     simulate_devices: bool
 
 
@@ -339,6 +353,7 @@ class Metrics:
     loss: f32[""]
     learning_rate: f32[""]
     grad_norm: f32[""]
+    skipped: u32[""]  # 1 if the update was left out, as loss or gradient isn't finite
 
 
 def init_state(config: Config) -> State:
@@ -411,13 +426,22 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
 
     weights = tree_map(update, state.weights, mu, nu)
-    return State(step, weights, mu, nu), Metrics(loss, rate, grad_norm)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
+    kept = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
+    return State(step, *kept), Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     return total_loss(weights, batch, config) / target_count(batch)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
+    return loss_and_grads(weights, batch, config)[1]
 
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
@@ -470,7 +494,7 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset")
+    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset", "updates", "last", "every")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -507,7 +531,8 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
-            jax.distributed.initialize()
+            timeout = config.heartbeat_timeout_seconds
+            jax.distributed.initialize(heartbeat_timeout_seconds=timeout)
         except ValueError as error:
             raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
@@ -553,36 +578,93 @@ def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def train(config: Config, loader: Batches, validation: Batches | None) -> None:
-    """Trains from the newest checkpoint, or the first step, to the last."""
-    hyper, paths = config.training, config.paths
-    tokens = hyper.tokens.batch * hyper.tokens.len
-    run = Run(paths.root_working_dir, paths.model_name)
-    checkpoints = Checkpoints(f"{run.folder}/checkpoints", config.io.max_io_threads)
-    first = checkpoints.newest_step
-    resolved = OmegaConf.to_yaml(OmegaConf.structured(config))
-    if first >= hyper.steps:
-        checkpoints.check_model(State, dimensions(config), resolved)
+class NotFiniteError(ValueError):
+    """A loss or gradient that is no number, more often than the config allows."""
+
+
+def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[State, str]:
+    """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
+    from; and a line on where it is from. The initial one has none."""
+    source, fresh, path = checkpoints, False, config.paths.clone_from
+    if path and not checkpoints.newest_step:
+        source = Checkpoints(path, config.io.max_io_threads)
+        fresh = config.paths.clone_weights_only
+        if not source.newest_step:
+            raise CheckpointError(f"paths.clone_from={path} has no complete checkpoint")
+    if not source.newest_step:
+        return init_state(config), ""
+    state = source.restore(State, dimensions(config), to_yaml(config))
+    if fresh:
+
+        def with_weights(state: State) -> State:
+            mu, nu = jax.tree.map(jnp.zeros_like, (state.mu, state.nu))
+            return State(jnp.uint32(0), state.weights, mu, nu)
+
+        state = jax.jit(with_weights, donate_argnums=0)(state)
+        return state, f"weights from {source.newest}"
+    if config.hf_dataset:
+        loader.position = source.position()
+    return state, f"resumed at step {source.newest_step} from {source.newest}"
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def not_finite(config: Config, state: State, batch: TokenBatch, number: int, data: Batches) -> str:
+    """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
+    grads = jax.tree_util.tree_leaves_with_path(gradients(state.weights, batch, config))
+    names = (
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, grad in grads
+        if not jnp.isfinite(grad).all()
+    )
+    found = ", ".join(names) or "none, with the weights of now"
+    return f"gradients that are not finite: {found}; batch {number} is of {data.origin(number)}"
+
+
+def train(config: Config, loader: Batches, validation: Batches | None) -> int:
+    """Trains from the newest checkpoint, or the first step, to the last, or until a signal says to
+    stop; returns the exit code."""
+    run = Run(config.paths.root_working_dir, config.paths.model_name)
+    with contextlib.ExitStack() as stack:
+        lease = stack.enter_context(Lease(run.folder)) if run.first_host else None
+        stops = stack.enter_context(Stop())
+        path = config.checkpoints.path or f"{run.folder}/checkpoints"
+        threads = config.io.max_io_threads
+        checkpoints = Checkpoints(path, threads, config.checkpoints, run.say, stops.ask)
+        return train_in(run, checkpoints, lease, stops, config, loader, validation)
+
+
+def train_in(
+    run: Run,
+    checkpoints: Checkpoints,
+    lease: Lease | None,
+    stops: Stop,
+    config: Config,
+    loader: Batches,
+    validation: Batches | None,
+) -> int:
+    hyper, tokens = config.training, config.training.tokens.batch * config.training.tokens.len
+    if checkpoints.newest_step >= hyper.steps:
+        checkpoints.check_model(State, dimensions(config), to_yaml(config))
         run.say(
-            f"{run.folder} is complete: {first} steps are done. To go on, set training.steps above "
-            "that; to start anew, choose another paths.model_name"
+            f"{run.folder} is complete: {checkpoints.newest_step} steps are done. To go on, set "
+            "training.steps above that; to start anew, choose another paths.model_name"
         )
-        return
+        return 0
     lowered = lower_step(config)
     if config.compiled_step:
         step_once = compiled.load(config.compiled_step, lowered, config)
     else:
         step_once = compile_step(config, lowered)
-    if first:
-        state = checkpoints.restore(State, dimensions(config), resolved)
-        loader.position = checkpoints.position() if config.hf_dataset else None
-    else:
-        state = init_state(config)
-    run.open(resolved, first)
+    state, origin = begin(config, checkpoints, loader)
+    first = int(state.step)
+    run.open(to_yaml(config), first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
-    if first:
-        run.say(f"resumed at step {first} from {checkpoints.newest}")
+    if origin:
+        run.say(origin)
 
     if config.hlo_svg:
         drawn = hlo.draw(functools.partial(compile_step, config, lowered), run.folder / "step")
@@ -590,21 +672,36 @@ def train(config: Config, loader: Batches, validation: Batches | None) -> None:
 
     seconds: list[float] = []
     finished = time.perf_counter()
+    skipped = 0  # updates, in a row
 
-    def record(step: int, metrics: Metrics, waited: float, weights: Weights | None = None) -> None:
-        """Waits for a step and logs it; given weights, with their validation loss."""
-        nonlocal finished
+    def record(
+        step: int, metrics: Metrics, waited: float, batch: TokenBatch, validates: bool = False
+    ) -> None:
+        """Waits for a step and logs it, perhaps with the validation loss of the weights of now.
+        Raises NotFiniteError."""
+        nonlocal finished, skipped
         row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
         now = time.perf_counter()
         seconds.append(now - finished)
         if step == first:
             run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
         row |= {"tokens_per_second": tokens / seconds[-1], "data_wait_seconds": waited}
-        if validation and weights:
-            row["validation_loss"] = float(validate(config, weights, validation))
+        if validation and validates:
+            row["validation_loss"] = float(validate(config, state.weights, validation))
         run.log(row)
-        if step % max(1, hyper.steps // 50) == 0 or weights:
+        if step % max(1, hyper.steps // 50) == 0 or validates:
             run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
+        skipped = skipped + 1 if row["skipped"] else 0
+        if skipped:
+            found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
+            if skipped > hyper.max_skipped_updates:
+                number = next(itertools.islice(numbers_without(hyper.skip_steps), step, None))
+                raise NotFiniteError(
+                    f"{found}; {not_finite(config, state, batch, number, loader)}. No checkpoint "
+                    "has it. training.skip_steps leaves batches out, training.max_skipped_updates "
+                    "lets some be"
+                )
+            run.say(f"warning: {found}; the update is left out, {skipped} in a row")
         finished = time.perf_counter()
 
     def due(interval: int, step: int) -> bool:
@@ -614,33 +711,46 @@ def train(config: Config, loader: Batches, validation: Batches | None) -> None:
 
     # Metrics are read a step late, as reading those of the step at work would make the host wait.
     # They are read at once where something else follows, so that its time is not taken for the
-    # step's, and so that a checkpoint's steps all have their rows.
-    unread: tuple[int, Metrics, float] | None = None
+    # step's, and so that a checkpoint's steps all have their rows, and no NaN.
+    unread: tuple[int, Metrics, float, TokenBatch] | None = None
     profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
     profile = run.folder / f"profile/host_{jax.process_index()}"
-    for step, batch in enumerate(loader.batches(first, hyper.steps), first):
-        if config.profile and step == profiled[0]:
-            jax.block_until_ready(state)
-            hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            state, metrics = step_once(state, batch)
-        if unread:
-            record(*unread)
-        unread = step, metrics, loader.waited
-        validates = validation is not None and due(hyper.validation_interval, step)
-        saves = due(config.checkpoint_interval, step)
-        stops_profile = config.profile and step == profiled[1]
-        if validates or saves or stops_profile:
-            record(*unread, state.weights if validates else None)
-            unread = None
-        if stops_profile:
-            jax.block_until_ready(state)
-            run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
-        if saves:
-            saved = checkpoints.save(step + 1, state, State, resolved, loader.position)
-            run.say(f"saved {saved}")
-        if stops_profile or saves:
-            finished = time.perf_counter()
+    hangs = run.folder / f"hang.host_{jax.process_index()}.txt"
+    batches = loader.batches(first, hyper.steps, hyper.skip_steps)
+    done, stopping = first, False
+    with Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs) as watchdog:
+        for step, batch in enumerate(batches, first):
+            if config.profile and step == profiled[0]:
+                jax.block_until_ready(state)
+                hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = step_once(state, batch)
+            if unread:
+                record(*unread)
+            unread = step, metrics, loader.waited, batch
+            stopping, done = stops.after(step), step + 1
+            validates = validation is not None and due(hyper.validation_interval, step)
+            saves = stopping or due(config.checkpoint_interval, step)
+            stops_profile = config.profile and step == profiled[1]
+            if validates or saves or stops_profile:
+                record(*unread, validates)
+                unread = None
+            if stops_profile:
+                jax.block_until_ready(state)
+                run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
+            if lease and lease.lost():
+                raise LeaseError(f"{run.folder} was taken over by another run")
+            if saves:
+                checkpoints.save(done, state, State, to_yaml(config), loader.position)
+            if stops_profile or saves:
+                finished = time.perf_counter()
+            watchdog.beat()
+            if stopping:
+                break
+    checkpoints.wait()
+    if stopping and done < hyper.steps:
+        run.say(f"stopped after step {done} by {stops.signal.name}; the same command goes on there")
+        return 128 + stops.signal
 
     typical = statistics.median(seconds[1:] or seconds)
     kind, count = jax.devices()[0].device_kind, math.prod(dataclasses.astuple(config.mesh))
@@ -649,6 +759,7 @@ def train(config: Config, loader: Batches, validation: Batches | None) -> None:
         f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
         f"{tokens / typical:,.0f} tokens/s, MFU {used}"
     )
+    return 0
 
 
 def stop(config: Config, message: str) -> NoReturn:
@@ -674,16 +785,23 @@ def main(config: Config) -> None:
         stop(config, str(error))
     try:
         with jax.set_mesh(mesh):
-            train(config, *loaders)
+            if code := train(config, *loaders):
+                sys.exit(code)
     except (
         CompiledStepError,
         FlatTokensError,
         StreamError,
         CheckpointError,
         MetricsError,
+        LeaseError,
+        NotFiniteError,
         OSError,
     ) as error:
         stop(config, str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if config.num_hosts == 1:
+            raise
+        stop(config, f"a step failed, perhaps as another host is lost: {error}")
 
 
 if __name__ == "__main__":

@@ -3,31 +3,46 @@
 docs/checkpoints.md is the specification.
 """
 
+import dataclasses
 import importlib.metadata
+import json
 import math
-import os
 import platform
 import re
+import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import zarr
 from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 from zarr.codecs import Crc32cCodec
 
+from data import storage
+from data.storage import DamageError
 from shardlib.types import ArrayType, make_shapes, make_shardings, type_tree
 
 FORMAT = 1
+NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and the start of the run in milliseconds
 CHUNK_BYTES = 2**26  # a chunk is read, and its checksum taken, as a whole
 
 
 class CheckpointError(ValueError):
     """A checkpoint that can't be written, or isn't of the tree that is asked for."""
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class CheckpointsConfig:
+    path: str  # a folder, or gs:// or s3://; empty: `checkpoints` in the run's folder
+    keep_last: int  # so many; 0: all
+    keep_every: int  # steps; those of their multiples are kept too; 0: none
+    stop_on_error: bool  # stop the run if one can't be written, or else only say so
 
 
 def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -58,7 +73,7 @@ def _entry(kind: ArrayType, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"dtype": kind.dtype.name, "dimensions": dims, "shape": list(shape)}
 
 
-def _show(entry: dict[str, Any] | None) -> str:
+def show_entry(entry: dict[str, Any] | None) -> str:
     """`float32[V=1280, M=256]`."""
     if entry is None:
         return "missing"
@@ -71,60 +86,158 @@ def _stored_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
+def _checksum(about: dict[str, Any]) -> int:
+    """Of a checkpoint's attributes, less those that are written with it."""
+    rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _copy(part: jax.Array) -> np.ndarray:
+    """On a CPU an array's memory is the device's own, which the next step writes to."""
+    values = np.asarray(part)
+    return values if values.flags.owndata else values.copy()
+
+
+class Checkpoint:
+    """A complete one, opened for reading. Raises DamageError if it isn't what was written."""
+
+    def __init__(self, path: str, step: int):
+        self.path = path
+        try:
+            self.group: Any = zarr.open_group(path, mode="r")
+            self.about: dict[str, Any] = self.group.attrs.asdict()
+        except (OSError, ValueError) as error:
+            raise DamageError(f"its attributes can't be read: {error}") from None
+        if self.about.get("step") != step or self.about.get("checksum") != _checksum(self.about):
+            raise DamageError("its attributes aren't those that were written")
+
+    def array(self, name: str) -> zarr.Array:
+        """With all of its chunks there, as the manifest describes it."""
+        entry = self.about["arrays"][name]
+        try:
+            array = self.group[name]
+            stored = _stored_dtype(jnp.dtype(entry["dtype"]))
+            described = list(array.shape), list(array.chunks), array.dtype
+        except Exception as error:  # whatever is left of the file
+            raise DamageError(f"{name}: its description can't be read: {error!r}") from error
+        if described != (entry["shape"], entry["chunk_shape"], stored):
+            raise DamageError(f"{name}: its description isn't what was written")
+        storage.check_chunks(array, self.path)
+        return array
+
+    def damage(self) -> Iterator[str]:
+        """Reads all of it; the first problem of each array that has one."""
+        for name in self.about["arrays"]:
+            try:
+                array = self.array(name)
+                rows = array.chunks[0] if array.shape else 1
+                for first in range(0, array.shape[0] if array.shape else 1, rows):
+                    storage.read(array, slice(first, first + rows) if array.shape else ...)
+            except DamageError as error:
+                yield str(error)
+
+
 class Checkpoints:
-    """The checkpoints of one run: zarr groups `<step>.<start>` in the folder `path`.
+    """The checkpoints of one run: zarr groups `<step>.<start>` in a folder or a bucket. `path` may
+    also be one of them, to read that one.
 
     A start of the run writes under names of its own. So nothing that is there is written to again,
-    whoever may be writing to it still, and nothing need be deleted. All hosts make this object, and
-    call its methods, at the same steps.
+    whoever may be writing to it still. All hosts make this object, and call its methods, at the
+    same steps.
+
+    A save that fails calls `failed`, in its thread, and `wait` raises its error, unless the config
+    says that it is only reported.
     """
 
-    def __init__(self, path: str, io_threads: int):
-        self.path, self.threads = path, ThreadPoolExecutor(io_threads)
-        # The first host looks for all: a shared file system may be late to another.
-        complete = self._complete() if jax.process_index() == 0 else ()
-        seen = np.array([*max(complete, default=(0, 0)), time.time_ns() // 10**6])
+    def __init__(
+        self,
+        path: str,
+        io_threads: int,
+        config: CheckpointsConfig | None = None,
+        say: Callable[[str], None] = print,
+        failed: Callable[[], None] = lambda: None,
+    ):
+        one = re.fullmatch(rf"(.+)/({NAME})/?", path)
+        self.path = one[1] if one else path.rstrip("/")
+        self.only = one and one[2]
+        self.config = config or CheckpointsConfig("", 0, 0, True)
+        self.say, self.failed = say, failed
+        self.threads, self.background = ThreadPoolExecutor(io_threads), ThreadPoolExecutor(1)
+        self.saving: Future[None] | None = None
+        self.start = time.time_ns() // 10**6
+        self._choose(None)
+
+    def _choose(self, below: tuple[int, int] | None) -> None:
+        """The newest, or the one before it. The first host looks for all: a shared file system may
+        be late to another."""
+        found = self._complete() if jax.process_index() == 0 else {}
+        newest = max((which for which in found if not below or which < below), default=(0, 0))
         # As bytes, for JAX would cut 64 bits to 32.
-        told = np.asarray(multihost_utils.broadcast_one_to_all(seen.view(np.uint8)))
-        self.newest_step, newest_start, self.start = told.view(seen.dtype).tolist()  # step 0: none
-        self.newest = self._path(self.newest_step, newest_start)
+        seen = np.array([*newest, self.start]).view(np.uint8)
+        told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
+        self.newest_step, self.newest_start, self.start = told.tolist()  # step 0: none
+        self.newest = self._path(self.newest_step, self.newest_start)
 
     def _path(self, step: int, start: int) -> str:
         return f"{self.path}/{step:08d}.{start}"
 
-    def _complete(self) -> Iterator[tuple[int, int]]:
-        """Step and start of each complete checkpoint."""
-        for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
-            if not re.fullmatch(r"\d{8,}\.\d+", name):
+    def _complete(self) -> dict[tuple[int, int], str]:
+        """Step and start of each that is complete, with its path."""
+        found = {}
+        for name in storage.names(self.path):
+            if not re.fullmatch(NAME, name) or self.only not in (None, name):
                 continue
             step, start = map(int, name.split("."))
+            path = f"{self.path}/{name}"
             try:
-                attributes = zarr.open_group(f"{self.path}/{name}", mode="r").attrs
+                attributes = zarr.open_group(path, mode="r").attrs
             except (OSError, ValueError):  # its writer was killed while it made the group
                 continue
-            if attributes.get("write_completed") is True and attributes.get("step") == step:
-                yield step, start
+            if attributes.get("write_completed") is True:
+                found[step, start] = path
+        return found
 
-    def save(self, step: int, tree: Any, hint: Any, config: str, position: Any = None) -> str:
-        """Writes a tree of arrays typed by `hint`, each host its devices' parts, and returns the
-        checkpoint's path once all hosts are done. The config, YAML text, goes into the manifest,
-        and each host's `position` in its stream, JSON, into its report.
+    def save(self, step: int, tree: Any, hint: Any, config: str, position: Any = None) -> None:
+        """Copies the parts of a tree of arrays typed by `hint` that this host's devices hold, and
+        writes them in a thread, after the save before, if that is still at work. The config, YAML
+        text, goes with it, and each host's `position` in its stream, JSON.
 
-        Hosts learn of each other from the store alone, so this may run in a thread. Raises
-        CheckpointError, on every host that is still there, if any part could not be written.
+        Raises CheckpointError as `wait` does.
         """
-        path, host = self._path(step, self.start), jax.process_index()
+        self.wait()
         leaves, kinds = _named(tree), _named(type_tree(hint))
+        shards = [
+            (name, shard.index, shard.data)
+            for name, leaf in leaves.items()
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        ]
+        for _, _, part in shards:
+            part.copy_to_host_async()
+        parts = [(name, index, _copy(part)) for name, index, part in shards]
+        arrays = {
+            name: (_entry(kinds[name], leaf.shape), leaf.sharding.shard_shape(leaf.shape))
+            for name, leaf in leaves.items()
+        }
+        about = {"step": step, "config": config}
+        path = self._path(step, self.start)
+        self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
+
+    def wait(self) -> None:
+        """Until no save is at work. Raises CheckpointError, on every host that is still there, if
+        any part of it could not be written."""
+        saving, self.saving = self.saving, None
+        if saving:
+            saving.result()
+
+    def _save(self, path: str, arrays: Any, about: Any, parts: Any, position: Any) -> None:
+        """Hosts learn of each other from the store alone, as their devices are at work."""
         try:
+            host = jax.process_index()
             if host == 0:
-                self._create(path, kinds, leaves, {"step": step, "config": config})
+                self._create(path, arrays, about)
             group = self._wait(path, "arrays")
-            writes = [
-                (name, self.threads.submit(self._write, group, name, shard))
-                for name, leaf in leaves.items()
-                for shard in leaf.addressable_shards
-                if shard.replica_id == 0
-            ]
+            writes = [(part[0], self.threads.submit(self._write, group, *part)) for part in parts]
             results = [(name, write.exception()) for name, write in writes]
             problems = [f"{name}: {error!r}" for name, error in results if error]
             problem = problems[0] if problems else None
@@ -134,30 +247,31 @@ class Checkpoints:
                 hosts = range(jax.process_count())
                 reports = [self._wait(f"{path}/writers/{i}", "shards").attrs for i in hosts]
                 failed = [str(report["problem"]) for report in reports if report["problem"]]
-                group.attrs.update(
-                    {"write_failed": failed[0]} if failed else {"write_completed": True}
-                )
+                self._end(group, [report["position"] for report in reports], failed)
             outcome = self._wait(path, "write_completed", "write_failed").attrs.asdict()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can't be written: {error}") from error
-        if "write_failed" in outcome:
-            raise CheckpointError(f"{path} can't be written: {outcome['write_failed']}")
-        return path
+            problem = outcome.get("write_failed")
+        except Exception as error:  # each store raises its own
+            problem = f"{error!r}"
+        if not problem:
+            self.say(f"saved {path}")
+            return
+        message = f"{path} can't be written: {problem}"
+        if self.config.stop_on_error:
+            self.failed()
+            raise CheckpointError(message)
+        self.say(f"warning: {message}; the run goes on")
 
     @staticmethod
-    def _create(
-        path: str, kinds: dict[str, ArrayType], leaves: dict[str, jax.Array], about: dict[str, Any]
-    ) -> None:
+    def _create(path: str, arrays: Any, about: dict[str, Any]) -> None:
         group = zarr.open_group(path, mode="w-")
         manifest: Any = {}
-        for name, leaf in leaves.items():
-            entry = _entry(kinds[name], leaf.shape)
-            shard = leaf.sharding.shard_shape(leaf.shape)
-            chunks = chunk_shape(shard, leaf.dtype.itemsize)
+        for name, (entry, shard) in arrays.items():
+            dtype = jnp.dtype(entry["dtype"])
+            chunks = chunk_shape(shard, dtype.itemsize)
             array = group.create_array(
                 name,
-                shape=leaf.shape,
-                dtype=_stored_dtype(leaf.dtype),
+                shape=entry["shape"],
+                dtype=_stored_dtype(dtype),
                 chunks=chunks,
                 compressors=[Crc32cCodec()],
                 dimension_names=entry["dimensions"],
@@ -170,11 +284,30 @@ class Checkpoints:
         group.attrs.update({**about, "arrays": manifest})
 
     @staticmethod
-    def _write(group: Any, name: str, shard: Any) -> None:
+    def _write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
         # A chunk of zeros is written as any other: one that isn't there is one that was lost.
         array = group[name].with_config({"write_empty_chunks": True})
-        values = np.asarray(shard.data)
-        array[shard.index] = values.view(_stored_dtype(values.dtype))
+        array[index] = values.view(_stored_dtype(values.dtype))
+
+    def _end(self, group: Any, positions: list[Any], failed: list[str]) -> None:
+        if failed:
+            group.attrs.update({"write_failed": failed[0]})
+            return
+        about = group.attrs.asdict() | {"positions": positions}
+        group.attrs.update({**about, "checksum": _checksum(about), "write_completed": True})
+        if self.config.keep_last:
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        complete, every = self._complete(), self.config.keep_every
+        for step, start in sorted(complete)[: -self.config.keep_last]:
+            if not every or step % every:
+                path = complete[step, start]
+                try:  # it is none from here on, so that all of it may go
+                    zarr.open_group(path).attrs.update({"write_completed": False})
+                    storage.remove(path)
+                except Exception as error:  # each store raises its own
+                    self.say(f"warning: {path} can't be removed: {error!r}")
 
     @staticmethod
     def _wait(path: str, *keys: str) -> Any:
@@ -192,40 +325,56 @@ class Checkpoints:
             pause = min(2 * pause, 2)
 
     def restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
-        """The newest checkpoint as a tree of type `hint` on the mesh in context; each host reads
-        its devices' parts.
+        """The newest checkpoint that is undamaged, which becomes `newest`, as a tree of type `hint`
+        on the mesh in context; each host reads its devices' parts. Says which ones are damaged.
 
-        Raises CheckpointError for another model's, naming the first difference between the `model`
-        sections of the configs, or between the arrays; and for a damaged one, naming the array.
+        Raises CheckpointError if there is none, and for another model's, naming the first
+        difference between the `model` sections of the configs, or between the arrays.
         """
-        self.check_model(hint, sizes, config)
-        group: Any = zarr.open_group(self.newest, mode="r")
-        shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
-        named = _named(shapes)
-
-        def read(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+        damaged = []
+        while self.newest_step:
+            tree, problem = None, None
             try:
-                return self._read(group[name], named[name], sharding)
-            except (OSError, ValueError, KeyError) as error:
-                problem = str(error).split(". ")[0]
-                raise CheckpointError(
-                    f"{self.newest} is damaged: {name}: {problem}; move it away to go on from the "
-                    "one before it"
-                ) from error
+                tree = self._restore(hint, sizes, config)
+            except DamageError as error:
+                problem = f"{self.newest} is damaged: {error}"
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
+            if not multihost_utils.process_allgather(np.array(problem is not None)).any():
+                return tree
+            damaged.append(self.newest)
+            self._choose((self.newest_step, self.newest_start))
+        raise CheckpointError(
+            f"{self.path} has no undamaged checkpoint, of {len(damaged)}; to start anew, choose "
+            "another paths.model_name"
+        )
 
-        leaves = self.threads.map(read, named, jax.tree.leaves(shardings))
+    def _restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
+        found = Checkpoint(self.newest, self.newest_step)
+        self.check_model(hint, sizes, config)
+        shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
+
+        def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+            array = found.array(name)
+
+            def part(index: Any) -> np.ndarray:
+                return storage.read(array, index).view(shape.dtype)
+
+            return jax.make_array_from_callback(shape.shape, sharding, part)
+
+        named = _named(shapes)
+        leaves = self.threads.map(read, named, named.values(), jax.tree.leaves(shardings))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def position(self) -> Any:
         """This host's position in its stream, as the newest checkpoint has it. Raises
         CheckpointError if other hosts than today's wrote it."""
-        group: Any = zarr.open_group(self.newest, mode="r")
-        if (hosts := group.attrs["hosts"]) != jax.process_count():
+        about = Checkpoint(self.newest, self.newest_step).about
+        if (hosts := about["hosts"]) != jax.process_count():
             raise CheckpointError(
                 f"{self.newest} was written by {hosts} hosts, who share the stream; there are "
                 f"{jax.process_count()} now"
             )
-        return group[f"writers/{jax.process_index()}"].attrs.get("position")
+        return about["positions"][jax.process_index()]
 
     def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
         """Raises CheckpointError if the newest checkpoint is another model's."""
@@ -239,22 +388,10 @@ class Checkpoints:
         entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
         pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
         for name in dict.fromkeys([*entries, *about["arrays"]]):
-            pairs.append((name, _show(about["arrays"].get(name)), _show(entries.get(name))))
+            pairs.append((name, show_entry(about["arrays"].get(name)), show_entry(entries.get(name))))
         for name, found, wanted in pairs:
             if found != wanted:
                 raise CheckpointError(
                     f"{self.newest} is of another model: {name} is {found} there, {wanted} here; "
                     "choose another paths.model_name, or the config it was made by"
                 )
-
-    @staticmethod
-    def _read(
-        array: Any, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
-    ) -> jax.Array:
-        if missing := array.nchunks - array.nchunks_initialized:
-            raise ValueError(f"{missing} of its {array.nchunks} chunks are missing")
-
-        def part(index: Any) -> np.ndarray:
-            return np.asarray(array[index]).view(shape.dtype)
-
-        return jax.make_array_from_callback(shape.shape, sharding, part)

@@ -12,6 +12,9 @@ import numpy as np
 import zarr
 from zarr.codecs import ZstdCodec
 
+from data import storage
+from data.storage import DamageError
+
 SPLITS = ("train", "validation")
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
@@ -22,7 +25,7 @@ class FlatTokensError(ValueError):
 
 def encode(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Ids, int[n], as they are stored, uint32[n]: 2*id+1 where a sequence starts, else 2*id."""
-    encoded = ids.astype(np.uint32, copy=False) << np.uint32(1)
+    encoded = np.left_shift(ids, 1, dtype=np.uint32, casting="unsafe")
     encoded[starts] += np.uint32(1)
     return encoded
 
@@ -171,7 +174,7 @@ class FlatTokens:
     """
 
     def __init__(self, path: str, split: str):
-        self.name = f"{path}/{split}"
+        self.path, self.name = path, f"{path}/{split}"
         try:
             self.group = zarr.open_group(path, mode="r")[split]
         except FileNotFoundError:
@@ -193,7 +196,7 @@ class FlatTokens:
         self.sequence_count = self.seq_starts.shape[0] - 1
         if self.sequence_count < 1:
             raise FlatTokensError(f"{self.name} has no sequences")
-        if self._load(self.seq_starts, -1, None)[0] != self.token_count:
+        if self._load(self.seq_starts, slice(-1, None))[0] != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
 
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
@@ -208,23 +211,15 @@ class FlatTokens:
             )
         return array
 
-    def _load(self, array: zarr.Array, start: int, stop: int | None) -> np.ndarray:
+    def _load(self, array: zarr.Array, part: slice) -> np.ndarray:
         try:
-            return np.asarray(array[start:stop])
-        except Exception as error:  # each codec and store raises its own
-            size, name = array.chunks[0], f"{self.name}/{array.basename}"
-            first, end, _ = slice(start, stop).indices(array.shape[0])
-            for chunk in range(first // size, -(-end // size)):
-                try:
-                    array[chunk * size : (chunk + 1) * size]
-                except Exception as cause:
-                    message = f"{name}: chunk {chunk} can't be read: {cause}"
-                    raise FlatTokensError(message) from cause
-            raise FlatTokensError(f"{name} can't be read: {error}") from error
+            return storage.read(array, part)
+        except DamageError as error:
+            raise FlatTokensError(f"{self.path}/{error}") from error
 
     def read_encoded(self, start: int, stop: int) -> np.ndarray:
         """A range of tokens as they are stored, uint32[stop-start]."""
-        encoded = self._load(self.tokens, start, stop)
+        encoded = self._load(self.tokens, slice(start, stop))
         if encoded.min(initial=2) < 2:
             where = start + int(np.argmin(encoded))
             raise FlatTokensError(
@@ -240,7 +235,7 @@ class FlatTokens:
     def starts(self, first: int, last: int) -> np.ndarray:
         """Where each of the sequences `first` to `last` starts, and where the last of them ends:
         int64[last+1-first]."""
-        starts = self._load(self.seq_starts, first, last + 1).astype(np.int64)
+        starts = self._load(self.seq_starts, slice(first, last + 1)).astype(np.int64)
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
         if not (grows := np.diff(starts) > 0).all():

@@ -2,10 +2,11 @@
 
 Each host reads lanes of its own (see text.py), one for each of its workers, and fills its rows of
 every batch with their tokens, end to end: none is left out. Where it goes on is a *place*, JSON: a
-position of its lanes, and how many of the tokens after that are used up.
+position of its lanes, how many of the tokens after that are used up, and the batches made so far.
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -106,20 +107,26 @@ class StreamLoader(Batches):
                 used -= len(held.popleft()[1])
             yield flat, {"position": held[0][0] if held else before, "used": used}
 
-    def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
-        place: Any = self.position if first else {"position": self.start, "used": 0}
+    def origin(self, number: int) -> str:
+        return f"{self.name} batch {number} of the stream, counted from 0"
+
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        place: Any = self.position or {"position": self.start, "used": 0, "batches": 0}
         if len(place["position"]["lanes"]) != len(self.start["lanes"]):
             raise StreamError(
                 f"the stream was read by {len(place['position']['lanes'])} workers, not by "
                 f"{len(self.start['lanes'])}: set hf_dataset.num_workers as it was"
             )
         counts = [high - low for low, high in self.rows]
-        tokens = self.tokens(place, sum(counts) * self.shape[1])
-        for _ in range(first, last):
+        made, tokens = place["batches"], self.tokens(place, sum(counts) * self.shape[1])
+        for number in numbers:
+            if number < made:
+                raise StreamError("training.skip_steps lacks one that was left out already")
             try:
-                flat, place = next(tokens)
+                *_, (flat, place) = itertools.islice(tokens, number + 1 - made)
             except (ValueError, OSError) as error:
                 raise StreamError(f"hf_dataset: {error}") from None
+            made = place["batches"] = number + 1
             parts = np.split(flat.reshape(-1, self.shape[1]), np.cumsum(counts)[:-1])
             found = dict(zip(self.rows, map(decode, parts), strict=True))
             yield self.lay_out(found.__getitem__), place

@@ -1,12 +1,12 @@
-"""Flat tokens -> shuffled batches. What a batch holds depends on the config and the step alone.
+"""Flat tokens -> shuffled batches. What a batch holds depends on the config and its number alone.
 
 A *sequence* is a row of a batch: `length` tokens in a row from the flat array (packed), or one
 document, cut or padded to `length`. The sequences are divided among `streams` of equal size, each
 of which fills its share of every batch's rows from an endless order of its own. An epoch of a
 stream is a random order of its read blocks, `sequences_per_read_block` neighbours each; a shuffle
 buffer is `read_blocks_per_shuffle_buffer` blocks in that order, their sequences shuffled among each
-other. So step N can be found without looking at the steps before it, reads are long, and what is
-held in memory is a buffer or two per stream.
+other. So batch N can be found without looking at those before it, reads are long, and what is held
+in memory is a buffer or two per stream.
 """
 
 import abc
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,15 +84,28 @@ class Stream:
             place += missing
         return epoch, *divmod(place, size)
 
-    def _buffer(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The buffer's sequences as they are stored, uint32[n, length], and their order."""
+    def blocks_of(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a shuffle buffer: its blocks' first sequences, their lengths, and the order in which
+        it gives its sequences."""
         per = self.blocks_per_buffer
         first = self.block_order(epoch)[number * per : (number + 1) * per] * self.block
         counts = np.minimum(first + self.block, self.count) - first
+        return self.first + first, counts, permutation(counts.sum(), *self.key, epoch, number)
+
+    def _buffer(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The buffer's sequences as they are stored, uint32[n, length], and their order."""
+        first, counts, order = self.blocks_of(epoch, number)
         sequences = np.zeros((counts.sum(), self.loader.length), np.uint32)
         parts = np.split(sequences, np.cumsum(counts)[:-1])
-        list(self.loader.threads.map(self.loader.read_block, self.first + first, parts))
-        return sequences, permutation(len(sequences), *self.key, epoch, number)
+        list(self.loader.threads.map(self.loader.read_block, first, parts))
+        return sequences, order
+
+    def sequence(self, position: int) -> int:
+        """Which one of the dataset's it is."""
+        epoch, number, place = self.find(position)
+        first, counts, order = self.blocks_of(epoch, number)
+        block = int(np.searchsorted(np.cumsum(counts), order[place], "right"))
+        return int(first[block] + order[place] - counts[:block].sum())
 
     def fill(self, rows: np.ndarray, position: int) -> None:
         """With the sequences from `position` of the order on, as they are stored."""
@@ -102,6 +115,11 @@ class Stream:
             chosen = order[place : place + len(rows)]
             np.take(sequences, chosen, axis=0, out=rows[: len(chosen)], mode="clip")
             rows, position = rows[len(chosen) :], position + len(chosen)
+
+
+def numbers_without(skip: Sequence[int]) -> Iterator[int]:
+    """From 0, of which a run's steps get one each."""
+    return (number for number in itertools.count() if number not in skip)
 
 
 class Batches(abc.ABC):
@@ -132,13 +150,21 @@ class Batches(abc.ABC):
         return TokenBatch(*arrays)
 
     @abc.abstractmethod
-    def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
-        """The batches of steps `first` to `last`, with the position after each."""
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        """The batches of these numbers, which increase, with the position after each."""
 
-    def batches(self, first: int, last: int) -> Iterator[TokenBatch]:
-        """The batches of steps `first` to `last`."""
+    @abc.abstractmethod
+    def origin(self, number: int) -> str:
+        """Where in the dataset a batch is from."""
+
+    def batches(self, first: int, last: int, skip: Sequence[int] = ()) -> Iterator[TokenBatch]:
+        """The batches of steps `first` to `last`. Those whose numbers are in `skip` are left out,
+        so that all later steps have later batches."""
+        if first == 0:
+            self.position = None
         asked = time.perf_counter()
-        for batch, position in ahead(self.make(first, last)):
+        numbers = itertools.islice(numbers_without(skip), first, last)
+        for batch, position in ahead(self.make(numbers)):
             self.waited, self.position = time.perf_counter() - asked, position
             yield batch
             asked = time.perf_counter()
@@ -205,20 +231,27 @@ class Loader(Batches):
             else:
                 row[: high - low] = text[low - base : high - base]
 
-    def rows(self, step: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `first` to `last` of the step's batch: ids and starts, both [last-first, length]."""
+    def rows(self, number: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows `first` to `last` of a batch: ids and starts, both [last-first, length]."""
         share = self.shape[0] // len(self.streams)
         rows = np.empty((last - first, self.length), np.uint32)
         for i, stream in enumerate(self.streams):
             low, high = max(first - i * share, 0), min(last - i * share, share)
             if low < high:
                 part = rows[low + i * share - first : high + i * share - first]
-                stream.fill(part, step * share + low)
+                stream.fill(part, number * share + low)
         return decode(rows)
 
-    def load(self, step: int) -> TokenBatch:
-        """The batch of a step. Each host reads the rows that its devices hold, and no others."""
-        return self.lay_out(functools.cache(lambda rows: self.rows(step, *rows)))
+    def load(self, number: int) -> TokenBatch:
+        """A batch. Each host reads the rows that its devices hold, and no others."""
+        return self.lay_out(functools.cache(lambda rows: self.rows(number, *rows)))
 
-    def make(self, first: int, last: int) -> Iterator[tuple[TokenBatch, Any]]:
-        return ((self.load(step), None) for step in range(first, last))
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        return ((self.load(number), None) for number in numbers)
+
+    def origin(self, number: int) -> str:
+        share = self.shape[0] // len(self.streams)
+        rows = range(number * share, (number + 1) * share)
+        found = ", ".join(str(stream.sequence(row)) for stream in self.streams for row in rows)
+        kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
+        return f"{self.dataset.name}: sequences {found} ({kind})"

@@ -1,11 +1,21 @@
-"""A run's folder: the config that made it, and its metrics, one JSON object per line and step."""
+"""A run's folder: what made it, and its metrics, one JSON object per line and step."""
 
+import importlib.metadata
 import json
 import math
 import os
 import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from typing import Any
 
 import jax
+from omegaconf import OmegaConf
+
+from data.config import ROOT
 
 
 class MetricsError(ValueError):
@@ -13,14 +23,16 @@ class MetricsError(ValueError):
 
 
 class Run:
-    """`<root>/<name>/` with config.yaml and metrics.jsonl, written by the first host alone."""
+    """`<root>/<name>/` with config.yaml, starts.jsonl and metrics.jsonl, written by the first host
+    alone."""
 
     def __init__(self, root: str, name: str):
         self.folder = pathlib.Path(root).expanduser() / name
         self.first_host = jax.process_index() == 0
 
     def open(self, config: str, first_step: int) -> None:
-        """Before `first_step`: writes the config, and keeps the metrics of the steps before it.
+        """Before `first_step`: writes the config and what else the run depends on, says what has
+        changed in the config, and keeps the metrics of the steps before.
 
         Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
         A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
@@ -50,7 +62,18 @@ class Run:
                 break
             kept += len(line)
         os.truncate(metrics, kept)
-        (self.folder / "config.yaml").write_text(config)
+        earlier = self.folder / "config.yaml"
+        if first_step and earlier.exists():
+            before, now = (_flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
+            for key in sorted({*before, *now}):
+                if before.get(key) != now.get(key):
+                    self.say(
+                        f"changed since the last start: {key}={now.get(key)}, before "
+                        f"{before.get(key)}"
+                    )
+        earlier.write_text(config)
+        with (self.folder / "starts.jsonl").open("a") as starts:
+            starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
 
     def log(self, row: dict[str, float]) -> None:
         """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""
@@ -63,3 +86,37 @@ class Run:
         """Prints a line."""
         if self.first_host:
             print(text, flush=True)
+
+
+def origin() -> dict[str, Any]:
+    """What else than the config a run depends on."""
+
+    def git(*command: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        except OSError:  # there is no git
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    changes = git("status", "--porcelain")
+    packages = ("jax", "jaxlib", "numpy", "zarr", "datasets", "tokenizers")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    devices = jax.devices()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(sys.argv),
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changes is None else bool(changes),
+        "versions": {"python": platform.python_version(), **versions},
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "hosts": jax.process_count(),
+    }
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """By keys with dots."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = hasattr(value, "items")
+        found |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found

@@ -117,7 +117,6 @@ class Tokenizer:
         ids += np.uint32(self.id_offset)
         return ids, lengths
 
-
     @staticmethod
     def _bytes(texts: Any) -> tuple[np.ndarray, np.ndarray]:
         """Each byte plus 1, and the lengths, from Arrow's own memory."""
@@ -126,9 +125,8 @@ class Tokenizer:
         column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
         _, offsets, values = column.buffers()
         ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-        ids = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]].astype(np.uint32)
-        ids += np.uint32(1)
-        return ids, np.diff(ends)
+        found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
+        return np.add(found, 1, dtype=np.uint16), np.diff(ends)
 
 
 @dataclasses.dataclass(frozen=True)

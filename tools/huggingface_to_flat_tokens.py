@@ -172,8 +172,8 @@ def convert(config: ConvertConfig) -> None:
         position, bar = conversion.positions[i], progress_bar(conversion, i)
         lanes = len(position["lanes"])
         processes = min(lanes, config.processes or max(1, text.cores() // 4))
-        source = dataclasses.replace(source, documents=documents[i])
-        for unit in text.units(source, range(lanes), position, processes):
+        sized = dataclasses.replace(source, documents=documents[i])
+        for unit in text.units(sized, range(lanes), position, processes):
             more = conversion.add(unit, i)
             share = text.share_done(unit.position, shards[i])
             if share and not config.max_tokens:

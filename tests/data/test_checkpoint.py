@@ -3,6 +3,7 @@ import pathlib
 import re
 import shutil
 import time
+import zlib
 
 import jax
 import ml_dtypes
@@ -12,6 +13,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data.checkpoint
 from data.checkpoint import CHUNK_BYTES, CheckpointError, Checkpoints, chunk_shape
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
@@ -65,7 +67,13 @@ CONFIG = "model: {size: small, rope: 100}\n"
 
 def save(path, step=7, tree=None, hint=Tree):
     checkpoints = Checkpoints(str(path), 4)
-    return pathlib.Path(checkpoints.save(step, tree or on_mesh(values()), hint, CONFIG))
+    return written(checkpoints, step, tree or on_mesh(values()), hint)
+
+
+def written(checkpoints, step, tree, hint=Tree):
+    checkpoints.save(step, tree, hint, CONFIG)
+    checkpoints.wait()
+    return pathlib.Path(f"{checkpoints.path}/{step:08d}.{checkpoints.start}")
 
 
 def restore(path, hint=Tree, sizes=SIZES, config=CONFIG):
@@ -102,6 +110,9 @@ def test_on_disk_is_what_the_page_says(tmp_path):
     }
     about = json.loads((path / "zarr.json").read_text())["attributes"]
     assert list(about)[-1] == "write_completed" and about["write_completed"] is True
+    rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
+    assert about["checksum"] == zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    assert about["positions"] == [None]
     assert (about["step"], about["config"], about["format"], about["hosts"]) == (7, CONFIG, 1, 1)
     assert about["versions"]["jax"] == jax.__version__
     assert list(about["arrays"]) == list(arrays)
@@ -181,15 +192,18 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 @pytest.mark.parametrize("chunk", ["embed/c/1/2", "gain/c/0", "step/c", "layers/half/c/0/1/3"])
-def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch):
+def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with jax.set_mesh(mesh(4, 2)):
         path = save(pathlib.Path("checkpoints"))
         DAMAGE[case](path / chunk)
-        with pytest.raises(CheckpointError, match=chunk.split("/c")[0]) as error:
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
             restore("checkpoints")
+    array, _, index = chunk.partition("/c")
+    said = capsys.readouterr().err
+    assert f"is damaged: {array}: chunk {index.strip('/').replace('/', '.')} " in said
     if chunk == "embed/c/1/2":
-        golden.check("checkpoints.txt", case, str(error.value))
+        golden.check("checkpoints.txt", case, said.strip())
 
 
 @pytree_dataclass
@@ -240,25 +254,24 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         assert Checkpoints(str(tmp_path / "none"), 4).newest_step == 0
         tree = on_mesh(values())
         first = Checkpoints(str(tmp_path), 4)
-        first.save(5, tree, Tree, CONFIG)
-        ten = pathlib.Path(first.save(10, tree, Tree, CONFIG))
+        written(first, 5, tree)
+        ten = written(first, 10, tree)
         with pytest.raises(CheckpointError, match=re.escape(ten.name)):
-            first.save(10, tree, Tree, CONFIG)
+            written(first, 10, tree)
         # What a writer leaves that was killed, at first and later; damage; and what isn't ours.
         (tmp_path / "00000015.1").mkdir()
         (tmp_path / "00000016.1").mkdir()
         (tmp_path / "00000016.1/zarr.json").write_text('{"attr')
         shutil.copytree(ten, tmp_path / "00000020.1")
         zarr.open_group(tmp_path / "00000020.1").attrs.update({"write_completed": False})
-        shutil.copytree(ten, tmp_path / "00000021.1")  # isn't of the step that its name says
         zarr.open_group(tmp_path / "notes").create_group("x")
         (tmp_path / "00000022.1").write_text("")
         second, third = Checkpoints(str(tmp_path), 4), Checkpoints(str(tmp_path), 4)
         assert pathlib.Path(second.newest) == ten and second.newest_step == 10
         # Two that start at once don't write to one place, and the later one's counts.
         assert len({first.start, second.start, third.start}) == 3
-        third.save(10, tree, Tree, CONFIG)
-        second.save(10, tree, Tree, CONFIG)
+        written(third, 10, tree)
+        written(second, 10, tree)
         assert Checkpoints(str(tmp_path), 4).newest == f"{tmp_path}/00000010.{third.start}"
 
 
@@ -282,22 +295,25 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.set_mesh(mesh(4, 2)):
         path = save("checkpoints")
-        zarr.open_group(path).attrs.update(OTHERS[case])
+        attributes = zarr.open_group(path).attrs
+        about = attributes.asdict() | OTHERS[case]
+        attributes.update(about | {"checksum": data.checkpoint._checksum(about)})
         with pytest.raises(CheckpointError) as error:
             restore("checkpoints")
     golden.check("checkpoints.txt", case, str(error.value))
 
 
 @pytest.mark.parametrize("change", ["cut short", "missing"])
-def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path):
+def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path, capsys):
     with jax.set_mesh(mesh(4, 2)):
         file = save(tmp_path) / "layers/w/zarr.json"
         if change == "missing":
             file.unlink()
         else:
             file.write_text(file.read_text()[:40])
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
+    assert "is damaged: layers/w: its description can't be read" in capsys.readouterr().err
 
 
 @given(st.lists(st.integers(1, 2**14), max_size=4), st.sampled_from([1, 2, 4]))

@@ -1,5 +1,6 @@
 """Datasets on an S3 server on loopback, which also fails, is slow and goes away."""
 
+import contextlib
 import http.client
 import http.server
 import socketserver
@@ -73,7 +74,8 @@ def bucket():
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_MAX_ATTEMPTS", "2")  # of 5, each later than the one before
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
-        boto3.client("s3").create_bucket(Bucket="bucket")
+        with contextlib.closing(boto3.client("s3")) as client:
+            client.create_bucket(Bucket="bucket")
         yield "s3://bucket"
     proxy.shutdown()
     proxy.server_close()
