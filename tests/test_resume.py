@@ -85,7 +85,8 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, capsys,
     assert "resumed" not in out
     out = killed(tmp_path, "write", 2 * writes - 5)  # among the chunks of the second
     assert "resumed" not in out and "\nsaved " in out
-    assert [row["step"] for row in rows(run)] == list(range(6))
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(len(steps))) and len(steps) >= 6, "it went on while it saved"
     out = killed(tmp_path, "row", 5)
     assert f"\nresumed at step 3 from {run}/checkpoints/00000003." in out
     assert (run / "metrics.jsonl").read_text().endswith('\n{"step": 5, "lo')

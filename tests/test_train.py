@@ -204,12 +204,12 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
 
     def step_once(state, batch):
         events.append(f"start {batch}")
-        return state, train.Metrics(Number(batch), 0.0, 0.0)
+        return state, train.Metrics(Number(batch), 0.0, 0.0, 0)
 
     class Loader:
         waited, position = 0.0, None
 
-        def batches(self, first, last):
+        def batches(self, first, last, skip):
             return iter(range(first, last))
 
     monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
