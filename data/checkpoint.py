@@ -296,11 +296,14 @@ class Checkpoints:
         about = group.attrs.asdict() | {"positions": positions}
         group.attrs.update({**about, "checksum": _checksum(about), "write_completed": True})
         if self.config.keep_last:
-            self._remove_old()
+            self._remove_old(about["step"])
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, written: int) -> None:
+        """Later steps than the one just written are of checkpoints that were damaged: they don't
+        count, and are left."""
         complete, every = self._complete(), self.config.keep_every
-        for step, start in sorted(complete)[: -self.config.keep_last]:
+        older = sorted(which for which in complete if which <= (written, self.start))
+        for step, start in older[: -self.config.keep_last]:
             if not every or step % every:
                 path = complete[step, start]
                 try:  # it is none from here on, so that all of it may go
