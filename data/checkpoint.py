@@ -104,10 +104,12 @@ class Checkpoint:
     def __init__(self, path: str, step: int):
         self.path = path
         try:
+            self.about: dict[str, Any] = storage.attributes(path) or {}
             self.group: Any = zarr.open_group(path, mode="r")
-            self.about: dict[str, Any] = self.group.attrs.asdict()
-        except (OSError, ValueError) as error:
-            raise DamageError(f"its attributes can't be read: {error}") from None
+        except DamageError:
+            raise
+        except Exception as error:  # whatever is left of the file
+            raise DamageError(f"it can't be opened: {error!r}") from None
         if self.about.get("step") != step or self.about.get("checksum") != _checksum(self.about):
             raise DamageError("its attributes aren't those that were written")
 
@@ -170,7 +172,7 @@ class Checkpoints:
     def _choose(self, below: tuple[int, int] | None) -> None:
         """The newest, or the one before it. The first host looks for all: a shared file system may
         be late to another."""
-        found = self._complete() if jax.process_index() == 0 else {}
+        found = self._complete(or_damaged=True) if jax.process_index() == 0 else {}
         newest = max((which for which in found if not below or which < below), default=(0, 0))
         # As bytes, for JAX would cut 64 bits to 32.
         seen = np.array([*newest, self.start]).view(np.uint8)
@@ -181,8 +183,9 @@ class Checkpoints:
     def _path(self, step: int, start: int) -> str:
         return f"{self.path}/{step:08d}.{start}"
 
-    def _complete(self) -> dict[tuple[int, int], str]:
-        """Step and start of each that is complete, with its path."""
+    def _complete(self, or_damaged: bool = False) -> dict[tuple[int, int], str]:
+        """Step and start of each that is complete, with its path; or of which that can't be told,
+        as its attributes are damaged."""
         found = {}
         for name in storage.names(self.path):
             if not re.fullmatch(NAME, name) or self.only not in (None, name):
@@ -190,10 +193,11 @@ class Checkpoints:
             step, start = map(int, name.split("."))
             path = f"{self.path}/{name}"
             try:
-                attributes = zarr.open_group(path, mode="r").attrs
-            except (OSError, ValueError):  # its writer was killed while it made the group
-                continue
-            if attributes.get("write_completed") is True:
+                about = storage.attributes(path) or {}  # none: its writer was killed early
+                complete = about.get("write_completed") is True
+            except DamageError:
+                complete = or_damaged
+            if complete:
                 found[step, start] = path
         return found
 
@@ -380,8 +384,12 @@ class Checkpoints:
         return about["positions"][jax.process_index()]
 
     def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
-        """Raises CheckpointError if the newest checkpoint is another model's."""
-        about: Any = zarr.open_group(self.newest, mode="r").attrs.asdict()
+        """Raises CheckpointError if the newest checkpoint is another model's, or none any more."""
+        try:
+            about = Checkpoint(self.newest, self.newest_step).about
+        except DamageError as error:
+            problem = f"{self.newest} is damaged: {error}"
+            raise CheckpointError(f"{problem}; delete it to go on from the one before") from None
         if about["format"] != FORMAT:
             raise CheckpointError(
                 f"{self.newest} has format {about['format']}; this program reads {FORMAT}"
@@ -391,7 +399,9 @@ class Checkpoints:
         entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
         pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
         for name in dict.fromkeys([*entries, *about["arrays"]]):
-            pairs.append((name, show_entry(about["arrays"].get(name)), show_entry(entries.get(name))))
+            pairs.append(
+                (name, show_entry(about["arrays"].get(name)), show_entry(entries.get(name)))
+            )
         for name, found, wanted in pairs:
             if found != wanted:
                 raise CheckpointError(

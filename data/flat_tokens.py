@@ -89,7 +89,8 @@ class Writer:
 
     def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
         self.name = f"{path}/{split}"
-        root: Any = zarr.open_group(path, mode="a")
+        with storage.opening(path):
+            root: Any = zarr.open_group(path, mode="a")
         if written is None:
             if split in root and "max_token_id" in root[split].attrs:
                 raise FileExistsError(f"{path} has a split {split} already; choose another output")
@@ -181,11 +182,7 @@ class FlatTokens:
             raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
         except KeyError:
             raise FlatTokensError(f"{path} has no split {split}") from None
-        except (
-            OSError,
-            ValueError,
-            ImportError,
-        ) as error:  # the last: no package for gs:// or s3://
+        except Exception as error:  # each store raises its own
             raise FlatTokensError(f"{path} can't be opened: {error}") from None
         self.tokens = self._array("encoded_tokens", np.uint32)
         self.seq_starts = self._array("seq_starts", np.uint64)
@@ -202,7 +199,7 @@ class FlatTokens:
     def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
         try:
             array = self.group.get(name) if isinstance(self.group, zarr.Group) else None
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as above
             raise FlatTokensError(f"{self.name}/{name} can't be opened: {error}") from None
         if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
             raise FlatTokensError(

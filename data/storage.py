@@ -1,6 +1,8 @@
 """zarr arrays in a folder or in a bucket: what can't be read is named to the chunk."""
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,14 +15,42 @@ class DamageError(ValueError):
     """Part of an array is missing, or isn't what was written."""
 
 
-def names(path: str) -> list[str]:
-    """Of what is in a folder, or under a bucket's prefix; none if that isn't there."""
-    store, inner = fsspec.core.url_to_fs(path)
-    store.invalidate_cache()
+@contextlib.contextmanager
+def opening(path: str) -> Iterator[None]:
+    """Each store raises its own errors: all become an OSError, which names the path."""
     try:
-        return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(inner, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{path} can't be opened: {error}") from error
+
+
+def names(path: str) -> list[str]:
+    """Of what is in a folder, or under a bucket's prefix; none if that isn't there. Raises OSError
+    where the store can't be had."""
+    with opening(path):
+        store, inner = fsspec.core.url_to_fs(path)
+        store.invalidate_cache()
+        try:
+            return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(inner, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def attributes(path: str) -> dict[str, Any] | None:
+    """A zarr group's; none if it isn't there. Raises DamageError where they can't be read, and
+    OSError where the store can't be had."""
+    with opening(path):
+        store, inner = fsspec.core.url_to_fs(path)
+        try:
+            text = store.cat_file(f"{inner}/zarr.json")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    try:
+        return dict(json.loads(text)["attributes"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamageError(f"its attributes can't be read: {error!r}") from None
 
 
 def remove(path: str) -> None:
@@ -38,12 +68,13 @@ def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
     try:
         return np.asarray(array[index])
     except Exception as error:  # each codec and store raises its own
-        for name, chunk in _chunks(array, index):
+        for place, chunk in _chunks(array, index):
             try:
                 array[chunk]
             except Exception as cause:
                 problem = str(cause).split(". ")[0]
-                raise DamageError(f"{array.path}: chunk {name} can't be read: {problem}") from cause
+                where = f"{array.path}: {_shown(place)}"
+                raise DamageError(f"{where} can't be read: {problem}") from cause
         raise DamageError(f"{array.path} can't be read: {error}") from error
 
 
@@ -53,16 +84,22 @@ def check_chunks(array: zarr.Array, path: str) -> None:
         return
     store, inner = fsspec.core.url_to_fs(path)
     lost = [
-        name
-        for name, _ in _chunks(array, ...)
-        if not store.exists("/".join([inner, array.path, "c", *name.split(".")]).rstrip("/"))
+        place
+        for place, _ in _chunks(array, ...)
+        if not store.exists("/".join([inner, array.path, "c", *map(str, place)]))
     ]
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    raise DamageError(f"{array.path}: chunk {lost[0] if lost else '?'} is missing{more}")
+    first = _shown(lost[0]) if lost else "a chunk"
+    raise DamageError(f"{array.path}: {first} is missing{more}")
 
 
-def _chunks(array: zarr.Array, index: Any) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """The chunks that a part of an array lies in, each with its name, such as 0.3."""
+def _shown(place: tuple[int, ...]) -> str:
+    """`chunk 0.3`; a scalar has but one."""
+    return f"chunk {'.'.join(map(str, place))}" if place else "its chunk"
+
+
+def _chunks(array: zarr.Array, index: Any) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """The chunks that a part of an array lies in, each with its place in their grid."""
     given = index if isinstance(index, tuple) else (index,)
     given = tuple(part for part in given if part is not ...)
     ranges = []
@@ -72,4 +109,4 @@ def _chunks(array: zarr.Array, index: Any) -> Iterator[tuple[str, tuple[slice, .
         ranges.append(range(first // size, -(-last // size)))
     for place in itertools.product(*ranges):
         pairs = zip(place, array.chunks, strict=True)
-        yield ".".join(map(str, place)), tuple(slice(i * n, (i + 1) * n) for i, n in pairs)
+        yield place, tuple(slice(i * n, (i + 1) * n) for i, n in pairs)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 
 import jax.numpy as jnp
-import zarr
 
 from data import storage
 from data.checkpoint import NAME, Checkpoint, show_entry
@@ -38,9 +37,11 @@ def describe(path: str, step: int, start: int) -> tuple[str, Checkpoint | None]:
     when = datetime.datetime.fromtimestamp(start / 1000).isoformat(" ", "seconds")
     line = f"{path}: step {step:,}, by the run started {when}"
     try:
-        attributes = zarr.open_group(path, mode="r").attrs
-    except (OSError, ValueError) as error:
-        return f"{line}; can't be opened: {error}", None
+        attributes = storage.attributes(path)
+    except DamageError as error:
+        return f"{line}; DAMAGED: {error}", None
+    if attributes is None:
+        return f"{line}; not complete: it has no attributes", None
     if reason := attributes.get("write_failed"):
         return f"{line}; not complete: {reason}", None
     if attributes.get("write_completed") is not True:
@@ -73,10 +74,13 @@ def main() -> None:
     )
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one of them")
     path, last, whole = parser.parse_args().path, None, True
-    for each in found(path):
-        line, checkpoint = describe(*each)
-        print(line)
-        last, whole = checkpoint or last, whole and "DAMAGED" not in line
+    try:
+        for each in found(path):
+            line, checkpoint = describe(*each)
+            print(line)
+            last, whole = checkpoint or last, whole and "DAMAGED" not in line
+    except OSError as error:
+        sys.exit(f"error: {error}")
     if not last and whole:
         sys.exit(f"error: {path} has no complete checkpoint")
     if last:

@@ -22,7 +22,7 @@ import zarr
 from omegaconf import MISSING, OmegaConf
 from tqdm import tqdm
 
-from data import text
+from data import storage, text
 from data.config import program
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
@@ -72,7 +72,8 @@ class Conversion:
 
     def __init__(self, config: ConvertConfig, shards: Sequence[int]):
         self.config = config
-        self.root: Any = zarr.open_group(config.output, mode="a")
+        with storage.opening(config.output):
+            self.root: Any = zarr.open_group(config.output, mode="a")
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
         settings = {k: v for k, v in settings.items() if k not in ("output", "processes")}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}

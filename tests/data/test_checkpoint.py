@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data.checkpoint
-from data.checkpoint import CHUNK_BYTES, CheckpointError, Checkpoints, chunk_shape
+from data.checkpoint import (
+    CHUNK_BYTES,
+    CheckpointError,
+    Checkpoints,
+    CheckpointsConfig,
+    chunk_shape,
+)
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
 from tests.helpers import MESHES, mesh
@@ -201,7 +207,8 @@ def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch, capsys):
             restore("checkpoints")
     array, _, index = chunk.partition("/c")
     said = capsys.readouterr().err
-    assert f"is damaged: {array}: chunk {index.strip('/').replace('/', '.')} " in said
+    chunk_shown = f"chunk {index.strip('/').replace('/', '.')}" if index else "its chunk"
+    assert f"is damaged: {array}: {chunk_shown} " in said
     if chunk == "embed/c/1/2":
         golden.check("checkpoints.txt", case, said.strip())
 
@@ -260,8 +267,6 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
             written(first, 10, tree)
         # What a writer leaves that was killed, at first and later; damage; and what isn't ours.
         (tmp_path / "00000015.1").mkdir()
-        (tmp_path / "00000016.1").mkdir()
-        (tmp_path / "00000016.1/zarr.json").write_text('{"attr')
         shutil.copytree(ten, tmp_path / "00000020.1")
         zarr.open_group(tmp_path / "00000020.1").attrs.update({"write_completed": False})
         zarr.open_group(tmp_path / "notes").create_group("x")
@@ -314,6 +319,41 @@ def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path, capsys)
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
     assert "is damaged: layers/w: its description can't be read" in capsys.readouterr().err
+
+
+ATTRIBUTES = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "under another key": lambda text: text.replace('"attributes"', '"at4ributes"'),
+    "of a group of another kind": lambda text: text.replace('"group"', '"grouq"'),
+    "with another number": lambda text: text.replace('"hosts": 1', '"hosts": 3'),
+}
+
+
+@pytest.mark.parametrize("change", ATTRIBUTES)
+def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
+    """Not a checkpoint that is none: a run would begin anew without a word."""
+    monkeypatch.chdir(tmp_path)
+    with jax.set_mesh(mesh(4, 2)):
+        tree = on_mesh(values())
+        save("checkpoints", 5, tree)
+        file = save("checkpoints", 7, tree) / "zarr.json"
+        text = file.read_text()
+        file.write_text(ATTRIBUTES[change](text))
+        assert file.read_text() != text
+        keeping = Checkpoints("checkpoints", 4, CheckpointsConfig("", 1, 0, True))
+        assert keeping.newest_step == 7
+        with pytest.raises(CheckpointError, match=r"is damaged: .*; delete it to go on from"):
+            keeping.check_model(Tree, SIZES, CONFIG)
+        assert_same_bits(keeping.restore(Tree, SIZES, CONFIG), values())
+        assert keeping.newest_step == 5
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {file.parent} is damaged: it") and said.count("\n") == 1
+        written(keeping, 6, tree)
+        left = {path.name.split(".")[0] for path in pathlib.Path("checkpoints").iterdir()}
+        assert left == {"00000006", "00000007"}, "a damaged one is none that is kept"
+        shutil.rmtree(next(pathlib.Path("checkpoints").glob("00000006.*")))
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
+            restore("checkpoints")
 
 
 @given(st.lists(st.integers(1, 2**14), max_size=4), st.sampled_from([1, 2, 4]))
