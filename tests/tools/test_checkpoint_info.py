@@ -1,0 +1,152 @@
+"""What the tool says of checkpoints that are whole, and of ones that aren't."""
+
+import re
+import shutil
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import zarr
+
+from data.checkpoint import Checkpoint, Checkpoints
+from shardlib.types import bf16, f32, make_shardings, pytree_dataclass, u32
+from tests import golden
+from tests.helpers import mesh
+from tools import checkpoint_info
+
+START = 1_700_000_000_000  # of the run, in milliseconds since 1970
+
+
+@pytree_dataclass
+class Tree:
+    step: u32[""]
+    w: f32["M/d F/t"]
+    half: bf16["F/t M/d"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 1 and 2."""
+    path = tmp_path_factory.mktemp("saved")
+    with jax.set_mesh(mesh(4, 2)):
+        zeros = Tree(jnp.uint32(0), jnp.zeros((8, 4)), jnp.zeros((4, 8), jnp.bfloat16))
+        tree = jax.tree.map(jax.device_put, zeros, make_shardings(Tree))
+        checkpoints = Checkpoints(str(path), 4, say=lambda _: None)
+        checkpoints.start = START
+        for step in 1, 2:
+            checkpoints.save(step, tree, Tree, "model: {size: small}\ntraining: {steps: 2}\n")
+        checkpoints.wait()
+    return path
+
+
+@pytest.fixture
+def folder(saved, tmp_path, monkeypatch):
+    """A folder to work in, with a copy of them in `some`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    shutil.copytree(saved, "some")
+    yield tmp_path / "some"
+    monkeypatch.undo()
+    time.tzset()
+
+
+LAST = f"00000002.{START}"
+
+
+def info(capsys, monkeypatch, path):
+    """What it prints, all of it, and its exit code."""
+    monkeypatch.setattr(sys, "argv", ["checkpoint_info", path])
+    with pytest.raises(SystemExit) as stop:
+        checkpoint_info.main()
+    out, errors = capsys.readouterr()
+    code = stop.value.code
+    if isinstance(code, str):  # as the interpreter does
+        errors, code = f"{errors}{code}\n", 1
+    return out, errors, code
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file):
+    first, *rest = file.read_bytes()
+    file.write_bytes(bytes([first ^ 1, *rest]))
+
+
+def set_attributes(path, **changes):
+    zarr.open_group(path).attrs.update(changes)
+
+
+def without_mark(path):
+    zarr.open_group(path).attrs.update({"write_completed": False})
+
+
+def one(how):
+    """Done to the last checkpoint, the only one."""
+
+    def change(folder):
+        shutil.rmtree(folder / f"00000001.{START}")
+        how(folder / LAST)
+
+    return change
+
+
+def two_arrays(path):
+    flip(path / "w/c/3/1")
+    (path / "half/c/0/2").unlink()
+
+
+def failed(path):
+    set_attributes(path, write_completed=False, write_failed="w: OSError(28, 'No space left')")
+
+
+# What is done to the folder first, the path that is given, and the exit code.
+CASES = {
+    "whole": (lambda folder: None, "some", 0),
+    "one, by its own path": (lambda folder: None, f"some/{LAST}/", 0),
+    "a flipped bit": (lambda folder: flip(folder / LAST / "w/c/3/1"), "some", 1),
+    "a chunk cut short": (one(lambda path: cut(path / "step/c")), "some", 1),
+    "a missing chunk": (lambda folder: (folder / LAST / "half/c/0/2").unlink(), f"some/{LAST}", 1),
+    "two damaged arrays": (one(two_arrays), "some", 1),
+    "an array without its description": (
+        lambda folder: (folder / LAST / "w/zarr.json").unlink(), "some", 1,
+    ),
+    "an older one damaged": (
+        lambda folder: flip(folder / f"00000001.{START}" / "w/c/0/0"), "some", 1,
+    ),
+    "attributes that were changed": (one(lambda path: set_attributes(path, hosts=2)), "some", 1),
+    "another step's attributes": (
+        one(lambda path: path.rename(path.with_name(f"00000003.{START}"))), "some", 1,
+    ),
+    "unfinished": (one(without_mark), "some", 1),
+    "unfinished, beside a whole one": (lambda folder: without_mark(folder / LAST), "some", 0),
+    "attributes cut short": (one(lambda path: cut(path / "zarr.json")), "some", 1),
+    "a write that failed": (one(failed), "some", 1),
+    "an empty folder": (lambda folder: (folder / "none").mkdir(), "some/none", 1),
+    "a folder that isn't there": (lambda folder: None, "none", 1),
+    "a checkpoint that isn't there": (lambda folder: None, f"some/00000009.{START}", 1),
+    "a file": (lambda folder: (folder / "file").write_text(""), "some/file", 1),
+    "a store that isn't known": (lambda folder: None, "foo://bucket/checkpoints", 1),
+    "a store whose package isn't there": (lambda folder: None, "abfs://bucket/checkpoints", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_says(case, folder, capsys, monkeypatch):
+    prepare, path, wanted = CASES[case]
+    prepare(folder)
+    out, errors, code = info(capsys, monkeypatch, path)
+    assert code == wanted and "Traceback" not in errors
+    said = re.sub(r"(?m)( with )python .*$", r"\1VERSIONS", out)
+    said = re.sub(r"JSONDecodeError\(.*\)", "JSONDecodeError(...)", said)
+    golden.check("checkpoint_info.txt", case, f"{said}{errors}exit code {code}")
+
+
+def test_the_versions_are_those_that_wrote(folder, capsys, monkeypatch):
+    out, _, _ = info(capsys, monkeypatch, "some")
+    made = Checkpoint(f"some/{LAST}", 2).about["versions"]
+    assert made["jax"] == jax.__version__ and f"jax {made['jax']}, " in out
