@@ -271,9 +271,11 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         zarr.open_group(tmp_path / "00000020.1").attrs.update({"write_completed": False})
         zarr.open_group(tmp_path / "notes").create_group("x")
         (tmp_path / "00000022.1").write_text("")
-        second, third = Checkpoints(str(tmp_path), 4), Checkpoints(str(tmp_path), 4)
+        second = Checkpoints(str(tmp_path), 4)
+        time.sleep(0.002)  # their names tell milliseconds apart
+        third = Checkpoints(str(tmp_path), 4)
         assert pathlib.Path(second.newest) == ten and second.newest_step == 10
-        # Two that start at once don't write to one place, and the later one's counts.
+        # Two starts don't write to one place, and the later one's counts.
         assert len({first.start, second.start, third.start}) == 3
         written(third, 10, tree)
         written(second, 10, tree)
