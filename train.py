@@ -689,9 +689,11 @@ def train_in(
         if validation and validates:
             row["validation_loss"] = float(validate(config, state.weights, validation))
         run.log(row)
+        if not row["skipped"]:
+            del row["skipped"]
         if step % max(1, hyper.steps // 50) == 0 or validates:
             run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
-        skipped = skipped + 1 if row["skipped"] else 0
+        skipped = skipped + 1 if "skipped" in row else 0
         if skipped:
             found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
             if skipped > hyper.max_skipped_updates:
