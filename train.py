@@ -148,6 +148,8 @@ class Config:
     compiler_options: bool  # those of devices.COMPILER_OPTIONS
     compiled_step: str  # a file of tools.compile, to start without compiling
     num_hosts: int
+    coordinator: str  # address:port of the first host, where JAX can't find out; else empty
+    process_id: int  # of this host, from 0, if a coordinator is named
     heartbeat_timeout_seconds: int  # without a sign of a host, after which the others end
     simulate_devices: bool
 
@@ -494,7 +496,7 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset", "updates", "last", "every")
+    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset", "updates", "last", "every", "_id")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -531,8 +533,11 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
+            names = (config.coordinator, config.num_hosts, config.process_id)
             timeout = config.heartbeat_timeout_seconds
-            jax.distributed.initialize(heartbeat_timeout_seconds=timeout)
+            jax.distributed.initialize(
+                *(names if config.coordinator else ()), heartbeat_timeout_seconds=timeout
+            )
         except ValueError as error:
             raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
@@ -600,7 +605,8 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
             mu, nu = jax.tree.map(jnp.zeros_like, (state.mu, state.nu))
             return State(jnp.uint32(0), state.weights, mu, nu)
 
-        state = jax.jit(with_weights, donate_argnums=0)(state)
+        made = jax.jit(with_weights, donate_argnums=0, out_shardings=make_shardings(State))
+        state = made(state)
         return state, f"weights from {source.newest}"
     if config.hf_dataset:
         loader.position = source.position()

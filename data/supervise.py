@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-RENEWED = 5  # seconds between renewals of a lease
+RENEWED = 2  # seconds between renewals of a lease
 STALE = 30  # seconds after which one that isn't renewed counts for nothing
 
 
