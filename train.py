@@ -12,7 +12,6 @@ Dimensions:
     M  model (the residual)   D  head
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -496,7 +495,16 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval", "id_offset", "updates", "last", "every", "_id")
+    may_be_zero = (
+        "seed",
+        "warmup_steps",
+        "interval",
+        "id_offset",
+        "updates",
+        "last",
+        "every",
+        "_id",
+    )
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -533,10 +541,10 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
-            names = (config.coordinator, config.num_hosts, config.process_id)
-            timeout = config.heartbeat_timeout_seconds
+            named: tuple[Any, ...] = config.coordinator, config.num_hosts, config.process_id
             jax.distributed.initialize(
-                *(names if config.coordinator else ()), heartbeat_timeout_seconds=timeout
+                *(named if config.coordinator else (None, None, None)),
+                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
             )
         except ValueError as error:
             raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
@@ -629,29 +637,16 @@ def not_finite(config: Config, state: State, batch: TokenBatch, number: int, dat
     return f"gradients that are not finite: {found}; batch {number} is of {data.origin(number)}"
 
 
-def train(config: Config, loader: Batches, validation: Batches | None) -> int:
+def train(
+    config: Config, loader: Batches, validation: Batches | None, stops: Stop, lease: Lease
+) -> int:
     """Trains from the newest checkpoint, or the first step, to the last, or until a signal says to
     stop; returns the exit code."""
-    run = Run(config.paths.root_working_dir, config.paths.model_name)
-    with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(Lease(run.folder)) if run.first_host else None
-        stops = stack.enter_context(Stop())
-        path = config.checkpoints.path or f"{run.folder}/checkpoints"
-        threads = config.io.max_io_threads
-        checkpoints = Checkpoints(path, threads, config.checkpoints, run.say, stops.ask)
-        return train_in(run, checkpoints, lease, stops, config, loader, validation)
-
-
-def train_in(
-    run: Run,
-    checkpoints: Checkpoints,
-    lease: Lease | None,
-    stops: Stop,
-    config: Config,
-    loader: Batches,
-    validation: Batches | None,
-) -> int:
     hyper, tokens = config.training, config.training.tokens.batch * config.training.tokens.len
+    run = Run(config.paths.root_working_dir, config.paths.model_name)
+    path = config.checkpoints.path or f"{run.folder}/checkpoints"
+    threads = config.io.max_io_threads
+    checkpoints = Checkpoints(path, threads, config.checkpoints, run.say, stops.ask)
     if checkpoints.newest_step >= hyper.steps:
         checkpoints.check_model(State, dimensions(config), to_yaml(config))
         run.say(
@@ -703,6 +698,7 @@ def train_in(
         if skipped:
             found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
             if skipped > hyper.max_skipped_updates:
+                checkpoints.wait()
                 number = next(itertools.islice(numbers_without(hyper.skip_steps), step, None))
                 raise NotFiniteError(
                     f"{found}; {not_finite(config, state, batch, number, loader)}. No checkpoint "
@@ -746,7 +742,7 @@ def train_in(
             if stops_profile:
                 jax.block_until_ready(state)
                 run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
-            if lease and lease.lost():
+            if lease.lost():
                 raise LeaseError(f"{run.folder} was taken over by another run")
             if saves:
                 checkpoints.save(done, state, State, to_yaml(config), loader.position)
@@ -792,8 +788,9 @@ def main(config: Config) -> None:
     except (ValueError, OSError) as error:
         stop(config, str(error))
     try:
-        with jax.set_mesh(mesh):
-            if code := train(config, *loaders):
+        folder = Run(root, config.paths.model_name).folder
+        with jax.set_mesh(mesh), Stop() as stops, Lease(folder, jax.process_index() == 0) as lease:
+            if code := train(config, *loaders, stops, lease):
                 sys.exit(code)
     except (
         CompiledStepError,

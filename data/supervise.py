@@ -95,14 +95,16 @@ class LeaseError(ValueError):
 
 
 class Lease:
-    """Says in a folder that a run is at work there, for as long as the `with` block runs.
+    """Says in a folder that a run is at work there, for as long as the `with` block runs. The first
+    host does so; for the others it is nothing.
 
     Each run has a file of its own, and renews it; the age of another's is told by the file system's
     clock alone. Raises LeaseError if there is another's that is still renewed; waits to know. A run
     that was stopped for so long that another took over finds its own file gone: see `lost`.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, first_host: bool = True):
+        self.held = first_host
         me = {"pid": os.getpid(), "started": _started(os.getpid())}
         me |= {"host": socket.gethostname(), "kernel": _kernel()}
         self.file = folder / f"lease.{time.time_ns()}.{os.getpid()}.json"
@@ -110,6 +112,8 @@ class Lease:
         self.over = threading.Event()
 
     def __enter__(self) -> "Lease":
+        if not self.held:
+            return self
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(self.text)
         try:
@@ -127,7 +131,7 @@ class Lease:
         self.file.unlink(missing_ok=True)
 
     def lost(self) -> bool:
-        return not self.file.exists()
+        return self.held and not self.file.exists()
 
     def _renew(self) -> None:
         while not self.over.wait(RENEWED) and not self.lost():

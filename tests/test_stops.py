@@ -169,7 +169,9 @@ def test_a_clone_starts_from_anothers_weights_or_its_whole_state(runs, start):
     out, message = start("weights", *clone)
     assert not message and f"\nweights from {checkpoint(runs / 'whole', 6)}\n" in out
     assert [row["step"] for row in rows(runs / "weights")] == [0]
-    found, wanted = (arrays(checkpoint(runs / name, n)) for name, n in [("weights", 1), ("whole", 6)])
+    found, wanted = (
+        arrays(checkpoint(runs / name, n)) for name, n in [("weights", 1), ("whole", 6)]
+    )
     for name, bits in wanted.items():
         assert (found[name] == bits) == name.startswith("weights/"), name
     out, message = start("weights", f"paths.clone_from={whole}", "training.steps=2")

@@ -14,6 +14,7 @@ import pytest
 
 import train
 from data.flat_tokens import FlatTokens
+from data.supervise import Lease, Stop
 from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes, make_shardings, typed_shard_map
@@ -215,7 +216,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)):
-        train.train(config, Loader(), None)
+        train.train(config, Loader(), None, Stop(), Lease(tmp_path, first_host=False))
     assert events == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
 
 

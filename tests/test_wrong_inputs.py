@@ -142,7 +142,9 @@ def check(case, message, before, folder):
     assert message.startswith("error: ") and "Traceback" not in message
     golden.check("wrong_inputs.txt", case, message)
     written = {p for p in contents(folder) if p not in before}
-    assert {p.name for p in written} <= {"config.yaml", "starts.jsonl", "zarr.json"}, "no data is written"
+    assert {p.name for p in written} <= {"config.yaml", "starts.jsonl", "zarr.json"}, (
+        "no data is written"
+    )
     assert before.items() <= contents(folder).items(), "nothing is harmed"
 
 
