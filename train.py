@@ -30,7 +30,7 @@ from jax import lax
 from omegaconf import MISSING, OmegaConf
 
 from data import compiled, hlo
-from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
+from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
 from data.compiled import CompiledStepError
 from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
@@ -541,11 +541,11 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
-            named: tuple[Any, ...] = config.coordinator, config.num_hosts, config.process_id
-            jax.distributed.initialize(
-                *(named if config.coordinator else (None, None, None)),
-                heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
-            )
+            found = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
+            if config.coordinator:
+                found |= {"coordinator_address": config.coordinator}
+                found |= {"num_processes": config.num_hosts, "process_id": config.process_id}
+            jax.distributed.initialize(**found)
         except ValueError as error:
             raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
@@ -627,13 +627,9 @@ def to_yaml(config: Config) -> str:
 
 def not_finite(config: Config, state: State, batch: TokenBatch, number: int, data: Batches) -> str:
     """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
-    grads = jax.tree_util.tree_leaves_with_path(gradients(state.weights, batch, config))
-    names = (
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, grad in grads
-        if not jnp.isfinite(grad).all()
-    )
-    found = ", ".join(names) or "none, with the weights of now"
+    grads = named(gradients(state.weights, batch, config))
+    bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
+    found = ", ".join(bad) or "none, with the weights of now"
     return f"gradients that are not finite: {found}; batch {number} is of {data.origin(number)}"
 
 

@@ -59,7 +59,7 @@ def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def named(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths, such as weights/layers/w_q."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -209,7 +209,7 @@ class Checkpoints:
         Raises CheckpointError as `wait` does.
         """
         self.wait()
-        leaves, kinds = _named(tree), _named(type_tree(hint))
+        leaves, kinds = named(tree), named(type_tree(hint))
         shards = [
             (name, shard.index, shard.data)
             for name, leaf in leaves.items()
@@ -368,9 +368,9 @@ class Checkpoints:
 
             return jax.make_array_from_callback(shape.shape, sharding, part)
 
-        named = _named(shapes)
-        leaves = self.threads.map(read, named, named.values(), jax.tree.leaves(shardings))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        leaves = named(shapes)
+        made = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
+        return jax.tree.unflatten(jax.tree.structure(shapes), made)
 
     def position(self) -> Any:
         """This host's position in its stream, as the newest checkpoint has it. Raises
@@ -395,7 +395,7 @@ class Checkpoints:
                 f"{self.newest} has format {about['format']}; this program reads {FORMAT}"
             )
         here, there = OmegaConf.create(config).model, OmegaConf.create(about["config"]).model
-        kinds, shapes = _named(type_tree(hint)), _named(make_shapes(hint, sizes))
+        kinds, shapes = named(type_tree(hint)), named(make_shapes(hint, sizes))
         entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
         pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
         for name in dict.fromkeys([*entries, *about["arrays"]]):

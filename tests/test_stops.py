@@ -12,15 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import zarr
 
 import train
+from data.checkpoint import CheckpointError, Checkpoints, named
 from data.run import Run
+from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, edited, mesh, small_config, train_here
 from tests.test_resume import arrays, rows
 
-ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "training.steps=6", "mesh={d: 2, t: 2}"]
+# All runs have one program, which is compiled once.
+ARGUMENTS = [
+    "--config-name=local_test_synthetic",
+    *SMALL,
+    "training.steps=6",
+    "training.steps_for_lr=6",
+    "mesh={d: 1, t: 1}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +110,13 @@ def test_the_second_ctrl_c_ends_it_at_once(runs):
     assert "Traceback" not in done.stderr
 
 
+class Source:
+    @staticmethod
+    def origin(number):
+        assert number == 7
+        return "the seventh page"
+
+
 def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
@@ -114,23 +129,13 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         state = dataclasses.replace(state, weights=weights)
         before = jax.device_get((state.weights, state.mu, state.nu))
         state, metrics = train.training_step(state, batch, config)
+        text = train.not_finite(config, state, batch, 7, Source)
+    assert text.startswith("gradients that are not finite: embed, layers/")
+    assert text.endswith("; batch 7 is of the seventh page")
     assert int(metrics.skipped) == 1 and not np.isfinite(metrics.loss)
     after = jax.device_get((state.weights, state.mu, state.nu))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert int(state.step) == 2
-
-
-def test_what_is_not_finite_stops_the_run_and_is_named(runs, start):
-    out, message = start("bad", "training.learning_rate=1e30", "checkpoint_interval=1")
-    assert out.count("saved ") == 1
-    message = re.sub(r"sequences [\d, ]+", "sequences NUMBERS ", message.replace(str(runs), "runs"))
-    golden.check("runs.txt", "a loss that is no number", message)
-    (kept,) = (runs / "bad/checkpoints").iterdir()
-    group = zarr.open_group(kept, mode="r")
-    assert kept.name.startswith("00000001.")
-    assert all(np.isfinite(group[name][()]).all() for name in group.attrs["arrays"])
-    last = json.loads((runs / "bad/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["step"] == 1 and last["skipped"] == 1 and last["grad_norm"] is None
 
 
 def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
@@ -143,53 +148,68 @@ def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
     assert [row["skipped"] for row in rows(runs / "two")] == [0, 0, 1, 1, 0, 0]
     warned = re.findall("^warning: step (.*); the update is left out, (.) in a row", out, re.M)
     assert [(text[0], count) for text, count in warned] == [("2", "1"), ("3", "2")]
-    out, message = start("one", "training.max_skipped_updates=1", program=module.main)
-    assert message.startswith("error: step 3: loss inf, gradient norm ")
-    assert "finite: none, with the weights of now; batch 3 is of " in message
+    one = "training.max_skipped_updates=1", "checkpoint_interval=2"
+    out, message = start("one", *one, program=module.main)
+    message = re.sub(r"norm [\d.]+", "norm NORM", message.replace(str(runs), "runs"))
+    message = re.sub(r"sequences [\d, ]+", "sequences NUMBERS ", message)
+    golden.check("runs.txt", "a loss that is no number", message)
+    (kept,) = (runs / "one/checkpoints").iterdir()
+    assert kept.name.startswith("00000002."), "none that the run ends with"
 
 
 def test_a_batch_that_is_left_out(runs, start):
-    """The steps from there on have what comes after it."""
-    start("skips", "training.skip_steps=[3, 5]", "training.steps=3", "training.steps_for_lr=6")
+    """The steps from there on have what comes after it; and the folder says what was changed."""
+    start("skips", "training.steps=3")
     out, message = start("skips", "training.skip_steps=[3, 5]")
     assert not message and "\nresumed at step 3" in out
     assert rows(runs / "skips")[:3] == rows(runs / "whole")[:3]
     assert rows(runs / "skips")[3]["loss"] != rows(runs / "whole")[3]["loss"]
+    changed = re.findall("^changed since the last start: (.*)$", out, re.M)
+    assert changed == ["training.skip_steps=[3, 5], before []", "training.steps=6, before 3"]
 
-
-def test_a_clone_starts_from_anothers_weights_or_its_whole_state(runs, start):
-    third = checkpoint(runs / "whole", 3)
-    out, message = start("state", f"paths.clone_from={third}", "paths.clone_weights_only=false")
-    assert not message and f"\nresumed at step 3 from {third}\n" in out
-    assert rows(runs / "state") == rows(runs / "whole")[3:]
-    assert arrays(checkpoint(runs / "state", 6)) == arrays(checkpoint(runs / "whole", 6))
-
-    whole = runs / "whole/checkpoints"
-    clone = f"paths.clone_from={whole}", "training.learning_rate=0", "training.steps=1"
-    out, message = start("weights", *clone)
-    assert not message and f"\nweights from {checkpoint(runs / 'whole', 6)}\n" in out
-    assert [row["step"] for row in rows(runs / "weights")] == [0]
-    found, wanted = (
-        arrays(checkpoint(runs / name, n)) for name, n in [("weights", 1), ("whole", 6)]
-    )
-    for name, bits in wanted.items():
-        assert (found[name] == bits) == name.startswith("weights/"), name
-    out, message = start("weights", f"paths.clone_from={whole}", "training.steps=2")
-    assert "\nresumed at step 1 from " in out, "it has a checkpoint of its own now"
-    out, message = start("none", f"paths.clone_from={runs}/nowhere")
-    golden.check("runs.txt", "nothing to clone", message.replace(str(runs), "runs"))
-
-
-def test_the_folder_says_what_the_run_depends_on(runs, start):
-    start("about", "training.steps=1", "training.steps_for_lr=6")
-    out, _ = start("about", "training.steps=2", "training.steps_for_lr=6", "flat_tokens.seed=5")
-    assert "changed since the last start: flat_tokens.seed=5, before 0\n" in out
-    assert "changed since the last start: training.steps=2, before 1\n" in out
-    first, second = (json.loads(line) for line in (runs / "about/starts.jsonl").open())
-    assert (first["first_step"], second["first_step"]) == (0, 1)
-    assert second["config"] == (runs / "about/config.yaml").read_text()
+    text = (runs / "skips/starts.jsonl").read_text()
+    first, second = map(json.loads, text.splitlines())
+    assert (first["first_step"], second["first_step"]) == (0, 3)
+    assert second["config"] == (runs / "skips/config.yaml").read_text()
     assert first["command"].startswith("train --config-name=local_test_synthetic ")
     assert first["versions"]["jax"] == jax.__version__
     assert first["devices"] == "8 x cpu" and first["hosts"] == 1
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     assert first["commit"] == (head.stdout.strip() or None)
+
+
+def test_a_clone_starts_from_anothers_whole_state(runs, start):
+    third = checkpoint(runs / "whole", 3)
+    clone = f"paths.clone_from={third}", "paths.clone_weights_only=false"
+    out, message = start("state", *clone)
+    assert not message and f"\nresumed at step 3 from {third}\n" in out
+    assert rows(runs / "state") == rows(runs / "whole")[3:]
+    assert arrays(checkpoint(runs / "state", 6)) == arrays(checkpoint(runs / "whole", 6))
+
+
+def test_a_clone_starts_from_anothers_weights(runs):
+    path = runs / "whole/checkpoints"
+    config = small_config("model.vocab=128", f"paths.clone_from={path}")
+    wanted = arrays(checkpoint(runs / "whole", 6))
+    with jax.set_mesh(mesh(2, 2)):
+        own = Checkpoints(str(runs / "new"), 4)
+        state, line = train.begin(config, own, None)
+        for name, found in named(jax.device_get(state)).items():
+            if name.startswith("weights/"):
+                assert found.tobytes() == wanted[name]
+            else:
+                assert not found.any(), "Adam's moments, and the step"
+        assert line == f"weights from {checkpoint(runs / 'whole', 6)}"
+        assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.State)
+
+        # Once it has a checkpoint of its own, that is what counts.
+        own.save(
+            5, dataclasses.replace(state, step=jnp.uint32(5)), train.State, train.to_yaml(config)
+        )
+        own.wait()
+        state, line = train.begin(config, Checkpoints(str(runs / "new"), 4), None)
+        assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
+        nowhere = small_config(f"paths.clone_from={runs}/nowhere")
+        with pytest.raises(CheckpointError) as error:
+            train.begin(nowhere, Checkpoints(str(runs / "newer"), 4), None)
+        golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
