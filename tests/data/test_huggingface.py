@@ -102,6 +102,20 @@ def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder, documents_a
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
 
 
+def test_batches_that_are_left_out(folder):
+    every = [jax.device_get(batch) for batch in open_loader(folder).batches(0, 9)]
+    opened = open_loader(folder)
+    found = list(opened.batches(0, 3, [1, 2]))
+    again = open_loader(folder)
+    again.position = opened.position
+    found += again.batches(3, 5, [1, 2, 6])
+    for batch, number in zip(found, [0, 3, 4, 5, 7], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), every[number])
+    with pytest.raises(StreamError, match="skip_steps lacks one that was left out already"):
+        again.position = opened.position
+        list(again.batches(3, 5, [1]))
+
+
 def test_hosts_read_shards_of_their_own_and_go_on(folder):
     """Two hosts of two workers; each has half of every batch's rows."""
     config = vars(open_loader(folder).config) | {"num_workers": 2}

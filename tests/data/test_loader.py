@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -124,6 +125,29 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
     ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, 3, 7)
     np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
     np.testing.assert_array_equal(is_start, in_turn[5].is_start[3:7])
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("packing", [True, False])
+def test_it_tells_where_a_batch_is_from(path, streams, packing):
+    opened = open_loader(path, streams=streams, sequence_packing=packing)
+    dataset = opened.dataset
+    for number in 0, 7, 29:  # of some epochs
+        said = re.fullmatch(r"(.*/train): sequences ([\d, ]+) \((.*)\)", opened.origin(number))
+        assert said[1] == dataset.name and said[3].startswith("packed" if packing else "documents")
+        ids, _ = opened.rows(number, 0, 8)
+        for row, sequence in zip(ids, map(int, said[2].split(", ")), strict=True):
+            start = sequence * LENGTH if packing else int(dataset.seq_starts[sequence])
+            assert row[0] == dataset.read(start, start + 1)[0][0]
+
+
+def test_batches_that_are_left_out(path):
+    opened = open_loader(path)
+    every = [batch.targets for batch in opened.batches(0, 9)]
+    found = [batch.targets for batch in opened.batches(0, 4, [1, 2, 5])]
+    found += [batch.targets for batch in opened.batches(4, 6, [1, 2, 5])]
+    for batch, number in zip(found, [0, 3, 4, 6, 7, 8], strict=True):
+        np.testing.assert_array_equal(batch, every[number])
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
