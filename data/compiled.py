@@ -22,6 +22,7 @@ from shardlib.devices import show_axes
 
 FORMAT = 1
 NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
+NOT_IN_STEP += (".skip_steps", ".max_skipped_updates")
 
 
 def cache_folder(root: str) -> pathlib.Path:

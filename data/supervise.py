@@ -1,5 +1,6 @@
 """What may end a run from outside: a signal, a step that hangs, another run in its folder."""
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -121,7 +122,7 @@ class Lease:
                 if other != self.file:
                     self._outlast(other)
         except BaseException:
-            self.file.unlink()
+            self.__exit__()
             raise
         threading.Thread(target=self._renew, daemon=True).start()
         return self
@@ -129,6 +130,8 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.over.set()
         self.file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it isn't empty, as a rule
+            self.file.parent.rmdir()
 
     def lost(self) -> bool:
         return self.held and not self.file.exists()

@@ -66,12 +66,13 @@ def test_one_of_another_machine_counts_until_it_is_old(tmp_path, monkeypatch, te
     """By the file system's clock: the machine's own may be wrong."""
     monkeypatch.setattr(data.supervise, "STALE", 1)
     monkeypatch.setattr(time, "time", lambda: 0.0)
+    (tmp_path / "metrics").touch()
     other = tmp_path / "lease.5.1.json"
     other.write_text(text)
     begun = time.monotonic()
     with Lease(tmp_path) as lease:
         assert time.monotonic() - begun > 1, "it may be renewed yet"
-        assert leases(tmp_path) == [lease.file.name]
+        assert leases(tmp_path) == [lease.file.name, "metrics"]
     other.write_text(text)
     os.utime(other, (time.monotonic(),) * 2)  # long ago
     with Lease(tmp_path):
