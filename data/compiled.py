@@ -21,8 +21,10 @@ from data.config import by_key
 from shardlib.devices import show_axes
 
 FORMAT = 1
-NOT_IN_STEP = (".steps", ".seed", ".validation_interval", ".validation_batches")
-NOT_IN_STEP += (".skip_steps", ".max_skipped_updates")
+NOT_IN_STEP = (
+    *(".steps", ".skip_steps", ".max_skipped_updates", ".seed"),
+    *(".validation_interval", ".validation_batches"),
+)
 
 
 def cache_folder(root: str) -> pathlib.Path:
