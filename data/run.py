@@ -71,7 +71,9 @@ class Run:
                         f"changed since the last start: {key}={now.get(key)}, before "
                         f"{before.get(key)}"
                     )
-        earlier.write_text(config)
+        part = self.folder / "config.yaml.part"  # a start that is killed here leaves the one before
+        part.write_text(config)
+        part.rename(earlier)
         with (self.folder / "starts.jsonl").open("a") as starts:
             starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
 

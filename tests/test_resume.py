@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -150,3 +151,17 @@ def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
         assert [row["step"] for row in rows(run.folder)] == list(range(kept))
         run.log({"step": 2, "loss": 1.5})
         assert rows(run.folder)[-1] == {"step": 2, "loss": 1.5}
+
+
+def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, monkeypatch):
+    def killed(path, text):
+        path.write_bytes(text[:24].encode())
+        raise KeyboardInterrupt
+
+    config = "model:\n  d_model: 32\n  n_q_per_kv: 2\n"
+    Run(str(tmp_path), "run").open(config, 0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pathlib.Path, "write_text", killed)
+        Run(str(tmp_path), "run").open(config, 2)
+    Run(str(tmp_path), "run").open(config, 2)
+    assert (tmp_path / "run/config.yaml").read_text() == config
