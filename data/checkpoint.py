@@ -172,8 +172,11 @@ class Checkpoints:
     def _choose(self, below: tuple[int, int] | None) -> None:
         """The newest, or the one before it. The first host looks for all: a shared file system may
         be late to another."""
-        found = self._complete(or_damaged=True) if jax.process_index() == 0 else {}
-        newest = max((which for which in found if not below or which < below), default=(0, 0))
+        newest = 0, 0
+        for which, about in self._groups() if jax.process_index() == 0 else ():
+            # One whose attributes are damaged may be complete: to open it says what is wrong.
+            if about is None or about.get("write_completed") is True:
+                newest = max(newest, which) if not below or which < below else newest
         # As bytes, for JAX would cut 64 bits to 32.
         seen = np.array([*newest, self.start]).view(np.uint8)
         told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
@@ -183,23 +186,15 @@ class Checkpoints:
     def _path(self, step: int, start: int) -> str:
         return f"{self.path}/{step:08d}.{start}"
 
-    def _complete(self, or_damaged: bool = False) -> dict[tuple[int, int], str]:
-        """Step and start of each that is complete, with its path; or of which that can't be told,
-        as its attributes are damaged."""
-        found = {}
+    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
+        """Step and start of each, complete or not, and its attributes; None if they are damaged."""
         for name in storage.names(self.path):
-            if not re.fullmatch(NAME, name) or self.only not in (None, name):
-                continue
-            step, start = map(int, name.split("."))
-            path = f"{self.path}/{name}"
-            try:
-                about = storage.attributes(path) or {}  # none: its writer was killed early
-                complete = about.get("write_completed") is True
-            except DamageError:
-                complete = or_damaged
-            if complete:
-                found[step, start] = path
-        return found
+            if re.fullmatch(NAME, name) and self.only in (None, name):
+                step, start = map(int, name.split("."))
+                try:  # none: its writer was killed early
+                    yield (step, start), storage.attributes(f"{self.path}/{name}") or {}
+                except DamageError:
+                    yield (step, start), None
 
     def save(self, step: int, tree: Any, hint: Any, config: str, position: Any = None) -> None:
         """Copies the parts of a tree of arrays typed by `hint` that this host's devices hold, and
@@ -303,18 +298,21 @@ class Checkpoints:
             self._remove_old(about["step"])
 
     def _remove_old(self, written: int) -> None:
-        """Later steps than the one just written are of checkpoints that were damaged: they don't
-        count, and are left."""
-        complete, every = self._complete(), self.config.keep_every
-        older = sorted(which for which in complete if which <= (written, self.start))
-        for step, start in older[: -self.config.keep_last]:
-            if not every or step % every:
-                path = complete[step, start]
-                try:  # it is none from here on, so that all of it may go
-                    zarr.open_group(path).attrs.update({"write_completed": False})
-                    storage.remove(path)
-                except Exception as error:  # each store raises its own
-                    self.say(f"warning: {path} can't be removed: {error!r}")
+        """And those whose removal was begun. Later steps than the one just written are of
+        checkpoints that were damaged: they don't count, and are left."""
+        groups = {which: about for which, about in sorted(self._groups()) if about}
+        complete = [which for which in groups if groups[which].get("write_completed") is True]
+        older = [which for which in complete if which <= (written, self.start)]
+        every = self.config.keep_every
+        old = [which for which in older[: -self.config.keep_last] if not every or which[0] % every]
+        for which in old + [which for which in groups if groups[which].get("removed")]:
+            path = self._path(*which)
+            try:  # it is none from here on, so that all of it may go
+                mark = {"write_completed": False, "removed": True}
+                zarr.open_group(path).attrs.update(mark)
+                storage.remove(path)
+            except Exception as error:  # each store raises its own
+                self.say(f"warning: {path} can't be removed: {error!r}")
 
     @staticmethod
     def _wait(path: str, *keys: str) -> Any:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data.checkpoint
+from data import storage
 from data.checkpoint import (
     CHUNK_BYTES,
     CheckpointError,
@@ -280,6 +281,31 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         written(third, 10, tree)
         written(second, 10, tree)
         assert Checkpoints(str(tmp_path), 4).newest == f"{tmp_path}/00000010.{third.start}"
+
+
+def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
+    def removed_by_half(path):
+        shutil.rmtree(f"{path}/embed")
+        raise OSError("killed")
+
+    with jax.set_mesh(mesh(4, 2)):
+        config = CheckpointsConfig("", 2, 10, True)
+        tree, first = on_mesh(values()), Checkpoints(str(tmp_path), 4, config)
+        for step in 10, 11, 12:
+            written(first, step, tree)
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "remove", removed_by_half)
+            written(first, 13, tree)
+        half = tmp_path / f"00000011.{first.start}"
+        assert not (half / "embed").exists() and (half / "gain").exists()
+        assert Checkpoints(str(half), 4).newest_step == 0
+        unfinished = shutil.copytree(tmp_path / f"00000013.{first.start}", tmp_path / "00000009.1")
+        del zarr.open_group(unfinished).attrs["write_completed"]
+        second = Checkpoints(str(tmp_path), 4, config)
+        written(second, 14, tree)
+    left = ["00000009.1", f"00000010.{first.start}", f"00000013.{first.start}"]
+    left.append(f"00000014.{second.start}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_a_checkpoint_needs_no_folder_around_it(tmp_path):
