@@ -20,9 +20,9 @@ def opening(path: str) -> Iterator[None]:
     """Each store raises its own errors: all become an OSError, which names the path."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename:
+            raise
         raise OSError(f"{path} can't be opened: {error}") from error
 
 
