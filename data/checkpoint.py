@@ -235,20 +235,22 @@ class Checkpoints:
             host = jax.process_index()
             if host == 0:
                 self._create(path, arrays, about)
-            group = self._wait(path, "arrays")
+            group = self._wait(path, "arrays", writer=0)
             writes = [(part[0], self.threads.submit(self._write, group, *part)) for part in parts]
             results = [(name, write.exception()) for name, write in writes]
             problems = [f"{name}: {error!r}" for name, error in results if error]
             problem = problems[0] if problems else None
             report = {"shards": len(writes), "problem": problem, "position": position}
             group.create_group(f"writers/{host}", attributes=report)
+            self._wait(f"{path}/writers/{host}", "shards", writer=host)
             if host == 0:
                 hosts = range(jax.process_count())
-                reports = [self._wait(f"{path}/writers/{i}", "shards").attrs for i in hosts]
+                found = [self._wait(f"{path}/writers/{i}", "shards", writer=i) for i in hosts]
+                reports = [each.attrs for each in found]
                 failed = [str(report["problem"]) for report in reports if report["problem"]]
                 self._end(group, [report["position"] for report in reports], failed)
-            outcome = self._wait(path, "write_completed", "write_failed").attrs.asdict()
-            problem = outcome.get("write_failed")
+            outcome = self._wait(path, "write_completed", "write_failed", writer=0)
+            problem = outcome.attrs.get("write_failed")
         except Exception as error:  # each store raises its own
             problem = f"{error!r}"
         if not problem:
@@ -315,8 +317,9 @@ class Checkpoints:
                 self.say(f"warning: {path} can't be removed: {error!r}")
 
     @staticmethod
-    def _wait(path: str, *keys: str) -> Any:
-        """The group, once it is there and has one of the attributes."""
+    def _wait(path: str, *keys: str, writer: int) -> Any:
+        """The group, once it is there and has one of the attributes. The host that wrote it doesn't
+        wait: what isn't there by now was lost."""
         pause = 0.05
         while True:
             try:
@@ -326,6 +329,8 @@ class Checkpoints:
             else:
                 if any(key in group.attrs for key in keys):
                     return group
+            if writer == jax.process_index():
+                raise FileNotFoundError(f"{keys[0]} of {path} was written, and isn't there")
             time.sleep(pause)
             pause = min(2 * pause, 2)
 
