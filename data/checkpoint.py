@@ -280,9 +280,9 @@ class Checkpoints:
             manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
         packages = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "zarr")}
         versions = {"python": platform.python_version(), **packages}
-        # The manifest last: it tells the other hosts that the arrays are there.
+        # It tells the other hosts that the arrays are there.
         about |= {"format": FORMAT, "versions": versions, "hosts": jax.process_count()}
-        group.attrs.update({**about, "arrays": manifest})
+        group.update_attributes({**about, "arrays": manifest})
 
     @staticmethod
     def _write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
@@ -292,10 +292,10 @@ class Checkpoints:
 
     def _end(self, group: Any, positions: list[Any], failed: list[str]) -> None:
         if failed:
-            group.attrs.update({"write_failed": failed[0]})
+            group.update_attributes({"write_failed": failed[0]})
             return
         about = group.attrs.asdict() | {"positions": positions}
-        group.attrs.update({**about, "checksum": _checksum(about), "write_completed": True})
+        group.update_attributes({**about, "checksum": _checksum(about), "write_completed": True})
         if self.config.keep_last:
             self._remove_old(about["step"])
 
@@ -311,7 +311,7 @@ class Checkpoints:
             path = self._path(*which)
             try:  # it is none from here on, so that all of it may go
                 mark = {"write_completed": False, "removed": True}
-                zarr.open_group(path).attrs.update(mark)
+                zarr.open_group(path, mode="r+").update_attributes(mark)
                 storage.remove(path)
             except Exception as error:  # each store raises its own
                 self.say(f"warning: {path} can't be removed: {error!r}")
