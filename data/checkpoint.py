@@ -175,7 +175,8 @@ class Checkpoints:
         newest = 0, 0
         for which, about in self._groups() if jax.process_index() == 0 else ():
             # One whose attributes are damaged may be complete: to open it says what is wrong.
-            if about is None or about.get("write_completed") is True:
+            # So may one with a checksum and no mark, which are written at once.
+            if about is None or about.get("write_completed", "checksum" in about) is True:
                 newest = max(newest, which) if not below or which < below else newest
         # As bytes, for JAX would cut 64 bits to 32.
         seen = np.array([*newest, self.start]).view(np.uint8)
