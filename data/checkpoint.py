@@ -303,7 +303,11 @@ class Checkpoints:
     def _remove_old(self, written: int) -> None:
         """And those whose removal was begun. Later steps than the one just written are of
         checkpoints that were damaged: they don't count, and are left."""
-        groups = {which: about for which, about in sorted(self._groups()) if about}
+        try:
+            groups = {which: about for which, about in sorted(self._groups()) if about}
+        except OSError as error:
+            self.say(f"warning: nothing is removed: {error}")
+            return
         complete = [which for which in groups if groups[which].get("write_completed") is True]
         older = [which for which in complete if which <= (written, self.start)]
         every = self.config.keep_every
