@@ -105,7 +105,7 @@ class Checkpoint:
         self.path = path
         try:
             self.about: dict[str, Any] = storage.attributes(path) or {}
-            self.group: Any = zarr.open_group(path, mode="r")
+            self.group: Any = zarr.open_group(path, mode="r", zarr_format=3)
         except DamageError:
             raise
         except Exception as error:  # whatever is left of the file
@@ -265,7 +265,7 @@ class Checkpoints:
 
     @staticmethod
     def _create(path: str, arrays: Any, about: dict[str, Any]) -> None:
-        group = zarr.open_group(path, mode="w-")
+        group = zarr.open_group(path, mode="w-", zarr_format=3)
         manifest: Any = {}
         for name, (entry, shard) in arrays.items():
             dtype = jnp.dtype(entry["dtype"])
@@ -328,7 +328,7 @@ class Checkpoints:
         pause = 0.05
         while True:
             try:
-                group = zarr.open_group(path, mode="r+")
+                group = zarr.open_group(path, mode="r+", zarr_format=3)
             except FileNotFoundError:
                 pass
             else:
