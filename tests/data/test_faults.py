@@ -1,0 +1,560 @@
+"""Writes that fail, full disks and damage, everywhere they can be: what looks like a complete
+checkpoint is one, or is found out."""
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+import zarr.storage._local
+
+from data import storage
+from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
+from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
+from tests.data import test_checkpoint
+from tests.data.conftest import Proxy
+from tests.data.test_checkpoint import CONFIG, Tree, assert_same_bits, on_mesh, restore
+from tests.helpers import ROOT, mesh
+from tools import checkpoint_info
+
+
+@pytree_dataclass
+class Tiny:
+    step: u32[""]
+    half: bf16["F/t M/d"]
+
+
+TINY = {"F": 2, "M": 4}
+
+
+def tiny(seed):
+    words = np.random.default_rng(seed).integers(0, 2**16, (2, 4), np.uint16)
+    return Tiny(np.uint32(seed), words.view(ml_dtypes.bfloat16))
+
+
+def tiny_on_mesh(seed):
+    return jax.tree.map(jax.device_put, tiny(seed), make_shardings(Tiny))
+
+
+@pytest.fixture
+def one_device():
+    with jax.set_mesh(mesh(1, 1)):
+        yield
+
+
+def config(keep_last=0, keep_every=0, stop_on_error=True):
+    return CheckpointsConfig("", keep_last, keep_every, stop_on_error)
+
+
+def end(checkpoints):
+    """As `wait`, which would wait for ever for a save that hangs."""
+    done, _ = concurrent.futures.wait([checkpoints.saving], timeout=60)
+    assert done, "the save hangs"
+    checkpoints.wait()
+
+
+def saved(checkpoints, step, tree, hint):
+    """Where, and the error, if there was one."""
+    checkpoints.save(step, tree, hint, CONFIG)
+    path = checkpoints._path(step, checkpoints.start)
+    try:
+        end(checkpoints)
+    except CheckpointError as error:
+        return path, str(error)
+    return path, ""
+
+
+def same_bits(found, wanted):
+    try:
+        assert_same_bits(found, wanted)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Counts the files that zarr writes, and calls `fault` in place of number `failing`."""
+    put, writes = zarr.storage._local._put, types.SimpleNamespace(failing=0, fault=None, files=[])
+
+    def put_or_fault(path, value, exclusive=False):
+        if not (exclusive and path.exists()):  # that writes nothing
+            writes.files.append(path)
+            if len(writes.files) == writes.failing:
+                return writes.fault(lambda value: put(path, value, exclusive), value)
+        return put(path, value, exclusive)
+
+    monkeypatch.setattr(zarr.storage._local, "_put", put_or_fault)
+    return writes
+
+
+def cut(put, value):
+    """What is left of the chunk that starts with zeros is the checksum of no bytes at all."""
+    put(value[:4])
+
+
+def cut_with_an_error(put, value):
+    put(value[: len(value) // 2])
+    raise OSError(5, "Input/output error")
+
+
+def lost(put, value):
+    pass
+
+
+NEW, OLD_AS_SAID, OLD_AS_FOUND = "the new one", "the old one, as the save said", "as restore found"
+
+# What is restored, over all the writes that are hit.
+OUTCOMES = {
+    cut: {NEW, OLD_AS_SAID, OLD_AS_FOUND},
+    cut_with_an_error: {OLD_AS_SAID},
+    lost: {NEW, OLD_AS_SAID, OLD_AS_FOUND},
+}
+
+
+@pytest.mark.parametrize("fault", OUTCOMES)
+def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
+    fault, writes, one_device, tmp_path, capsys
+):
+    """The new one whole; or the one before, and the save said so, or there is a warning now."""
+    old = test_checkpoint.values(0)
+    test_checkpoint.save(tmp_path, 1, on_mesh(old))
+    total, writes.fault = len(writes.files), fault
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert set(files) == set(writes.files), "no file comes about in another way"
+    outcomes = set()
+    for number in range(1, total + 1):
+        new = test_checkpoint.values(number)
+        writes.failing, writes.files[:] = number, []
+        path, error = saved(Checkpoints(str(tmp_path), 1), 2, on_mesh(new), Tree)
+        assert len(writes.files) >= number
+        writes.failing, _ = 0, capsys.readouterr()
+        found, said = restore(tmp_path), capsys.readouterr().err
+        if same_bits(found, new):
+            assert (error, said) == ("", "")
+            outcomes.add(NEW)
+        else:
+            assert_same_bits(found, old)
+            if said or not error:
+                assert said.startswith(f"warning: {path} is damaged: ") and said.count("\n") == 1
+            if error:
+                assert error.startswith(f"{path} can't be written: ") and "\n" not in error
+            outcomes.add(OLD_AS_SAID if error else OLD_AS_FOUND)
+        shutil.rmtree(path)
+    assert outcomes == OUTCOMES[fault]
+
+
+def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_device, tmp_path):
+    """The caller goes on, writes to the arrays' memory and deletes them, while a write waits."""
+    gone_on = threading.Event()
+
+    def late(put, value):
+        assert gone_on.wait(60)
+        put(value)
+
+    def inverted(leaf):
+        word = jnp.dtype(f"u{leaf.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(~jax.lax.bitcast_convert_type(leaf, word), leaf.dtype)
+
+    step = jax.jit(lambda tree: jax.tree.map(inverted, tree), donate_argnums=0)
+    test_checkpoint.save(tmp_path, 1)
+    total, writes.fault, reused = len(writes.files), late, []
+    for number in range(1, total + 1):
+        tree, wanted = on_mesh(test_checkpoint.values(number)), test_checkpoint.values(number)
+        before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+        writes.failing, writes.files[:] = number, []
+        gone_on.clear()
+        checkpoints = Checkpoints(str(tmp_path), 1)
+        checkpoints.save(2, tree, Tree, CONFIG)
+        tree = jax.block_until_ready(step(tree))
+        after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+        for leaf in jax.tree.leaves(tree):
+            leaf.delete()
+        assert not checkpoints.saving.done()
+        gone_on.set()
+        end(checkpoints)
+        reused.append(len(before & after))
+        assert_same_bits(restore(tmp_path), wanted)
+    assert max(reused) > 0, "no array's memory was written to"
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_device, tmp_path):
+    said, failed = [], []
+    checkpoints = Checkpoints(
+        str(tmp_path), 4, config(stop_on_error=stops), said.append, lambda: failed.append(1)
+    )
+    checkpoints.save(1, tiny_on_mesh(1), Tiny, CONFIG)
+    end(checkpoints)
+    total, writes.fault = len(writes.files), cut_with_an_error
+    for step, number in enumerate([1, total // 2, total], 2):
+        writes.failing, writes.files[:] = number, []
+        said.clear()
+        failed.clear()
+        checkpoints.save(step, tiny_on_mesh(step), Tiny, CONFIG)
+        if stops:
+            with pytest.raises(CheckpointError, match=r"can't be written: .*Input/output error"):
+                end(checkpoints)
+            assert (failed, said) == ([1], [])
+        else:
+            end(checkpoints)
+            (line,) = said
+            assert line.startswith(f"warning: {tmp_path}/{step:08d}.") and "\n" not in line
+            assert "Input/output error" in line and line.endswith("; the run goes on")
+            assert not failed
+        checkpoints.wait()  # of which there is nothing more to say
+        assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1))
+    writes.failing = 0
+    checkpoints.save(9, tiny_on_mesh(9), Tiny, CONFIG)
+    end(checkpoints)
+    assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(9))
+
+
+# Saves with files held to each of some sizes, as on a disk that is full from there on.
+LIMITED = """
+import resource, signal, sys
+from tests import conftest
+import fsspec
+import jax
+from data.checkpoint import CheckpointError, Checkpoints
+from tests.data.test_checkpoint import CONFIG, Tree, on_mesh, values
+from tests.helpers import mesh
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+with jax.set_mesh(mesh(1, 1)):
+    for step, limit in enumerate(map(int, sys.argv[2:]), 2):
+        checkpoints = Checkpoints(sys.argv[1], 4)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        try:
+            checkpoints.save(step, on_mesh(values(step)), Tree, CONFIG)
+            checkpoints.wait()
+        except CheckpointError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+"""
+
+
+def test_a_limit_on_the_size_of_files_gets_one_message(one_device, tmp_path):
+    """Met by the first description, a chunk, the manifest, and none."""
+    test_checkpoint.save(tmp_path, 1, on_mesh(test_checkpoint.values(1)))
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), "100", "1300", "2000", "10000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr
+    *messages, last = done.stdout.splitlines()
+    assert len(messages) == 3 and last.startswith(f"saved {tmp_path}/00000005.")
+    for step, message in enumerate(messages, 2):
+        assert message.startswith(f"{tmp_path}/{step:08d}."), message
+        assert "can't be written: " in message and "File too large" in message
+    assert_same_bits(restore(tmp_path), test_checkpoint.values(5))
+    shutil.rmtree(last.split()[-1])
+    assert_same_bits(restore(tmp_path), test_checkpoint.values(1))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_gets_one_message(small_disk, one_device):
+    """With space for so many pages: none, a few more each time, and at last for all of it."""
+    old, number, messages = test_checkpoint.values(0), 0, []
+    test_checkpoint.save(small_disk, 1, on_mesh(old))
+    filler = small_disk / "filler"
+    while True:
+        free = os.statvfs(small_disk)
+        filler.write_bytes(bytes((free.f_bavail - number) * free.f_frsize))
+        new = test_checkpoint.values(number + 1)
+        said = []
+        checkpoints = Checkpoints(str(small_disk), 4, say=said.append)
+        path, error = saved(checkpoints, 2, on_mesh(new), Tree)
+        if not error:
+            break
+        assert error.startswith(f"{path} can't be written: ") and "No space left" in error
+        assert not said
+        messages.append(error)
+        assert_same_bits(restore(small_disk), old)
+        shutil.rmtree(path, ignore_errors=True)
+        filler.unlink()
+        number += 3
+    assert len(messages) > 5
+    assert_same_bits(restore(small_disk), new)
+
+
+def check_flips(folder, capsys, count=None):
+    """Flips a bit of so many of the newest checkpoint's bytes, rather of small files, or of all,
+    one at a time."""
+    rng = np.random.default_rng(0)
+    (path,) = folder.glob("00000002.*")
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    places = [(file, place) for file in files for place in range(file.stat().st_size)]
+    weights = np.array([file.stat().st_size ** -0.5 for file, _ in places])
+    chosen = rng.choice(len(places), count or len(places), False, weights / weights.sum())
+    outcomes = []
+    for file, place in (places[i] for i in sorted(chosen)):
+        content = file.read_bytes()
+        flipped = content[place] ^ 1 << rng.integers(8)
+        file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+        capsys.readouterr()
+        found, said = restore(folder, Tiny, TINY), capsys.readouterr().err
+        told, _ = checkpoint_info.describe(str(path), 2, 0)
+        if same_bits(found, tiny(2)):
+            assert said == "" and told.endswith("; whole"), (file, place, said, told)
+        else:
+            assert_same_bits(found, tiny(1))
+            assert said.startswith(f"warning: {path} is damaged: "), (file, place, said)
+            assert not told.endswith("; whole"), (file, place, told)
+        outcomes.append((file.name, same_bits(found, tiny(2))))
+        file.write_bytes(content)
+    assert_same_bits(restore(folder, Tiny, TINY), tiny(2))
+    return outcomes
+
+
+@pytest.fixture
+def two_tiny_ones(one_device, tmp_path):
+    for step in 1, 2:
+        test_checkpoint.save(tmp_path, step, tiny_on_mesh(step), Tiny)
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore")  # or one of zarr's is taken for the error that there isn't
+def test_any_flipped_bit_is_harmless_or_found(two_tiny_ones, capsys):
+    outcomes = check_flips(two_tiny_ones, capsys, 150)
+    assert {("zarr.json", True), ("zarr.json", False), ("c", False), ("0", False)} == set(outcomes)
+
+
+def test_a_mark_under_a_damaged_key_is_found(two_tiny_ones, capsys):
+    (path,) = two_tiny_ones.glob("00000002.*")
+    text = (path / "zarr.json").read_text()
+    (path / "zarr.json").write_text(text.replace('"write_completed"', '"vrite_completed"'))
+    assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(1))
+    assert capsys.readouterr().err.startswith(f"warning: {path} is damaged: ")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_a_flipped_bit_of_any_byte_is_harmless_or_found(two_tiny_ones, capsys):
+    outcomes = check_flips(two_tiny_ones, capsys)
+    assert len(outcomes) > 2000
+    assert {("zarr.json", True), ("zarr.json", False), ("c", False), ("0", False)} == set(outcomes)
+
+
+ALL = [5, 10, 10, 15, 20, 25, 30]
+KEPT = {(0, 0): ALL, (0, 10): ALL, (1, 0): [30], (3, 0): ALL[-3:], (2, 10): [10, 10, 20, 25, 30]}
+
+
+def contents(folder):
+    return {p: p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("keep_last, keep_every", KEPT)
+def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_device, tmp_path):
+    begun, other = tmp_path / "00000001.1", tmp_path / "notes"
+    for path in begun, other, tmp_path / "00000002.1.copy", tmp_path / "2.1":
+        zarr.create_group(path).create_array("step", shape=(), dtype="u4")[...] = 1
+        zarr.open_group(path).attrs.update({"step": 1, "write_completed": path != begun})
+    zarr.create_group(tmp_path / "00000003.1", attributes={"write_failed": "No space left"})
+    (tmp_path / "00000004.1").mkdir()
+    (tmp_path / "00000005.1").write_text("")
+    foreign = contents(tmp_path)
+    for steps in ALL[:2], ALL[2:]:  # two starts of the run
+        checkpoints = Checkpoints(str(tmp_path), 4, config(keep_last, keep_every))
+        for step in steps:
+            saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+    assert foreign.items() <= contents(tmp_path).items()
+    names = {p.name for p in tmp_path.iterdir()} - {p.name for p in foreign}
+    assert sorted(int(name.split(".")[0]) for name in names) == KEPT[keep_last, keep_every]
+    for name in names:  # whole, each of them
+        step = int(name.split(".")[0])
+        assert_same_bits(restore(tmp_path / name, Tiny, TINY), tiny(step))
+
+
+def test_what_is_newer_and_damaged_is_not_one_of_those_kept(two_tiny_ones):
+    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1))
+    damaged, _ = saved(checkpoints, 5, tiny_on_mesh(5), Tiny)
+    os.truncate(f"{damaged}/half/c/0/0", 8)
+    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1))
+    with pytest.raises(CheckpointError):
+        checkpoints.restore(Tiny, TINY, CONFIG)
+    for step in 3, 4:
+        path, _ = saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+        assert {str(p) for p in two_tiny_ones.iterdir()} == {path, damaged}
+        assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(step))
+
+
+def test_a_save_whose_removals_fail_is_one_all_the_same(two_tiny_ones, monkeypatch):
+    """Where what is there can't be listed. The other ways are below."""
+
+    def fail(path):
+        raise OSError(f"{path} can't be opened: slow down")
+
+    said = []
+    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1), said.append)
+    monkeypatch.setattr(storage, "names", fail)
+    path, error = saved(checkpoints, 3, tiny_on_mesh(3), Tiny)
+    monkeypatch.undo()
+    warning = f"warning: nothing is removed: {two_tiny_ones} can't be opened: slow down"
+    assert (error, said) == ("", [warning, f"saved {path}"])
+    assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(3))
+    assert len(list(two_tiny_ones.iterdir())) == 3
+
+
+class Killed(BaseException):
+    """From here on this process does nothing."""
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
+    kills, two_tiny_ones, tmp_path_factory, monkeypatch, capsys
+):
+    """At each file and folder that it removes, and at first."""
+    count, failing, armed = 0, 0, False
+
+    def or_fail(call):
+        def called(*args, **kwargs):
+            nonlocal count
+            count += armed
+            if armed and (count > failing if kills else count == failing + 1):
+                raise Killed if kills else OSError(5, "Input/output error")
+            return call(*args, **kwargs)
+
+        return called
+
+    def arm(path):
+        nonlocal armed
+        armed = True
+        remove(path)
+
+    remove = or_fail(storage.remove)
+    monkeypatch.setattr(storage, "remove", arm)
+    for name in "unlink", "remove", "rmdir":
+        monkeypatch.setattr(os, name, or_fail(getattr(os, name)))
+    while True:
+        folder, said = tmp_path_factory.mktemp("copy") / "checkpoints", []
+        shutil.copytree(two_tiny_ones, folder)
+        first, second = sorted(folder.iterdir())
+        checkpoints = Checkpoints(str(folder), 4, config(keep_last=2), said.append)
+        count, killed = 0, False
+        checkpoints.save(3, tiny_on_mesh(3), Tiny, CONFIG)
+        try:
+            end(checkpoints)
+        except Killed:
+            killed = True
+        armed = False
+        if count <= failing:
+            break
+        assert killed == kills
+        assert len(said) == (0 if killed else 2)
+        assert killed or said[0].startswith(f"warning: {first} can't be removed: OSError(5")
+        capsys.readouterr()
+        assert_same_bits(restore(folder, Tiny, TINY), tiny(3))
+        assert capsys.readouterr().err == ""
+        assert_same_bits(restore(second, Tiny, TINY), tiny(2))
+        if first.exists():
+            assert Checkpoints(str(first), 4).newest_step == 0
+        failing += 1
+    assert failing > 10
+    assert not first.exists() and second.exists()
+
+
+@pytest.fixture
+def remote(bucket, one_device):
+    Proxy.trouble = staticmethod(lambda method, path: None)
+    yield f"{bucket}/{time.time_ns()}"
+    Proxy.trouble = staticmethod(lambda method, path: None)
+
+
+REMOTE_DAMAGE = {
+    "half/c/0/0": lambda old: bytes([old[0] ^ 1]) + old[1:],
+    "step/c": None,
+    "zarr.json": lambda old: old[:40],
+}
+
+
+def test_checkpoints_in_a_bucket(remote, capsys):
+    assert Checkpoints(remote, 4).newest_step == 0
+    checkpoints = Checkpoints(remote, 4, config(keep_last=2))
+    for step in 1, 2, 3:
+        _, error = saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+        assert not error
+    names = sorted(storage.names(remote))
+    assert [name.split(".")[0] for name in names] == ["00000002", "00000003"]
+    capsys.readouterr()
+    assert_same_bits(restore(remote, Tiny, TINY), tiny(3))
+    assert capsys.readouterr().err == ""
+    newest = f"{remote}/{names[-1]}"
+    store, inner = fsspec.core.url_to_fs(newest)
+    for name, damaged in REMOTE_DAMAGE.items():
+        content = store.cat_file(f"{inner}/{name}")
+        if damaged:
+            store.pipe_file(f"{inner}/{name}", damaged(content))
+        else:
+            store.rm_file(f"{inner}/{name}")
+        assert_same_bits(restore(remote, Tiny, TINY), tiny(2))
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {newest} is damaged: ") and said.count("\n") == 1, said
+        store.pipe_file(f"{inner}/{name}", content)
+
+
+def test_what_a_bucket_fails_to_do_is_tried_again(remote):
+    asked, failed = set(), []
+
+    def trouble(method, path):
+        """Of what is asked for the first time, some fails, and some is late."""
+        if (method, path) in asked:
+            return None
+        asked.add((method, path))
+        number = sum(method == other for other, _ in asked)
+        if number % 20 == 1:
+            time.sleep(0.3)
+        if number % 20 == 3:
+            failed.append(method)
+            return 500 if len(failed) % 2 else 503
+        return None
+
+    Proxy.trouble = staticmethod(trouble)
+    _, error = saved(Checkpoints(remote, 4), 1, tiny_on_mesh(1), Tiny)
+    assert not error
+    assert_same_bits(restore(remote, Tiny, TINY), tiny(1))
+    assert {"GET", "PUT", "HEAD"} <= set(failed)
+
+
+def test_a_bucket_that_fails_for_good_gets_one_message(remote):
+    def fails(part):
+        Proxy.trouble = staticmethod(lambda method, path: 503 if part in path else None)
+
+    checkpoints = Checkpoints(remote, 4)
+    saved(checkpoints, 1, tiny_on_mesh(1), Tiny)
+    reader = Checkpoints(remote, 4)
+    fails("half/c/0/0")
+    path, error = saved(checkpoints, 2, tiny_on_mesh(2), Tiny)
+    assert error.startswith(f"{path} can't be written: half: ") and "Unavailable" in error
+    fails("00000001.")  # it isn't taken for one that isn't there
+    with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
+        Checkpoints(remote, 4)
+    fails("")
+    with pytest.raises(OSError, match=rf"^{remote} can't be opened: .*Unavailable$"):
+        reader.restore(Tiny, TINY, CONFIG)
+    path, error = saved(checkpoints, 3, tiny_on_mesh(3), Tiny)
+    assert error.startswith(f"{path} can't be written: ") and "Unavailable" in error
