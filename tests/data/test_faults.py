@@ -225,7 +225,6 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
 LIMITED = """
 import resource, signal, sys
 from tests import conftest
-import fsspec
 import jax
 from data.checkpoint import CheckpointError, Checkpoints
 from tests.data.test_checkpoint import CONFIG, Tree, on_mesh, values
@@ -247,7 +246,7 @@ with jax.set_mesh(mesh(1, 1)):
 
 
 def test_a_limit_on_the_size_of_files_gets_one_message(one_device, tmp_path):
-    """Met by the first description, a chunk, the manifest, and none."""
+    """Met by the arrays' descriptions, by two chunks, by one, and by none."""
     test_checkpoint.save(tmp_path, 1, on_mesh(test_checkpoint.values(1)))
     command = [sys.executable, "-c", LIMITED, str(tmp_path), "100", "1300", "2000", "10000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -266,7 +265,8 @@ def test_a_limit_on_the_size_of_files_gets_one_message(one_device, tmp_path):
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)]
+    size = 128 * os.sysconf("SC_PAGE_SIZE")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
