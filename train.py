@@ -18,6 +18,7 @@ import itertools
 import math
 import operator
 import os
+import pathlib
 import statistics
 import sys
 import time
@@ -494,23 +495,32 @@ def check_types(config: Config) -> Any:
 
 
 def check_config(config: Config) -> None:
-    """Raises ValueError for a number that is too small, or a name that is empty."""
+    """Raises ValueError for a number that is too small or too large, or a name that is empty."""
     may_be_zero = (
         "seed",
         "warmup_steps",
         "interval",
+        "_id",
         "id_offset",
         "updates",
         "last",
         "every",
-        "_id",
     )
+    names = ("model_name", "filespec", "dataset.path", "column", "tokenizer", "train_split")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             low = 0 if isinstance(value, float) or key.endswith(may_be_zero) else 1
             if not value >= low:
                 raise ValueError(f"{key}={value}: it must be at least {low}")
+            if value >= 2**31 and key != "training.grad_clip":
+                raise ValueError(f"{key}={value}: it must be below 2**31")
+        if isinstance(value, str) and not value.strip() and key.endswith(names):
+            raise ValueError(f"{key} is empty: it must name something")
+    if not all(isinstance(step, int) and step >= 0 for step in hyper.skip_steps):
+        raise ValueError(
+            f"training.skip_steps={[*hyper.skip_steps]}: a list of steps, which are at least 0"
+        )
     if hyper.grad_clip == 0:
         raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
     if max(hyper.adam_b1, hyper.adam_b2) >= 1:
@@ -526,8 +536,11 @@ def check_config(config: Config) -> None:
             raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
     if bool(config.flat_tokens) == bool(config.hf_dataset):
         raise ValueError("set one of flat_tokens and hf_dataset, and the other one to null")
-    if not paths.model_name:
-        raise ValueError("paths.model_name is empty; it names the run's folder")
+    folder = pathlib.PurePath(paths.model_name)
+    if folder.is_absolute() or ".." in folder.parts or not folder.parts:
+        raise ValueError(
+            f"paths.model_name={paths.model_name}: it names a folder in paths.root_working_dir"
+        )
     if "://" in paths.root_working_dir:
         raise ValueError(
             f"paths.root_working_dir={paths.root_working_dir}: runs write to a local folder"
@@ -601,9 +614,12 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
     source, fresh, path = checkpoints, False, config.paths.clone_from
     if path and not checkpoints.newest_step:
         source = Checkpoints(path, config.io.max_io_threads)
-        fresh = config.paths.clone_weights_only
+        source.key, fresh = "paths.clone_from", config.paths.clone_weights_only
         if not source.newest_step:
-            raise CheckpointError(f"paths.clone_from={path} has no complete checkpoint")
+            raise CheckpointError(
+                f"paths.clone_from={path} has no complete checkpoint; it is the folder checkpoints "
+                "of a run's, or one that is in there"
+            )
     if not source.newest_step:
         return init_state(config), ""
     state = source.restore(State, dimensions(config), to_yaml(config))

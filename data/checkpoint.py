@@ -163,7 +163,7 @@ class Checkpoints:
         self.path = one[1] if one else path.rstrip("/")
         self.only = one and one[2]
         self.config = config or CheckpointsConfig("", 0, 0, True)
-        self.say, self.failed = say, failed
+        self.say, self.failed, self.key = say, failed, "paths.model_name"
         self.threads, self.background = ThreadPoolExecutor(io_threads), ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
@@ -360,7 +360,7 @@ class Checkpoints:
             self._choose((self.newest_step, self.newest_start))
         raise CheckpointError(
             f"{self.path} has no undamaged checkpoint, of {len(damaged)}; to start anew, choose "
-            "another paths.model_name"
+            f"another {self.key}"
         )
 
     def _restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
@@ -414,5 +414,5 @@ class Checkpoints:
             if found != wanted:
                 raise CheckpointError(
                     f"{self.newest} is of another model: {name} is {found} there, {wanted} here; "
-                    "choose another paths.model_name, or the config it was made by"
+                    f"choose another {self.key}, or the config it was made by"
                 )

@@ -29,7 +29,12 @@ NOT_IN_STEP = (
 
 def cache_folder(root: str) -> pathlib.Path:
     folder = pathlib.Path(root).expanduser() / ".compilation_cache"
-    folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # JAX would only warn where it can't
+    except OSError as error:
+        raise OSError(
+            f"paths.root_working_dir={root} can't be written: {error.strerror}; choose another"
+        ) from None
     return folder
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -38,16 +38,16 @@ def program(
     """
 
     def decorate(function: Callable[[C], None]) -> Callable[[], None]:
-        # Hydra and OmegaConf raise alike from both calls; what the function raises isn't caught.
+        configs: list[C] = []
+
         def run(composed: DictConfig) -> None:
+            if HydraConfig.get().job.config_name == "base":
+                sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
             try:
-                if HydraConfig.get().job.config_name == "base":
-                    sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
                 typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
-                config = cast(C, OmegaConf.to_object(typed))
-            except OmegaConfBaseException as error:
+                configs.append(cast(C, OmegaConf.to_object(typed)))
+            except Exception as error:  # as below; here, for Hydra would print a line of its own
                 sys.exit(f"error: {_message(error, schema, folder)}")
-            function(config)
 
         # Hydra wants to be told of what is in no file: what has a default.
         fields = dataclasses.fields(cast(Any, schema))
@@ -59,10 +59,13 @@ def program(
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
             job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
+            configs.clear()
             try:
                 job(run)()
-            except (HydraException, OmegaConfBaseException) as error:
+            except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
                 sys.exit(f"error: {_message(error, schema, folder)}")
+            for config in configs:  # several with --multirun, none with --help
+                function(config)
 
         return main
 
@@ -93,7 +96,7 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
-    if isinstance(error, MissingConfigException):
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name = str(error.missing_cfg_file)
         there = ", ".join(error.options) if error.options else _names(folder)
         close = difflib.get_close_matches(name.rpartition("/")[2], there.split(", "))
@@ -124,5 +127,13 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         )
     if group := re.match(r"Could not override '([^']*)'. No match", str(error)):
         return f"this config isn't made of parts, so {group[1]}= has nothing to choose"
+    if "Config group override must be" in str(error):
+        for part in (argument.partition("=")[0] for argument in sys.argv[1:]):
+            if part and (ROOT / folder / part).is_dir():
+                return f"{part}= chooses a file in {folder}/{part}; its keys are {part}.KEY=..."
     problem = str(cause).split("\n    ")[0]
+    if re.search(r"not Optional|'None'|NoneType", problem):
+        return f"{key} can't be null"
+    if re.search(r"is not a ListConfig|DictConfig with ListConfig", problem):
+        return f"{key} is a list: write {key}=[...]"
     return f"{key}: {problem}" if key else problem

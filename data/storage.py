@@ -28,14 +28,17 @@ def opening(path: str) -> Iterator[None]:
 
 def names(path: str) -> list[str]:
     """Of what is in a folder, or under a bucket's prefix; none if that isn't there. Raises OSError
-    where the store can't be had."""
+    where the store can't be had, and for a file."""
     with opening(path):
         store, inner = fsspec.core.url_to_fs(path)
         store.invalidate_cache()
         try:
-            return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in store.ls(inner, detail=False)]
-        except (FileNotFoundError, NotADirectoryError):
+            found = store.ls(inner, detail=False)
+        except FileNotFoundError:
             return []
+    if found == [inner]:
+        raise NotADirectoryError(f"{path} is a file, not a folder")
+    return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
 
 
 def attributes(path: str) -> dict[str, Any] | None:

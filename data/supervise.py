@@ -92,7 +92,7 @@ class Watchdog:
 
 
 class LeaseError(ValueError):
-    """Another run is at work in the folder."""
+    """Another run is at work in the folder, or it can't be written."""
 
 
 class Lease:
@@ -115,8 +115,14 @@ class Lease:
     def __enter__(self) -> "Lease":
         if not self.held:
             return self
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(self.text)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(self.text)
+        except OSError as error:
+            raise LeaseError(
+                f"{self.file.parent} can't be written: {error.strerror}; choose another "
+                "paths.model_name or paths.root_working_dir"
+            ) from None
         try:
             for other in self.file.parent.glob("lease.*.json"):
                 if other != self.file:
