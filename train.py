@@ -496,16 +496,7 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small or too large, or a name that is empty."""
-    may_be_zero = (
-        "seed",
-        "warmup_steps",
-        "interval",
-        "_id",
-        "id_offset",
-        "updates",
-        "last",
-        "every",
-    )
+    may_be_zero = ("seed", "warmup_steps", "interval", "_id", "offset", "updates", "last", "every")
     names = ("model_name", "filespec", "dataset.path", "column", "tokenizer", "train_split")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
