@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-long test-gpu test-tpu mutations lint format size
+.PHONY: train test test-long test-gpu test-tpu torture mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -25,6 +25,10 @@ test: $(VENV)/dev
 # Some four minutes more: trains the stdlib config to its end.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
+
+# Ten minutes: a run on two hosts is killed 50 times, and has to end as one that was not.
+torture: $(VENV)/dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
 # Five minutes: some 500 edits of train.py's ops, none of which may change its numbers unnoticed.
 mutations: $(VENV)/cpu

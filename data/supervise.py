@@ -22,7 +22,7 @@ STALE = 30  # seconds after which one that isn't renewed counts for nothing
 
 class Stop:
     """Whether the run is to stop after this step, since SIGTERM or Ctrl-C came while the `with`
-    block ran, to any host. The second Ctrl-C ends the process at once."""
+    block ran, to any host. The second Ctrl-C ends the process at once, whatever it waits for."""
 
     signal = signal.SIGTERM
 
@@ -32,9 +32,16 @@ class Stop:
     def __enter__(self) -> "Stop":
         handled = [signal.SIGINT, *([signal.SIGTERM] if self.alone else [])]  # else JAX handles it
         self.before = {number: signal.signal(number, self._hear) for number in handled}
+        # Python calls _hear once what is at work has returned: a step that hangs never does.
+        self.ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self.wakes, self.woke = theirs, signal.set_wakeup_fd(theirs.fileno())
+        threading.Thread(target=self._listen, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self.woke)
+        self.wakes.close()
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -43,6 +50,14 @@ class Stop:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         self.ask()
+
+    def _listen(self) -> None:
+        count = 0
+        with self.ours:
+            while number := self.ours.recv(1):
+                count += number[0] == signal.SIGINT
+                if count == 2:
+                    os._exit(128 + signal.SIGINT)
 
     def ask(self) -> None:
         self.asked = True

@@ -1,14 +1,20 @@
 """What several tests need: configs, meshes, and train.py with an edit applied to its source."""
 
+import contextlib
 import json
 import os
+import pathlib
+import random
+import socket
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+import zarr
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -57,27 +63,41 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
     return capsys.readouterr().out, message
 
 
-def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
-    """Runs a module in processes that share 8 devices, told of each other as Slurm would; what each
-    of them printed."""
+def start_hosts(
+    count: int, devices: int, command: Callable[[int], list[str]], texts: str = "", **settings: str
+) -> list[subprocess.Popen]:
+    """Starts Python processes of so many CPU devices each, told of each other as Slurm would. What
+    host i prints goes to the file `<texts>.<i>`, if that is given, or else to pipes."""
+    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
     slurm = {
-        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_ID": str(job),  # JAX makes the port of it
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(count),
         "SLURM_STEP_NUM_TASKS": str(count),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        + settings.pop("flags", ""),
     }
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env=os.environ | slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(count)
-    ]
+    hosts = []
+    with contextlib.ExitStack() as files:
+        for i in range(count):
+            out = files.enter_context(open(f"{texts}.{i}", "w")) if texts else subprocess.PIPE
+            env = os.environ | slurm | settings | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+            error = subprocess.STDOUT if texts else subprocess.PIPE
+            full = [sys.executable, *command(i)]
+            hosts.append(
+                subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=error, text=True)
+            )
+    return hosts
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) != 0
+
+
+def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
+    """Runs a module in processes that share 8 devices; what each of them printed."""
+    hosts = start_hosts(count, 8 // count, lambda _: ["-m", module, *arguments])
     printed = [host.communicate(timeout=120) for host in hosts]
     assert not any(host.returncode for host in hosts), printed
     return [out for out, _ in printed]
@@ -92,6 +112,18 @@ def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[s
         rows = {int(first): ids for part in parts for first, ids in part.items()}
         batches.append(np.concatenate([rows[first] for first in sorted(rows)]))
     return batches, {str(host["host"]): host["position"] for host in found}
+
+
+def rows(run: pathlib.Path) -> list[dict[str, Any]]:
+    """A run's metrics, without timings."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = {"tokens_per_second", "data_wait_seconds"}
+    return [{k: v for k, v in row.items() if k not in timed} for row in found]
+
+
+def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
+    group = zarr.open_group(checkpoint, mode="r")
+    return {name: np.asarray(group[name][()]).tobytes() for name in group.attrs["arrays"]}
 
 
 def small_config(*overrides: str) -> "train.Config":

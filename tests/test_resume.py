@@ -1,19 +1,13 @@
 """A run that is killed and started again ends as if it had not been."""
 
-import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
 
-import numpy as np
 import pytest
-import zarr
 
 from data.run import MetricsError, Run
 from tests import golden
-from tests.helpers import ROOT, SMALL, train_here
+from tests.helpers import SMALL, rows, train_here
+from tests.torture import Kill, Torture
 
 ARGUMENTS = [
     "--config-name=local_test_synthetic",
@@ -23,82 +17,24 @@ ARGUMENTS = [
     "checkpoint_interval=3",
 ]
 
-# Runs train, and kills itself at the given write to a checkpoint, or in the middle of a row.
-KILLED = """
-import os, signal, sys
-import zarr.storage
-import train
-from data.run import Run
 
-what, number = sys.argv.pop(1), int(sys.argv.pop(1))
-put, log, count = zarr.storage.LocalStore.set, Run.log, 0
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, tmp_path_factory):
+    """A short one of those that `make torture` does, whose checks these are."""
+    cache = tmp_path_factory.getbasetemp() / "compiled"
+    torture = Torture(tmp_path, cache, steps=10, keep_last=1)
 
-async def set_or_die(self, key, value, *args, **kwargs):
-    global count
-    count += 1
-    if what == "write" and count == number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    await put(self, key, value, *args, **kwargs)
-
-def log_or_die(self, row):
-    if what == "row" and row["step"] == number:
-        with (self.folder / "metrics.jsonl").open("a") as metrics:
-            metrics.write('{"step": %d, "lo' % number)
-        os.kill(os.getpid(), signal.SIGKILL)
-    log(self, row)
-
-zarr.storage.LocalStore.set, Run.log = set_or_die, log_or_die
-train.main()
-"""
-
-
-def killed(root, what, number):
-    command = [sys.executable, "-c", KILLED, what, str(number), *ARGUMENTS]
-    settings = [f"paths.root_working_dir={root}", "paths.model_name=killed"]
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": f"{root}/compiled"}  # the test's time
-    done = subprocess.run([*command, *settings], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    return done.stdout
-
-
-def rows(path):
-    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in found]
-
-
-def arrays(path):
-    group = zarr.open_group(path, mode="r")
-    return {name: np.asarray(group[name][()]).tobytes() for name in group.attrs["arrays"]}
-
-
-def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, capsys, monkeypatch):
-    settings = f"paths.root_working_dir={tmp_path}"
-    out, message = train_here(capsys, monkeypatch, *ARGUMENTS, settings, "paths.model_name=whole")
-    assert not message and out.count("\nsaved ") == 4
-    whole = tmp_path / "whole"
-    assert [row["step"] for row in rows(whole)] == list(range(10))
-    assert rows(whole)[-1]["loss"] < rows(whole)[0]["loss"] - 0.1
-
-    run = tmp_path / "killed"
-    writes = sum(len(files) for _, _, files in os.walk(whole / "checkpoints")) // 4
-    out = killed(tmp_path, "write", 20)  # among the arrays' descriptions, of the first save
-    assert "resumed" not in out
-    out = killed(tmp_path, "write", 2 * writes - 20)  # among the chunks of the second
-    assert "resumed" not in out and "\nsaved " in out
-    steps = [row["step"] for row in rows(run)]
-    assert steps == list(range(len(steps))) and len(steps) >= 6, "it went on while it saved"
-    out = killed(tmp_path, "row", 5)
-    assert f"\nresumed at step 3 from {run}/checkpoints/00000003." in out
-    assert (run / "metrics.jsonl").read_text().endswith('\n{"step": 5, "lo')
-    out = killed(tmp_path, "write", 2 * writes + 7)  # a third save, after two of this attempt
-    assert "\nresumed at step 3 from " in out
-
-    out, message = train_here(capsys, monkeypatch, *ARGUMENTS, settings, "paths.model_name=killed")
-    assert not message and "\nresumed at step 9 from " in out and "\ndone: 1 steps" in out
-    assert rows(run) == rows(whole)
-    ends = [max((path / "checkpoints").glob("00000010.*")) for path in (run, whole)]
-    assert arrays(ends[0]) == arrays(ends[1])
+    text = torture.kill(1, Kill("write", 0, False, 1, 0.2))  # at an array's description
+    assert torture.newest == 0 and "resumed" not in text
+    text = torture.kill(2, Kill("write", 1, True, 2, 0.5))  # at a chunk, of one host alone
+    assert torture.newest == 3 and "resumed" not in text and "\nsaved " in text
+    text = torture.kill(3, Kill("row", 0, True, part=0.3))
+    assert torture.newest == 3 and "\nresumed at step 3 from " in text
+    assert (torture.run / "metrics.jsonl").read_text().endswith('\n{"step": 5, "lo')
+    torture.kill(4, Kill("removal", 0, False, part=0.5))
+    assert torture.newest == 6, "the new one counts before the old one goes"
+    torture.finish()
+    assert not torture.problems
+    assert torture.ends.total() == 2
 
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monkeypatch):

@@ -18,8 +18,7 @@ from data.checkpoint import CheckpointError, Checkpoints, named
 from data.run import Run
 from shardlib.types import make_shardings
 from tests import golden
-from tests.helpers import ROOT, SMALL, edited, mesh, small_config, train_here
-from tests.test_resume import arrays, rows
+from tests.helpers import ROOT, SMALL, arrays, edited, mesh, rows, small_config, train_here
 
 # All runs have one program, which is compiled once.
 ARGUMENTS = [

@@ -1,0 +1,113 @@
+"""Trains as `python -m train` does, and kills itself at a moment of its work:
+
+    python -m tests.killed WHAT SAVE NUMBER ARGUMENTS...
+
+at the NUMBERth moment of the kind WHAT, in this start's SAVEth save, both counted from 1. For a
+`row` of the metrics, NUMBER is its step; for a `read`, SAVE is 0. One that lives to its end prints
+how many moments of each kind a save had at most.
+"""
+
+import collections
+import functools
+import json
+import operator
+import os
+import pathlib
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import zarr.storage
+from jax._src import compiler
+
+import data.checkpoint
+import train
+from data import storage
+from data.checkpoint import Checkpoints
+from data.run import Run
+
+WHAT, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
+saves, lock = [collections.Counter()], threading.Lock()  # moments of each save, and before
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def moment(what):
+    with lock:
+        saves[-1][what] += 1
+        if (what, len(saves) - 1, saves[-1][what]) == (WHAT, SAVE, NUMBER):
+            die()
+
+
+def before(owner, name, what):
+    """Each call becomes a moment."""
+    function = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        moment(what)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def save_after_the_one_before(self, *args):
+    self.wait()
+    saves.append(collections.Counter())
+    save(self, *args)
+
+
+async def set_around_mark(self, key, value, *args, **kwargs):
+    marks = b'"write_completed": true' in value.to_bytes() and key == "zarr.json"
+    moment("write")
+    if marks:
+        moment("mark")
+    await put(self, key, value, *args, **kwargs)
+    if marks:
+        moment("marked")
+
+
+def remove_by_moments(path):
+    moments = {name: getattr(os, name) for name in ("unlink", "rmdir")}
+    for name in moments:
+        before(os, name, "removal")
+    try:
+        remove(path)
+    finally:
+        for name, function in moments.items():
+            setattr(os, name, function)
+
+
+def log_half(self, row):
+    if WHAT == "row" and row["step"] == NUMBER:
+        if self.first_host:
+            with (self.folder / "metrics.jsonl").open("a") as metrics:
+                metrics.write(f'{{"step": {NUMBER}, "lo')
+        die()
+    log(self, row)
+
+
+def initialize_and_say(**settings):
+    initialize(**settings)
+    print("connected", flush=True)
+
+
+if __name__ == "__main__":
+    del sys.argv[1:4]
+    save, put, remove = Checkpoints.save, zarr.storage.LocalStore.set, storage.remove
+    log, initialize = Run.log, jax.distributed.initialize
+    Checkpoints.save, zarr.storage.LocalStore.set = save_after_the_one_before, set_around_mark
+    storage.remove, Run.log = remove_by_moments, log_half
+    jax.distributed.initialize = initialize_and_say
+    before(data.checkpoint, "_copy", "copy")
+    before(pathlib.Path, "replace", "rename")  # of what zarr has written under another name
+    before(storage, "read", "read")
+    # On a CPU each host's programs have keys of their own, and JAX has only the first one write to
+    # the cache: here all do, as a start's time is the test's.
+    compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+    train.main()
+    most = functools.reduce(operator.or_, saves)
+    print("moments", json.dumps(most), flush=True)

@@ -1,0 +1,129 @@
+"""What the other host does when something happens to one of two, and that both can go on."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import ROOT, arrays, rows
+from tests.torture import ARGUMENTS, ENDS, LIMIT, Hosts, complete
+
+# Saves are made where a run stops, and the number of steps is chosen once it has stopped somewhere.
+SETTINGS = [*ARGUMENTS, "checkpoint_interval=0"]
+ENDLESS = 10**6
+
+
+class Run:
+    """A run in `<root>/<name>`, to be started several times."""
+
+    def __init__(self, root, cache, name):
+        self.root, self.cache, self.name, self.folder = root, cache, name, root / name
+        self.starts = 0
+
+    def start(self, steps):
+        self.starts += 1
+        where = [f"paths.root_working_dir={self.root}", f"paths.model_name={self.name}"]
+        texts = self.root / f"{self.name}.{self.starts}"
+        return Hosts(texts, self.cache, [*SETTINGS, *where, f"training.steps={steps}"])
+
+    @staticmethod
+    def until_it_trains(hosts):
+        while "time to first step" not in hosts.text():
+            assert all(process.poll() is None for process in hosts.processes), hosts.text()
+            time.sleep(0.01)
+
+    def stop(self, host, number):
+        """Starts it, stops it by a signal to one host; how the hosts end, and the steps done."""
+        with self.start(ENDLESS) as hosts:
+            self.until_it_trains(hosts)
+            hosts.processes[host].send_signal(number)
+            codes = hosts.wait()
+            text = hosts.text()
+        stopped = re.search(r"stopped after step (\d+) by (\w+); the same command goes on", text)
+        assert stopped and f"/{int(stopped[1]):08d}." in text, text
+        return codes, stopped[2], int(stopped[1])
+
+    def finish(self, steps):
+        with self.start(steps) as hosts:
+            assert hosts.wait() == [0, 0], hosts.text(0) + hosts.text(1)
+            return hosts.text()
+
+
+@pytest.fixture
+def run(tmp_path, tmp_path_factory):
+    return Run(tmp_path, tmp_path_factory.getbasetemp() / "compiled", "run")
+
+
+def assert_ends_as_one_that_was_left_alone(run, steps):
+    whole = Run(run.root, run.cache, "whole")
+    whole.finish(steps)
+    assert rows(run.folder) == rows(whole.folder)
+    ends = [complete(folder)[steps] for folder in (run.folder, whole.folder)]
+    assert arrays(ends[0]) == arrays(ends[1])
+    assert not list(run.folder.glob("lease*"))
+
+
+def test_a_signal_to_one_host_stops_both_after_the_same_step(run):
+    """Ctrl-C becomes SIGTERM, of which JAX tells the others."""
+    codes, told, step = run.stop(1, signal.SIGINT)
+    assert (codes, told) == ([143, 130], "SIGTERM"), "the first host speaks for itself"
+    assert list(complete(run.folder)) == [step] and len(rows(run.folder)) == step
+    assert f"\nresumed at step {step} from " in run.finish(step + 3)
+    assert_ends_as_one_that_was_left_alone(run, step + 3)
+
+
+@pytest.mark.long
+def test_a_host_that_is_lost_ends_the_other_one(run):
+    codes, told, step = run.stop(0, signal.SIGTERM)
+    assert (codes, told) == ([143, 143], "SIGTERM")
+    for host in 0, 1:
+        for number in signal.SIGKILL, signal.SIGSTOP:
+            with run.start(ENDLESS) as hosts:
+                run.until_it_trains(hosts)
+                hosts.processes[host].send_signal(number)
+                code, other = hosts.processes[1 - host].wait(LIMIT), hosts.text(1 - host)
+            assert any(code == ends and re.search(says, other) for ends, says in ENDS.values())
+    assert f"\nresumed at step {step} from " in run.finish(step + 9)
+    assert_ends_as_one_that_was_left_alone(run, step + 9)
+
+
+# Waits, as for a step that hangs, in C, which no signal ends.
+HANGS = """
+import ctypes
+from data.supervise import Stop
+
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+with Stop():
+    lock(mutex)
+    print("hangs", flush=True)
+    lock(mutex)
+"""
+
+
+def test_the_second_ctrl_c_ends_a_process_at_once():
+    command = [sys.executable, "-c", HANGS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "hangs\n"
+        for _ in range(2):
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)  # one that isn't heard yet would be the same as the other
+        try:
+            assert process.wait(LIMIT) == 130
+        finally:
+            process.kill()
+
+
+@pytest.mark.long
+def test_the_second_ctrl_c_ends_a_host_that_waits_for_another(run):
+    with run.start(ENDLESS) as hosts:
+        run.until_it_trains(hosts)
+        hosts.processes[0].send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            hosts.processes[1].send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert hosts.processes[1].wait(LIMIT) == 130, hosts.text(1)
+    assert not complete(run.folder)

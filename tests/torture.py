@@ -1,0 +1,339 @@
+"""Kills a run on two hosts again and again, and sees whether it ends as one that was not killed.
+
+    python -m tests.torture --kills 50 --seed 0
+
+By SIGKILL, at moments drawn from the seed: at a write, a rename or a removal of a save, around the
+mark that makes it complete, at the copy before it, at a row of the metrics, while a checkpoint is
+read, or at any time; of both hosts, or of one alone, where the other has to end by itself. After
+each kill everything that counts as complete must be the uninterrupted run's, bit for bit.
+"""
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.helpers import SMALL, arrays, rows, start_hosts
+
+ARGUMENTS = [
+    "--config-name=local_test_synthetic",
+    *SMALL,
+    "mesh={d: 2, t: 2}",
+    "num_hosts=2",
+    "io.max_io_threads=4",
+    "checkpoint_interval=3",
+    "heartbeat_timeout_seconds=10",
+    "training.steps_for_lr=100",  # one program for any number of steps
+]
+# A start's time is the test's: programs are compiled quickly, and each of them is cached.
+QUICK = {
+    "flags": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+LIMIT = 120  # seconds for a start to come to its moment, and for a host to notice the other's death
+NEVER = "never 0 0"
+IN_SAVE = ("write", "rename", "copy", "mark", "marked", "removal")
+KINDS = [
+    *("write", "time", "row", "removal", "rename", "time", "mark", "row", "write", "read"),
+    *("copy", "time", "write", "row", "marked", "time", "rename", "removal", "write", "time"),
+]
+# How a host ends when another one is lost: its exit code, and what it says.
+ENDS = {
+    "train's error": (1, r"error: a step failed, perhaps as another host is lost: "),
+    "JAX's abort": (-6, r"Terminating process because the JAX distributed service detected fatal"),
+}
+
+
+class Hosts:
+    """A start of a run on two hosts, of two devices each. Leaving the `with` block kills it."""
+
+    def __init__(
+        self, texts: pathlib.Path, cache: pathlib.Path, arguments: list[str], moments=(NEVER, NEVER)
+    ):
+        """What host i prints goes to `<texts>.<i>`; `moments` are for tests/killed.py."""
+
+        def command(i: int) -> list[str]:
+            return ["-m", "tests.killed", *moments[i].split(), *arguments]
+
+        settings = QUICK | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        self.texts = texts
+        self.processes = start_hosts(2, 2, command, str(texts), **settings)
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def text(self, host: int = 0) -> str:
+        return pathlib.Path(f"{self.texts}.{host}").read_text()
+
+    def wait(self, limit: float = 5 * LIMIT) -> list[int]:
+        """Their exit codes. Raises subprocess.TimeoutExpired."""
+        return [process.wait(limit) for process in self.processes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    what: str  # a kind of moment of tests/killed.py, or time
+    host: int  # that dies there
+    alone: bool  # or the other one is killed too
+    save: int = 0  # of its start
+    part: float = 0.0  # of the moments of its kind, or the time, that are over
+
+
+def draw(rng: random.Random, count: int) -> list[Kill]:
+    kinds = list(itertools.islice(itertools.cycle(KINDS), count))
+    rng.shuffle(kinds)
+    kills = []
+    for what in kinds:
+        host = 0 if what in ("mark", "marked", "removal") else rng.randrange(2)
+        save = rng.randint(1, 3) if what in IN_SAVE else 0
+        kills.append(Kill(what, host, rng.random() < 0.5, save, rng.random()))
+    # The first ones in saves, so that the others find a checkpoint.
+    kills[:2] = [Kill("write", 0, False, 1, rng.random()), Kill("write", 1, True, 2, rng.random())]
+    return kills[:count]
+
+
+def complete(run: pathlib.Path) -> dict[int, pathlib.Path]:
+    """A run's complete checkpoints, by step; told without the code that is tested."""
+    found = {}
+    for path in sorted(run.glob("checkpoints/*/zarr.json")):
+        attributes = json.loads(path.read_text())["attributes"]
+        if attributes.get("write_completed") is True:
+            assert attributes["step"] not in found, f"two of step {attributes['step']}"
+            found[attributes["step"]] = path.parent
+    return found
+
+
+def content(checkpoint: pathlib.Path) -> dict[str, bytes]:
+    """All files but those that tell of the run that wrote it."""
+    files = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in files.items()
+        if name != "zarr.json" and not name.startswith("writers/")
+    }
+
+
+class Torture:
+    """An uninterrupted run in `<root>/whole`, and one to be killed in `<root>/killed`."""
+
+    def __init__(self, root: pathlib.Path, cache: pathlib.Path, steps: int, keep_last: int):
+        self.root, self.cache, self.keep_last = root, cache, keep_last
+        self.whole, self.run = root / "whole", root / "killed"
+        self.arguments = [*ARGUMENTS, f"paths.root_working_dir={root}", f"training.steps={steps}"]
+        (root / "texts").mkdir()
+        self.problems: list[str] = []
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.slowest = 0.0  # seconds until a host ended by itself
+        self.newest, self.seen = 0, {0}
+        with self.start("whole", "paths.model_name=whole") as hosts:
+            assert hosts.wait() == [0, 0], hosts.text(0) + hosts.text(1)
+            texts = hosts.text(0), hosts.text(1)
+        self.moments = [
+            json.loads(text.rpartition("\nmoments ")[2].split("\n")[0]) for text in texts
+        ]
+        self.seconds = self._until_first_step(texts[0])
+        self.rows, self.checkpoints = rows(self.whole), complete(self.whole)
+        assert [row["step"] for row in self.rows] == list(range(steps))
+        assert self.rows[-1]["loss"] < self.rows[0]["loss"] - 0.1
+        one = self.checkpoints[steps]
+        self.arrays = len(arrays(one))
+        self.entries = 1 + sum(1 for _ in one.rglob("*"))  # to be removed
+
+    def start(self, name: str, *arguments: str, moments=(NEVER, NEVER)) -> Hosts:
+        texts = self.root / "texts" / name
+        return Hosts(texts, self.cache, [*self.arguments, *arguments], moments)
+
+    @staticmethod
+    def _until_first_step(text: str) -> float:
+        """Seconds of a start; the imports are a second or two."""
+        found = re.search(r"time to first step: ([\d.]+) s", text)
+        return float(found[1]) + 1.5 if found else 0
+
+    def aim(self, kill: Kill) -> tuple[str, str]:
+        """A kill's moment for tests/killed.py, and in words."""
+        if kill.what == "time":
+            return NEVER, f"{kill.part:.2f} of the time"
+        counts = {**self.moments[kill.host], "read": self.arrays, "removal": self.entries, "row": 9}
+        save, number = kill.save, 1 + int(kill.part * counts[kill.what])
+        if kill.what == "row":
+            number += self.newest - 1
+        if kill.what == "removal":  # the first one that there is
+            save = max(1, self.keep_last + 1 - len(complete(self.run)))
+        words = f"{kill.what} {number}" + (f" of save {save}" if save else "")
+        return f"{kill.what} {save} {number}", words
+
+    def kill(self, number: int, kill: Kill) -> str:
+        """Starts the run and kills it; what the first host said."""
+        moment, words = self.aim(kill)
+        moments = [moment if host == kill.host else NEVER for host in range(2)]
+        before = len(self.problems)
+        with self.start(
+            str(number), "paths.model_name=killed", f"checkpoints.keep_last={self.keep_last}",
+            moments=moments,
+        ) as hosts:  # fmt: skip
+            victim, other = (hosts.processes[i] for i in (kill.host, 1 - kill.host))
+            if kill.what == "time":
+                self._at_time(hosts, kill)
+            if not self._ends(victim) or victim.returncode != -signal.SIGKILL:
+                self.problems.append(f"kill {number}: it ended by {victim.returncode} before")
+            died, end = time.monotonic(), "both"
+            if kill.alone:
+                end = self._end(other, hosts, 1 - kill.host)
+                self.slowest = max(self.slowest, time.monotonic() - died)
+                end = f"host {kill.host}; then {end} after {time.monotonic() - died:.1f} s"
+        texts = [hosts.text(host) for host in range(2)]
+        self.check(number, texts)
+        print(
+            f"kill {number}: {words}, {end}; the next start is to resume at {self.newest}",
+            flush=True,
+        )
+        if len(self.problems) > before:
+            print("\n".join(["PROBLEM", *self.problems[before:], *texts]))
+        return texts[0]
+
+    def _at_time(self, hosts: Hosts, kill: Kill) -> None:
+        """One host alone isn't killed before both have found each other: the other would wait for
+        five minutes, as a cluster's hosts may come late."""
+        victim, begun = hosts.processes[kill.host], time.monotonic()
+        while kill.alone and not all("connected\n" in hosts.text(host) for host in range(2)):
+            if victim.poll() is not None or time.monotonic() > begun + LIMIT:
+                return
+            time.sleep(0.01)
+        until = time.monotonic() + 1.5 * kill.part * self.seconds
+        while time.monotonic() < until and victim.poll() is None:
+            if len(self._lines()) > self.newest + 12:  # on a quick day
+                break
+            time.sleep(0.01)
+        victim.kill()
+
+    def _lines(self) -> list[str]:
+        """Of the metrics, whole ones."""
+        path = self.run / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @staticmethod
+    def _ends(process: subprocess.Popen) -> bool:
+        try:
+            return process.wait(LIMIT) is not None
+        except subprocess.TimeoutExpired:
+            return False
+
+    def _end(self, process: subprocess.Popen, hosts: Hosts, host: int) -> str:
+        """How a host ends by itself."""
+        if not self._ends(process):
+            self.problems.append(f"host {host} was still there {LIMIT} s after the other")
+            return "never"
+        for name, (code, says) in ENDS.items():
+            if process.returncode == code and re.search(says, hosts.text(host)):
+                self.ends[name] += 1
+                return name
+        self.problems.append(f"host {host} ended by {process.returncode}, without a clear message")
+        return f"exit {process.returncode}"
+
+    def check(self, number: int, texts: list[str]) -> None:
+        """What is on disk after a start, and what the start said."""
+
+        def must(fact: bool, text: str) -> None:
+            if not fact:
+                self.problems.append(f"kill {number}: {text}")
+
+        self.seconds = self._until_first_step(texts[0]) or self.seconds
+        if resumed := re.search(r"^resumed at step (\d+) from ", texts[0], re.MULTILINE):
+            must(int(resumed[1]) == self.newest, f"{resumed[0]}, not {self.newest}")
+        for text in texts:
+            found = re.search("Traceback|is damaged|is complete:|no checkpoint to go on", text)
+            must(not found or not self.newest, f"it said {found and found[0]}")
+        there = complete(self.run)
+        newest = max(there, default=0)
+        must(newest >= self.newest, f"the newest was {self.newest}, is {newest}")
+        must(len(there) <= self.keep_last + 1, f"there are {len(there)} checkpoints")
+        for step, path in there.items():
+            must(content(path) == content(self.checkpoints[step]), f"{path} differs")
+        lines = [json.loads(line) for line in self._lines()]
+        must(len(lines) >= newest, f"{len(lines)} rows, with a checkpoint of {newest} steps")
+        must(untimed(lines) == self.rows[: len(lines)], "the metrics differ")
+        self.newest = newest
+        self.seen.add(newest)
+
+    def parts(self) -> list[str]:
+        """Checkpoints whose removal was begun, and not ended. What was never complete stays."""
+        files = self.run.glob("checkpoints/*/zarr.json")
+        return sorted(file.parent.name for file in files if '"removed"' in file.read_text())
+
+    def finish(self) -> None:
+        """Goes on to the end, and compares."""
+        with self.start(
+            "end", "paths.model_name=killed", f"checkpoints.keep_last={self.keep_last}"
+        ) as hosts:
+            codes = hosts.wait()
+            self.check(-1, [hosts.text(0), hosts.text(1)])
+        ends = [max(complete(run).items()) for run in (self.run, self.whole)]
+        expected = sorted(self.checkpoints)[-self.keep_last :]
+        for same, text in [
+            (codes == [0, 0], f"the last start ended by {codes}"),
+            (rows(self.run) == self.rows, "the metrics differ at the end"),
+            (ends[0][0] == ends[1][0], f"the last checkpoint is of step {ends[0][0]}"),
+            (arrays(ends[0][1]) == arrays(ends[1][1]), "the arrays differ at the end"),
+            (sorted(complete(self.run)) == expected, f"there are {sorted(complete(self.run))}"),
+            (not self.parts(), f"parts of checkpoints are left: {self.parts()}"),
+            (not list(self.run.glob("lease*")), "a lease is left"),
+        ]:
+            if not same:
+                self.problems.append(text)
+                print(f"PROBLEM: {text}")
+
+
+def untimed(found: list[dict]) -> list[dict]:
+    timed = {"tokens_per_second", "data_wait_seconds"}
+    return [{k: v for k, v in row.items() if k not in timed} for row in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    begun = time.monotonic()
+    kills = draw(random.Random(asked.seed), asked.kills)
+    root = pathlib.Path(tempfile.mkdtemp(prefix="torture-"))
+    print(f"{root} has the runs, and what each start printed")
+    torture = Torture(root, root / "compiled", steps=40 + 3 * asked.kills, keep_last=3)
+    print(f"uninterrupted: {len(torture.rows)} steps, {time.monotonic() - begun:.0f} s", flush=True)
+    for number, kill in enumerate(kills, 1):
+        torture.kill(number, kill)
+    torture.finish()
+    kinds = collections.Counter(kill.what for kill in kills)
+    alone = sum(kill.alone for kill in kills)
+    in_save = sum(kinds[kind] for kind in IN_SAVE)
+    print(
+        f"{len(kills)} kills, seed {asked.seed}, {time.monotonic() - begun:.0f} s\n"
+        f"  in a save: {in_save}; by kind: {dict(sorted(kinds.items()))}\n"
+        f"  of one host alone: {alone}; the other ended by {dict(torture.ends)}, "
+        f"within {torture.slowest:.1f} s\n"
+        f"  different steps resumed at: {len(torture.seen)}\n"
+        f"  problems: {len(torture.problems)}"
+    )
+    if torture.problems:
+        sys.exit("\n".join(torture.problems))
+    print("it ended as the uninterrupted run, bit for bit")
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
