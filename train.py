@@ -106,7 +106,8 @@ class TrainingConfig:
     max_skipped_updates: int  # in a row, as loss or gradient isn't finite, before the run stops
 
     def __post_init__(self) -> None:
-        self.skip_steps = tuple(self.skip_steps)
+        if isinstance(self.skip_steps, list):  # as OmegaConf has it, but for an interpolation
+            self.skip_steps = tuple(self.skip_steps)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -508,10 +509,9 @@ def check_config(config: Config) -> None:
                 raise ValueError(f"{key}={value}: it must be below 2**31")
         if isinstance(value, str) and not value.strip() and key.endswith(names):
             raise ValueError(f"{key} is empty: it must name something")
-    if not all(isinstance(step, int) and step >= 0 for step in hyper.skip_steps):
-        raise ValueError(
-            f"training.skip_steps={[*hyper.skip_steps]}: a list of steps, which are at least 0"
-        )
+    skip: Any = hyper.skip_steps
+    if not isinstance(skip, tuple) or not all(isinstance(n, int) and n >= 0 for n in skip):
+        raise ValueError("training.skip_steps is a list of steps, which are at least 0")
     if hyper.grad_clip == 0:
         raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
     if max(hyper.adam_b1, hyper.adam_b2) >= 1:
@@ -608,8 +608,8 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
         source.key, fresh = "paths.clone_from", config.paths.clone_weights_only
         if not source.newest_step:
             raise CheckpointError(
-                f"paths.clone_from={path} has no complete checkpoint; it is the folder checkpoints "
-                "of a run's, or one that is in there"
+                f"paths.clone_from={path} has no complete checkpoint; name a run's folder of "
+                "checkpoints, or one of them"
             )
     if not source.newest_step:
         return init_state(config), ""

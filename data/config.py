@@ -45,7 +45,9 @@ def program(
                 sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
             try:
                 typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
-                configs.append(cast(C, OmegaConf.to_object(typed)))
+                config = cast(C, OmegaConf.to_object(typed))
+                _check_sections(config)
+                configs.append(config)
             except Exception as error:  # as below; here, for Hydra would print a line of its own
                 sys.exit(f"error: {_message(error, schema, folder)}")
 
@@ -70,6 +72,17 @@ def program(
         return main
 
     return decorate
+
+
+def _check_sections(config: Any, prefix: str = "") -> None:
+    """An interpolation may put anything in the place of a section."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        kinds: Any = tuple(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
+        if isinstance(value, kinds):
+            _check_sections(value, f"{prefix}{name}.")
+        elif kinds and value is not None:
+            raise ValueError(f"{prefix}{name} is a section, not {value!r}")
 
 
 def by_key(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -134,6 +147,10 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     problem = str(cause).split("\n    ")[0]
     if re.search(r"not Optional|'None'|NoneType", problem):
         return f"{key} can't be null"
-    if re.search(r"is not a ListConfig|DictConfig with ListConfig", problem):
-        return f"{key} is a list: write {key}=[...]"
+    if kind := re.search(r"is not a subclass of (\w+)", problem):  # it may name nothing else
+        hints = typing.get_type_hints(schema).items()
+        key = key or next((name for name, hint in hints if kind[1] in str(hint)), None)
+    if key and re.search(r"is not a (subclass|ListConfig)|Cannot merge", problem):
+        inner = any(known.startswith(f"{key}.") for known in _keys(schema))
+        return f"{key} is a " + (f"section: set {key}.KEY=..." if inner else f"list: {key}=[...]")
     return f"{key}: {problem}" if key else problem

@@ -3,13 +3,18 @@
 tests/golden/wrong_inputs.txt is the table.
 """
 
+import os
 import pathlib
 import shutil
+import socket
 from functools import partial
 
+import fsspec
 import pytest
 import zarr
 
+import train
+from data import supervise
 from data.flat_tokens import Writer
 from tests import golden
 from tests.helpers import ROOT, SMALL, train_here
@@ -34,6 +39,7 @@ def damage(path, change=lambda data: data[:-1] + bytes([data[-1] ^ 1])):
 
 
 def is_text(path):
+    pathlib.Path(path).parent.mkdir(exist_ok=True)
     pathlib.Path(path).write_text("text")
 
 
@@ -62,6 +68,19 @@ def other_arrays():
     zarr.open_group("tokens.zarr/train").create_array("ids", shape=(3,), dtype="int32")
 
 
+class Unreachable(fsspec.AbstractFileSystem):
+    """A store that raises an error of its own, as each does."""
+
+    def fail(self, *_, **__):
+        raise RuntimeError("no answer")
+
+    ls = cat_file = info = fail
+
+
+def unreachable():
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+
+
 # The name of the case: what is done first, and the overrides.
 CASES = {
     "a key that isn't there": (nothing, ["training.stepz=5"]),
@@ -74,7 +93,17 @@ CASES = {
     "an override that can't be read": (nothing, ["training.steps=[1"]),
     "an override without a value": (nothing, ["training.steps"]),
     "a part of a config that isn't made of parts": (nothing, ["model=84m"]),
+    "a part of a config that is a number": (nothing, ["model=84"]),
+    "several values": (nothing, ["training.seed=1,2"]),
     "a section that is null": (nothing, ["hf_dataset.path=x"]),
+    "null for a section": (nothing, ["checkpoints=null"]),
+    "a list for a section": (nothing, ["mesh=[4,2]"]),
+    "a list for a section that may be null": (nothing, ["hf_dataset=[x]"]),
+    "a number for a section, by a reference": (nothing, ["flat_tokens=${training.steps}"]),
+    "a number for a list": (nothing, ["training.skip_steps=5"]),
+    "a list with a name": (nothing, ["training.skip_steps=[first]"]),
+    "a list in a list": (nothing, ["training.skip_steps=[[1]]"]),
+    "a step below 0": (nothing, ["training.skip_steps=[3,-1]"]),
     "no dataset at all": (nothing, ["flat_tokens=null"]),
     "a number as text": (nothing, ["training.steps=many"]),
     "an integer with a fraction": (nothing, ["training.steps=1.5"]),
@@ -88,11 +117,23 @@ CASES = {
     "no microbatches": (nothing, ["training.microbatches=0"]),
     "a negative rate": (nothing, ["training.learning_rate=-1e-3"]),
     "a rate that is no number": (nothing, ["training.learning_rate=nan"]),
+    "a rate without end": (nothing, ["training.learning_rate=inf"]),
+    "a seed that is too large": (nothing, ["training.seed=3000000000"]),
+    "skipped updates below 0": (nothing, ["training.max_skipped_updates=-1"]),
+    "checkpoints below 0": (nothing, ["checkpoints.keep_last=-1"]),
+    "steps between checkpoints below 0": (nothing, ["checkpoint_interval=-1"]),
+    "steps of kept checkpoints below 0": (nothing, ["checkpoints.keep_every=-1"]),
+    "a timeout below 0": (nothing, ["hang_timeout_seconds=-1"]),
+    "a timeout that is no number": (nothing, ["hang_timeout_seconds=nan"]),
+    "no time for a sign of a host": (nothing, ["heartbeat_timeout_seconds=0"]),
     "no steps": (nothing, ["training.steps=0"]),
     "a moment that never fades": (nothing, ["training.adam_b2=1"]),
     "gradients clipped to nothing": (nothing, ["training.grad_clip=0"]),
     "no name": (nothing, ["paths.model_name=???"]),
     "an empty name": (nothing, ["paths.model_name="]),
+    "a name that leads elsewhere": (nothing, ["paths.model_name=../other"]),
+    "a name from the root on": (nothing, ["paths.model_name=/run"]),
+    "a compiled step that isn't there": (nothing, ["compiled_step=step.zip"]),
     "a run on a remote store": (nothing, ["paths.root_working_dir=gs://bucket/runs"]),
     "a run below a file": (partial(is_text, "file"), ["paths.root_working_dir=file"]),
     "more devices than there are": (nothing, ["mesh={d: 8, t: 2}"]),
@@ -106,15 +147,18 @@ CASES = {
         nothing,
         ["flat_tokens.filespec=foo://bucket/x.zarr"],
     ),
+    "a dataset on a store that needs a package": (nothing, ["flat_tokens.filespec=abfs://x.zarr"]),
+    "a dataset on a store that doesn't answer": (
+        unreachable,
+        ["flat_tokens.filespec=unreachable://x.zarr"],
+    ),
+    "a dataset without a name": (nothing, ["flat_tokens.filespec="]),
     "a dataset that is a file": (partial(is_text, "file"), ["flat_tokens.filespec=file"]),
     "a dataset without the split": (no_split, ["training.validation_interval=1"]),
     "a dataset that isn't flat tokens": (other_arrays, []),
     "a dataset not written to its end": (unfinished, []),
     "a dataset too small for a batch": (nothing, ["training.tokens.len=1000"]),
     "streams that don't divide the batch": (nothing, ["flat_tokens.streams=3"]),
-    "a damaged chunk of tokens": (partial(damage, f"{TOKENS}/c/0"), []),
-    "a chunk of tokens cut short": (partial(damage, f"{TOKENS}/c/0", short), []),
-    "a missing chunk of tokens": (partial(damage, f"{TOKENS}/c/0", missing), []),
     "a damaged chunk of starts": (partial(damage, f"{STARTS}/c/0"), STREAM),
     "a missing chunk of starts": (partial(damage, f"{STARTS}/c/0", missing), STREAM),
     "a dataset whose description is damaged": (partial(damage, f"{TOKENS}/zarr.json", short), []),
@@ -142,9 +186,8 @@ def check(case, message, before, folder):
     assert message.startswith("error: ") and "Traceback" not in message
     golden.check("wrong_inputs.txt", case, message)
     written = {p for p in contents(folder) if p not in before}
-    assert {p.name for p in written} <= {"config.yaml", "starts.jsonl", "zarr.json"}, (
-        "no data is written"
-    )
+    left = {"config.yaml", "starts.jsonl", "zarr.json"}
+    assert {path.name for path in written} <= left, "no data is written"
     assert before.items() <= contents(folder).items(), "nothing is harmed"
 
 
@@ -166,17 +209,80 @@ def test_the_name_of_a_config(name, folder, capsys, monkeypatch):
     check(f"config {name or 'not named'}", message, contents(folder), folder)
 
 
+def nothing_is_compiled(monkeypatch):
+    for slow in "check_types", "lower_step", "compile_step":
+        monkeypatch.setattr(train, slow, lambda *_: None)
+
+
 def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
     start = ["--config-name=local_test_synthetic", *MODEL]
+    clone = [*start, "paths.model_name=clone", "paths.clone_from=runs/run/checkpoints"]
     train_here(capsys, monkeypatch, *start, "training.steps=1", "training.steps_for_lr=2")
+    nothing_is_compiled(monkeypatch)
     before = contents(folder)
     _, message = train_here(capsys, monkeypatch, *start, "model.d_ff=80")
     check("a checkpoint of another model", message, before, folder)
+    _, message = train_here(capsys, monkeypatch, *clone, "model.d_ff=80")
+    check("a clone of another model", message, before, folder)
     (chunk,) = pathlib.Path("runs/run/checkpoints").glob("*/weights/embed/c/1/1")
     damage(chunk, short)
     before = contents(folder)
     _, message = train_here(capsys, monkeypatch, *start)
     check("a damaged checkpoint", message, before, folder)
+    _, message = train_here(capsys, monkeypatch, *clone)
+    check("a clone of a damaged checkpoint", message, before, folder)
+
+
+# As above; these show when the types are checked already, or the step is compiled.
+LATER = {
+    "a damaged chunk of tokens": (partial(damage, f"{TOKENS}/c/0"), []),
+    "a chunk of tokens cut short": (partial(damage, f"{TOKENS}/c/0", short), []),
+    "a missing chunk of tokens": (partial(damage, f"{TOKENS}/c/0", missing), []),
+    "a run whose folder is a file": (partial(is_text, "runs/run"), []),
+    "checkpoints on a store that isn't known": (nothing, ["checkpoints.path=foo://bucket/x"]),
+    "checkpoints on a store that needs a package": (nothing, ["checkpoints.path=abfs://bucket/x"]),
+    "checkpoints on a store that doesn't answer": (
+        unreachable,
+        ["checkpoints.path=unreachable://x"],
+    ),
+    "checkpoints in a file": (partial(is_text, "text.txt"), ["checkpoints.path=text.txt"]),
+    "a clone of what isn't there": (nothing, ["paths.clone_from=nowhere"]),
+    "a clone of an empty folder": (partial(os.mkdir, "empty"), ["paths.clone_from=empty"]),
+    "a clone of a run's folder": (
+        partial(os.makedirs, "runs/x/checkpoints"),
+        ["paths.clone_from=runs/x"],
+    ),
+    "a clone of a checkpoint that isn't there": (
+        nothing,
+        ["paths.clone_from=runs/x/checkpoints/00000003.1"],
+    ),
+    "a clone of a file": (partial(is_text, "text.txt"), ["paths.clone_from=text.txt"]),
+    "a clone from a store that isn't known": (nothing, ["paths.clone_from=foo://bucket/x"]),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_starting(case, folder, capsys, monkeypatch):
+    nothing_is_compiled(monkeypatch)
+    prepare, overrides = LATER[case]
+    prepare()
+    before = contents(folder)
+    _, message = train_here(
+        capsys, monkeypatch, "--config-name=local_test_synthetic", *MODEL, *overrides
+    )
+    check(case, message, before, folder)
+
+
+def test_a_run_that_is_at_work(folder, capsys, monkeypatch):
+    monkeypatch.setattr(supervise, "RENEWED", 0.05)
+    nothing_is_compiled(monkeypatch)
+    with supervise.Lease(pathlib.Path("runs/run")):
+        before = contents(folder)
+        _, message = train_here(capsys, monkeypatch, "--config-name=local_test_synthetic", *MODEL)
+        held = f"process {os.getpid()} on {socket.gethostname()}"
+        assert held in message
+        message = message.replace(held, "process PID on HOST")
+        check("a run that is at work", message, before, folder)
 
 
 CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]
@@ -201,6 +307,6 @@ def test_converting(case, folder, capsys, monkeypatch):
     check(case, message, before, folder)
 
 
-def test_there_are_at_least_25():
-    assert len(CASES) >= 25
-    assert (ROOT / "tests/golden/wrong_inputs.txt").read_text().count("\nerror: ") >= 25
+def test_there_are_at_least_40():
+    assert len(CASES) >= 40
+    assert (ROOT / "tests/golden/wrong_inputs.txt").read_text().count("\nerror: ") >= 40
