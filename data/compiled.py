@@ -105,7 +105,7 @@ def save(
 def load(path: str, lowered: jax.stages.Lowered, config: Any) -> jax.stages.Compiled:
     """The step that `save` wrote, for the devices of the mesh in context. Raises CompiledStepError
     where this program, these devices or this JAX are others."""
-    here = _description(lowered, config)
+    here = json.loads(json.dumps(_description(lowered, config)))  # as it comes from a file
     try:
         with zipfile.ZipFile(path) as archive:
             there = json.loads(archive.read("description.json"))
