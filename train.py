@@ -647,7 +647,8 @@ def train(
     stop; returns the exit code."""
     hyper, tokens = config.training, config.training.tokens.batch * config.training.tokens.len
     run = Run(config.paths.root_working_dir, config.paths.model_name)
-    path = config.checkpoints.path or f"{run.folder}/checkpoints"
+    root, name = config.checkpoints.root, config.paths.model_name
+    path = f"{root}/{name}/checkpoints" if root else f"{run.folder}/checkpoints"
     threads = config.io.max_io_threads
     checkpoints = Checkpoints(path, threads, config.checkpoints, run.say, stops.ask)
     if checkpoints.newest_step >= hyper.steps:

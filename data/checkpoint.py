@@ -39,7 +39,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CheckpointsConfig:
-    path: str  # a folder, or gs:// or s3://; empty: `checkpoints` in the run's folder
+    root: str  # a folder, or gs:// or s3://, for all runs; empty: paths.root_working_dir
     keep_last: int  # so many; 0: all
     keep_every: int  # steps; those of their multiples are kept too; 0: none
     stop_on_error: bool  # stop the run if one can't be written, or else only say so

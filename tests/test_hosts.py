@@ -40,7 +40,7 @@ class Run:
         with self.start(ENDLESS) as hosts:
             self.until_it_trains(hosts)
             hosts.processes[host].send_signal(number)
-            codes = hosts.wait()
+            codes = hosts.wait(LIMIT)
             text = hosts.text()
         stopped = re.search(r"stopped after step (\d+) by (\w+); the same command goes on", text)
         assert stopped and f"/{int(stopped[1]):08d}." in text, text

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -81,32 +80,6 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
     out, code = start(number.name)
     assert not code and "\nresumed at step 3 from " in out
     assert_as_whole(runs, number.name)
-
-
-TWICE = """
-import os, signal
-import train
-from data.run import Run
-
-def log(self, row):
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
-
-Run.log = log
-train.main()
-"""
-
-
-def test_the_second_ctrl_c_ends_it_at_once(runs):
-    settings = f"paths.root_working_dir={runs}", "paths.model_name=twice"
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE, *ARGUMENTS, *settings],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 130 and not (runs / "twice/checkpoints").exists()
-    assert "Traceback" not in done.stderr
 
 
 class Source:

@@ -239,13 +239,13 @@ LATER = {
     "a chunk of tokens cut short": (partial(damage, f"{TOKENS}/c/0", short), []),
     "a missing chunk of tokens": (partial(damage, f"{TOKENS}/c/0", missing), []),
     "a run whose folder is a file": (partial(is_text, "runs/run"), []),
-    "checkpoints on a store that isn't known": (nothing, ["checkpoints.path=foo://bucket/x"]),
-    "checkpoints on a store that needs a package": (nothing, ["checkpoints.path=abfs://bucket/x"]),
+    "checkpoints on a store that isn't known": (nothing, ["checkpoints.root=foo://bucket/x"]),
+    "checkpoints on a store that needs a package": (nothing, ["checkpoints.root=abfs://bucket/x"]),
     "checkpoints on a store that doesn't answer": (
         unreachable,
-        ["checkpoints.path=unreachable://x"],
+        ["checkpoints.root=unreachable://x"],
     ),
-    "checkpoints in a file": (partial(is_text, "text.txt"), ["checkpoints.path=text.txt"]),
+    "checkpoints in a file": (partial(is_text, "text.txt"), ["checkpoints.root=text.txt"]),
     "a clone of what isn't there": (nothing, ["paths.clone_from=nowhere"]),
     "a clone of an empty folder": (partial(os.mkdir, "empty"), ["paths.clone_from=empty"]),
     "a clone of a run's folder": (

@@ -1,0 +1,191 @@
+"""Whatever is typed, a program goes on to its work, or ends with one message and leaves nothing."""
+
+import contextlib
+import functools
+import io
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+import train
+from data import text
+from data.config import _keys
+from data.flat_tokens import Writer, encode
+from tests.helpers import ROOT
+from tools import audit, huggingface_to_flat_tokens
+
+NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
+           "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
+OTHERS = ["null", "true", "text", "", "''", '""', "'", '"', " ", "' '", "a b", "'a b'", "'a\nb'",
+          "'a\"b'", "\\", "a=b", "a:b", "~", ".", "..", "a/b", "%s", "$HOME", "☃", "'☃'", "???",
+          "[]", "[1]", "[-1]", "[null]", "[[1]]", "[a,b]", "[" * 50, "{}", "{a:1}", "{a:{b:[]}}",
+          "${x}", "${training}", "${training.steps}", "${oc.env:NONE}", "${", "1,2", "range(1,3)",
+          "choice(a)", "int(x)", "foo://x", "gs://b/x", "s3://", "tokens.zarr", "texts",
+          "text.txt", "bytes_utf8", "train"]  # fmt: skip
+FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--multirun", "--resolve",
+         "--none", "-x", "--", "-"]  # fmt: skip
+# Without a slash, as some texts name a folder to write to.
+ANY = st.characters(codec="utf-8", exclude_characters="/\0")
+
+
+def overrides(schema):
+    """One, and what a message would name if it gives a value to a known key, or else nothing."""
+    values = st.one_of(
+        st.sampled_from(NUMBERS),
+        st.sampled_from(OTHERS),
+        st.integers().map(str),
+        st.floats().map(repr),
+        st.text(ANY, max_size=8),
+    )
+    known = st.sampled_from(sorted(_keys(schema)))
+    keys = st.one_of(
+        known,
+        known.map(lambda key: key[:-1]),
+        known.map(lambda key: f"{key}.x"),
+        known.map(lambda key: key.rpartition(".")[2]),
+        st.sampled_from(["x", "model", "data", "hydra/launcher", "hydra", "a.b", "", "x@y", "0"]),
+    )
+    plain = st.builds(
+        lambda key, value: (f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "))),
+        known,
+        values,
+    )
+    signs = st.sampled_from(["", "+", "++", "~", "~~", " "])
+    other = st.one_of(
+        st.builds("{}{}={}".format, signs, keys, values),
+        st.builds("{}{}".format, signs, keys),
+        st.text(ANY, max_size=12),
+    )
+    return st.one_of(plain, plain, other.map(lambda text: (text, ("",))))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder to work in, which is its user's home, with small datasets."""
+    folder = tmp_path_factory.mktemp("above") / "work"
+    folder.mkdir()
+    tokens, lengths = encode(np.full(1024, 7), np.zeros(1, np.intp)), np.array([1024])
+    for split in "train", "validation":
+        with Writer(f"{folder}/tokens.zarr", split) as writer:
+            for _ in range(1100):
+                writer.extend(tokens, lengths)
+    (folder / "texts").mkdir()
+    (folder / "texts/a.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
+    (folder / "text.txt").write_text("a text\n")
+    import datasets  # noqa: F401  it asks for its user's home once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HOME", str(folder))
+        patch.setattr(sys, "argv", ["program"])
+        yield folder
+
+
+def ends(program, arguments):
+    """What a program exits with, or "" if it goes on to its work, and what it printed."""
+    sys.argv[1:] = arguments
+    jax.config.update("jax_compilation_cache_dir", None)  # as in a process of its own
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            program()
+        except SystemExit as stop:
+            return stop.code or "", printed.getvalue()
+    return "", printed.getvalue()
+
+
+def check(folder, program, arguments, named):
+    """Runs a program; if it doesn't go on, the message has one of the names."""
+    before = {path: {*path.iterdir()} for path in (folder, folder.parent)}
+    message, printed = ends(program, arguments)
+    note(f"{arguments} -> {message or 'goes on'}")
+    if message == 2:  # Hydra's, of an option
+        assert "usage: " in printed and "error: " in printed
+    elif message:
+        assert message.startswith("error: ") and any(name in message for name in named), message
+        assert "Traceback" not in message and "object at 0x" not in message, message
+    new = [path for known, there in before.items() for path in {*known.iterdir()} - there]
+    files = [path for top in new for path in (top, *top.rglob("*")) if path.is_file()]
+    for path in new:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    expected = {".compilation_cache", "multirun"}  # the latter is Hydra's, with --multirun
+    assert not [path for path in files if expected.isdisjoint(path.parts)]
+
+
+def fuzz(folder, program, schema, starts, examples):
+    """Draws one of some starts, flags and overrides."""
+    goes_on = functools.cache(lambda which: not ends(program, starts[which])[0])
+    assert goes_on(-1)
+
+    @settings(
+        max_examples=examples,
+        derandomize=examples < 1000,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.sampled_from(range(len(starts))),
+        st.just([]) | st.lists(st.sampled_from(FLAGS), max_size=2),
+        st.lists(overrides(schema), min_size=1, max_size=3),
+    )
+    def some(which, flags, given):
+        texts, named = zip(*given, strict=True)
+        alone = len(given) == 1 and not flags and goes_on(which)
+        check(folder, program, [*flags, *starts[which], *texts], named[0] if alone else [""])
+
+    some()
+
+
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [60, pytest.param(4000, marks=pytest.mark.long)], ids=["some", "many"]
+)
+STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_dataset.num_workers=1"]
+
+
+def starts():
+    """The shipped configs, with a dataset that is here."""
+    for path in sorted((ROOT / "configs").glob("*_*.yaml")):
+        streams = "stream" in path.stem or "fineweb" in path.stem
+        data = STREAM if streams else ["flat_tokens.filespec=tokens.zarr"]
+        yield [f"--config-name={path.stem}", "paths.model_name=x", *data]
+
+
+@EXAMPLES
+def test_training(examples, folder, monkeypatch):
+    def alone(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    def stop(_, message):
+        sys.exit(f"error: {message}")
+
+    monkeypatch.setattr(jax.distributed, "initialize", alone)
+    monkeypatch.setattr(train, "stop", stop)  # one of several hosts would end this process
+    monkeypatch.setattr(train, "train", lambda *_: 0)
+    if examples < 1000:
+        monkeypatch.setattr(train, "check_types", lambda _: None)  # a second each
+    fuzz(folder, train.main, train.Config, [*starts()], examples)
+
+
+@EXAMPLES
+def test_the_audit(examples, folder, monkeypatch):
+    monkeypatch.setattr(audit, "probe", lambda _: None)
+    monkeypatch.setattr(audit, "audit_step", lambda *_: sys.exit())
+    fuzz(folder, audit.main, audit.AuditConfig, [start[:1] for start in starts()], examples)
+
+
+@EXAMPLES
+def test_converting(examples, folder, monkeypatch):
+    monkeypatch.setattr(huggingface_to_flat_tokens, "Conversion", lambda *_: sys.exit())
+    if examples < 1000:
+        monkeypatch.setattr(text.Tokenizer, "__init__", lambda *_: None)  # seconds
+    program, schema = huggingface_to_flat_tokens.main, huggingface_to_flat_tokens.ConvertConfig
+    data = ["load_dataset.data_files=text.txt", "output=new.zarr"]
+    named = [[f"--config-name={name}", *data] for name in ("text_files", "python_stdlib")]
+    fuzz(folder, program, schema, named, examples)
