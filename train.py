@@ -505,7 +505,7 @@ def check_config(config: Config) -> None:
             low = 0 if isinstance(value, float) or key.endswith(may_be_zero) else 1
             if not value >= low:
                 raise ValueError(f"{key}={value}: it must be at least {low}")
-            if value >= 2**31 and key != "training.grad_clip":
+            if value >= 2**31 and (key, value) != ("training.grad_clip", math.inf):
                 raise ValueError(f"{key}={value}: it must be below 2**31")
         if isinstance(value, str) and not value.strip() and key.endswith(names):
             raise ValueError(f"{key} is empty: it must name something")

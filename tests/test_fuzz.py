@@ -14,11 +14,9 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import train
-from data import text
 from data.config import _keys
 from data.flat_tokens import Writer, encode
 from tests.helpers import ROOT
-from tools import audit, huggingface_to_flat_tokens
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
@@ -52,7 +50,7 @@ def overrides(schema):
         st.sampled_from(["x", "model", "data", "hydra/launcher", "hydra", "a.b", "", "x@y", "0"]),
     )
     plain = st.builds(
-        lambda key, value: (f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "))),
+        lambda key, value: (f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "), "inf")),
         known,
         values,
     )
@@ -171,21 +169,3 @@ def test_training(examples, folder, monkeypatch):
     if examples < 1000:
         monkeypatch.setattr(train, "check_types", lambda _: None)  # a second each
     fuzz(folder, train.main, train.Config, [*starts()], examples)
-
-
-@EXAMPLES
-def test_the_audit(examples, folder, monkeypatch):
-    monkeypatch.setattr(audit, "probe", lambda _: None)
-    monkeypatch.setattr(audit, "audit_step", lambda *_: sys.exit())
-    fuzz(folder, audit.main, audit.AuditConfig, [start[:1] for start in starts()], examples)
-
-
-@EXAMPLES
-def test_converting(examples, folder, monkeypatch):
-    monkeypatch.setattr(huggingface_to_flat_tokens, "Conversion", lambda *_: sys.exit())
-    if examples < 1000:
-        monkeypatch.setattr(text.Tokenizer, "__init__", lambda *_: None)  # seconds
-    program, schema = huggingface_to_flat_tokens.main, huggingface_to_flat_tokens.ConvertConfig
-    data = ["load_dataset.data_files=text.txt", "output=new.zarr"]
-    named = [[f"--config-name={name}", *data] for name in ("text_files", "python_stdlib")]
-    fuzz(folder, program, schema, named, examples)

@@ -10,8 +10,7 @@ import pytest
 from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import SMALL, batches_on_hosts, train_here
-from tests.test_resume import arrays, rows
+from tests.helpers import SMALL, arrays, batches_on_hosts, rows, train_here
 
 LENGTH = 8
 
