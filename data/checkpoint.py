@@ -4,6 +4,7 @@ docs/checkpoints.md is the specification.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -92,12 +93,6 @@ def _checksum(about: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _copy(part: jax.Array) -> np.ndarray:
-    """On a CPU an array's memory is the device's own, which the next step writes to."""
-    values = np.asarray(part)
-    return values if values.flags.owndata else values.copy()
-
-
 class Checkpoint:
     """A complete one, opened for reading. Raises DamageError if it isn't what was written."""
 
@@ -124,8 +119,12 @@ class Checkpoint:
             raise DamageError(f"{name}: its description can't be read: {error!r}") from error
         if described != (entry["shape"], entry["chunk_shape"], stored):
             raise DamageError(f"{name}: its description isn't what was written")
-        storage.check_chunks(array, self.path)
+        storage.check_chunks(array, self.files)
         return array
+
+    @functools.cached_property
+    def files(self) -> set[str]:
+        return storage.files(self.path)
 
     def damage(self) -> Iterator[str]:
         """Reads all of it; the first problem of each array that has one."""
@@ -214,7 +213,9 @@ class Checkpoints:
         ]
         for _, _, part in shards:
             part.copy_to_host_async()
-        parts = [(name, index, _copy(part)) for name, index, part in shards]
+        # On a CPU these are views of the devices' memory. While there are any, XLA writes what is
+        # donated to other memory (AcquireDonation, in its PjRt client).
+        parts = [(name, index, np.asarray(part)) for name, index, part in shards]
         arrays = {
             name: (_entry(kinds[name], leaf.shape), leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()

@@ -43,6 +43,14 @@ def names(path: str) -> list[str]:
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
 
 
+def files(path: str) -> set[str]:
+    """All that are in a folder, or under a prefix, however deep, by their names from there on."""
+    with opening(path):
+        store, inner = fsspec.core.url_to_fs(path)
+        store.invalidate_cache()
+        return {name.removeprefix(f"{inner}/") for name in store.find(inner)}
+
+
 def attributes(path: str) -> dict[str, Any] | None:
     """A zarr group's; none if it isn't there. Raises DamageError where they can't be read, and
     OSError where the store can't be had."""
@@ -83,19 +91,16 @@ def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
         raise DamageError(f"{array.path} can't be read: {error}") from error
 
 
-def check_chunks(array: zarr.Array, path: str) -> None:
-    """Raises DamageError if an array of the group at `path` lacks a chunk: zarr makes one up."""
-    if array.nchunks_initialized == array.nchunks:
-        return
-    store, inner = fsspec.core.url_to_fs(path)
+def check_chunks(array: zarr.Array, files: set[str]) -> None:
+    """Raises DamageError if an array lacks a chunk among its group's files: zarr makes one up."""
     lost = [
         place
         for place, _ in _chunks(array, ...)
-        if not store.exists("/".join([inner, array.path, "c", *map(str, place)]))
+        if "/".join([array.path, "c", *map(str, place)]) not in files
     ]
-    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-    first = _shown(lost[0]) if lost else "a chunk"
-    raise DamageError(f"{array.path}: {first} is missing{more}")
+    if lost:
+        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise DamageError(f"{array.path}: {_shown(lost[0])} is missing{more}")
 
 
 def _shown(place: tuple[int, ...]) -> str:

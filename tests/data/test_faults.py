@@ -156,7 +156,8 @@ def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
 
 
 def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_device, tmp_path):
-    """The caller goes on, writes to the arrays' memory and deletes them, while a write waits."""
+    """The caller goes on, donates the arrays to a step, and deletes what that made, while a write
+    waits. On a CPU what is written is a view of the arrays' memory, which JAX has to spare."""
     gone_on = threading.Event()
 
     def late(put, value):
@@ -167,26 +168,28 @@ def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_de
         word = jnp.dtype(f"u{leaf.dtype.itemsize}")
         return jax.lax.bitcast_convert_type(~jax.lax.bitcast_convert_type(leaf, word), leaf.dtype)
 
+    def pointers(tree):
+        return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+
     step = jax.jit(lambda tree: jax.tree.map(inverted, tree), donate_argnums=0)
     test_checkpoint.save(tmp_path, 1)
-    total, writes.fault, reused = len(writes.files), late, []
+    total, writes.fault = len(writes.files), late
+    tree = on_mesh(test_checkpoint.values(0))
+    before = pointers(tree)
+    assert before & pointers(step(tree)), "without a save, memory is reused"
     for number in range(1, total + 1):
         tree, wanted = on_mesh(test_checkpoint.values(number)), test_checkpoint.values(number)
-        before = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
         writes.failing, writes.files[:] = number, []
         gone_on.clear()
         checkpoints = Checkpoints(str(tmp_path), 1)
         checkpoints.save(2, tree, Tree, CONFIG)
         tree = jax.block_until_ready(step(tree))
-        after = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
         for leaf in jax.tree.leaves(tree):
             leaf.delete()
         assert not checkpoints.saving.done()
         gone_on.set()
         end(checkpoints)
-        reused.append(len(before & after))
         assert_same_bits(restore(tmp_path), wanted)
-    assert max(reused) > 0, "no array's memory was written to"
 
 
 @pytest.mark.parametrize("stops", [True, False])
