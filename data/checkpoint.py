@@ -355,6 +355,8 @@ class Checkpoints:
             except DamageError as error:
                 problem = f"{self.newest} is damaged: {error}"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
+            except OSError as error:  # it may be whole, and readable again soon
+                raise OSError(f"{self.newest}: {error}") from error
             if not multihost_utils.process_allgather(np.array(problem is not None)).any():
                 return tree
             damaged.append(self.newest)

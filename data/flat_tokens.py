@@ -211,7 +211,7 @@ class FlatTokens:
     def _load(self, array: zarr.Array, part: slice) -> np.ndarray:
         try:
             return storage.read(array, part)
-        except DamageError as error:
+        except (DamageError, OSError) as error:
             raise FlatTokensError(f"{self.path}/{error}") from error
 
     def read_encoded(self, start: int, stop: int) -> np.ndarray:

@@ -76,8 +76,8 @@ def remove(path: str) -> None:
 
 
 def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
-    """A part of an array, by slices. Raises DamageError, naming the first chunk that can't be
-    read."""
+    """A part of an array, by slices. Raises DamageError, naming the first chunk that isn't what was
+    written, and OSError where the store doesn't give it."""
     try:
         return np.asarray(array[index])
     except Exception as error:  # each codec and store raises its own
@@ -86,9 +86,12 @@ def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
                 array[chunk]
             except Exception as cause:
                 problem = str(cause).split(". ")[0]
-                where = f"{array.path}: {_shown(place)}"
-                raise DamageError(f"{where} can't be read: {problem}") from cause
-        raise DamageError(f"{array.path} can't be read: {error}") from error
+                message = f"{array.path}: {_shown(place)} can't be read: {problem}"
+                # Codecs raise these; stores raise an OSError, or one of their own.
+                if isinstance(cause, ValueError | RuntimeError):
+                    raise DamageError(message) from cause
+                raise OSError(message) from cause
+        raise OSError(f"{array.path} can't be read: {error}") from error
 
 
 def check_chunks(array: zarr.Array, files: set[str]) -> None:

@@ -159,7 +159,8 @@ class Lease:
 
     def _renew(self) -> None:
         while not self.over.wait(RENEWED) and not self.lost():
-            os.utime(self.file)
+            with contextlib.suppress(OSError):  # the file is gone now, or its disk for a moment
+                os.utime(self.file)
 
     def _outlast(self, other: pathlib.Path) -> None:
         """Removes it if its run is dead, or else waits until it is old, or renewed."""
