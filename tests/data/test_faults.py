@@ -554,7 +554,9 @@ def test_a_bucket_that_fails_for_good_gets_one_message(remote):
     path, error = saved(checkpoints, 2, tiny_on_mesh(2), Tiny)
     assert error.startswith(f"{path} can't be written: half: ") and "Unavailable" in error
     fails("half/c/0/0")  # it isn't taken for a damaged one
-    with pytest.raises(OSError, match=rf"^{remote}/.*: half: chunk 0.0 can't be read: .*Unavailable"):
+    with pytest.raises(
+        OSError, match=rf"^{remote}/.*: half: chunk 0.0 can't be read: .*Unavailable"
+    ):
         reader.restore(Tiny, TINY, CONFIG)
     fails("00000001.")  # it isn't taken for one that isn't there
     with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
