@@ -66,6 +66,16 @@ IMPORTED = time.perf_counter()
 
 
 @dataclasses.dataclass(unsafe_hash=True)
+class RopeScalingConfig:
+    """Llama 3.1's, for longer rows than those of the first training."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_len: int  # tokens in a row of the first training
+
+
+@dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig:
     d_model: int
     n_q_per_kv: int
@@ -75,6 +85,9 @@ class ModelConfig:
     vocab: int
     d_ff: int
     rope_max_timescale: int
+    rope_scaling: RopeScalingConfig | None
+    norm_eps: float
+    start_token: int  # stands before a document's first one
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -232,19 +245,27 @@ def init_weights(config: Config) -> Weights:
 
 
 @typechecked
-def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]:
+def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]:
     """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
     x32 = x.astype(f32.dtype)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
 
 
-def rope(x: jax.Array, max_timescale: int) -> jax.Array:
-    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by the position times
-    max_timescale^(-2i/D). Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4."""
+def rope(x: jax.Array, config: ModelConfig, first: int | jax.Array = 0) -> jax.Array:
+    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by the position, counted from `first`,
+    times max_timescale^(-2i/D). Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.
+
+    Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
+    Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""
     length, half = x.shape[1], x.shape[-1] // 2
-    timescale = max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
-    angle = jnp.arange(length, dtype=f32.dtype)[:, None] / timescale
+    timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
+    if scaling := config.rope_scaling:
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        turns = scaling.original_len / (2 * jnp.pi * timescale)
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        timescale = timescale / (kept + (1 - kept) / scaling.factor)
+    angle = (first + jnp.arange(length, dtype=f32.dtype))[:, None] / timescale
     angle = angle.reshape(length, *[1] * (x.ndim - 3), half)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
@@ -256,7 +277,7 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
     """The residual stream after the last layer: of each target, made of the tokens before it in its
     document and row."""
     previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-    inputs = jnp.where(batch.is_start, 0, previous)
+    inputs = jnp.where(batch.is_start, config.start_token, previous)
     document = jnp.cumsum(batch.is_start.astype(i32.dtype), axis=1)
 
     embed = ops.all_gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
@@ -271,15 +292,15 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
         w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)
 
         gain = ops.all_gather("M/t/d -> M", w.attention_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
         w_q = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_q)
         w_k = ops.all_gather("M/d K/t D -> M K/t D", w.w_k)
         w_v = ops.all_gather("M/d K/t D -> M K/t D", w.w_v)
         q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
-        q = save_for_backward(rope(q, config.rope_max_timescale))
-        k = save_for_backward(rope(k, config.rope_max_timescale))
+        q = save_for_backward(rope(q, config))
+        k = save_for_backward(rope(k, config))
         v = save_for_backward(v)
         mixed = kernels.attention(
             "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
@@ -291,7 +312,7 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
 
         # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
         gain = ops.all_gather("M/t/d -> M", w.mlp_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
         w_gate = ops.all_gather("M/d F/t -> M F/t", w.w_gate)
         w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)
         gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
@@ -325,7 +346,7 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         shared: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d l M/t"], targets: u32["B/d l"]
     ) -> f32[""]:
         gain, unembed = shared
-        h = rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain)
+        h = rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain, config.model.norm_eps)
         logits = ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, unembed, dtype=f32)
         peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))
         logits = logits - peak[:, :, None]
@@ -497,7 +518,8 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small or too large, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval", "_id", "offset", "updates", "last", "every")
+    may_be_zero = ("seed", "warmup_steps", "interval", "_id", "_token", "offset", "updates", "last")
+    may_be_zero += ("every",)
     names = ("model_name", "filespec", "dataset.path", "column", "tokenizer", "train_split")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
@@ -516,6 +538,10 @@ def check_config(config: Config) -> None:
         raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
     if max(hyper.adam_b1, hyper.adam_b2) >= 1:
         raise ValueError("training.adam_b1 and training.adam_b2 must be below 1")
+    if config.model.start_token >= config.model.vocab:
+        raise ValueError(
+            f"model.start_token={config.model.start_token}: it must be below model.vocab"
+        )
     if config.model.d_head % 2:
         raise ValueError(f"model.d_head={config.model.d_head}: RoPE rotates pairs, so it is even")
     parts = [

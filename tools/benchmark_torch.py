@@ -47,7 +47,7 @@ def make_model(config: TorchConfig) -> Any:
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=size.vocab, hidden_size=size.d_model, intermediate_size=size.d_ff,
         num_hidden_layers=size.layers, num_attention_heads=size.n_q_per_kv * size.n_kv,
-        num_key_value_heads=size.n_kv, head_dim=size.d_head, rms_norm_eps=1e-6,
+        num_key_value_heads=size.n_kv, head_dim=size.d_head, rms_norm_eps=size.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": float(size.rope_max_timescale)},
         max_position_embeddings=config.training.tokens.len, tie_word_embeddings=False,
     ))  # fmt: skip
