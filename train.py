@@ -19,6 +19,7 @@ import math
 import operator
 import os
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -518,13 +519,12 @@ def check_types(config: Config) -> Any:
 
 def check_config(config: Config) -> None:
     """Raises ValueError for a number that is too small or too large, or a name that is empty."""
-    may_be_zero = ("seed", "warmup_steps", "interval", "_id", "_token", "offset", "updates", "last")
-    may_be_zero += ("every",)
+    may_be_zero = "(seed|warmup_steps|interval|_id|_token|offset|updates|last|every)$"
     names = ("model_name", "filespec", "dataset.path", "column", "tokenizer", "train_split")
     hyper, paths = config.training, config.paths
     for key, value in by_key(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            low = 0 if isinstance(value, float) or key.endswith(may_be_zero) else 1
+            low = 0 if isinstance(value, float) or re.search(may_be_zero, key) else 1
             if not value >= low:
                 raise ValueError(f"{key}={value}: it must be at least {low}")
             if value >= 2**31 and (key, value) != ("training.grad_clip", math.inf):

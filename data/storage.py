@@ -95,12 +95,10 @@ def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
 
 
 def check_chunks(array: zarr.Array, files: set[str]) -> None:
-    """Raises DamageError if an array lacks a chunk among its group's files: zarr makes one up."""
-    lost = [
-        place
-        for place, _ in _chunks(array, ...)
-        if "/".join([array.path, "c", *map(str, place)]) not in files
-    ]
+    """Raises DamageError if an array lacks a chunk among its group's files, where zarr looks for
+    it: it would make one up."""
+    key = array.metadata.encode_chunk_key
+    lost = [place for place, _ in _chunks(array, ...) if f"{array.path}/{key(place)}" not in files]
     if lost:
         more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise DamageError(f"{array.path}: {_shown(lost[0])} is missing{more}")

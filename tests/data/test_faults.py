@@ -355,6 +355,15 @@ def test_a_mark_under_a_damaged_key_is_found(two_tiny_ones, capsys):
     assert capsys.readouterr().err.startswith(f"warning: {path} is damaged: ")
 
 
+def test_a_description_by_which_chunks_are_elsewhere_is_found(two_tiny_ones, capsys):
+    (path,) = two_tiny_ones.glob("00000002.*")
+    text = (path / "half/zarr.json").read_text()
+    assert '"separator": "/"' in text
+    (path / "half/zarr.json").write_text(text.replace('"separator": "/"', '"separator": "."'))
+    assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(1))
+    assert "half: chunk 0.0 is missing" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_flipped_bit_of_any_byte_is_harmless_or_found(two_tiny_ones, capsys):
