@@ -13,6 +13,7 @@ Dimensions:
 """
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -38,6 +39,7 @@ from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
 from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
 from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
+from data.metrics import Row, check_destinations
 from data.run import MetricsError, Run
 from data.supervise import Lease, LeaseError, Stop, Watchdog
 from shardlib import audit, devices, kernels, ops
@@ -55,6 +57,7 @@ from shardlib.types import (
     make_shapes,
     make_shardings,
     pytree_dataclass,
+    type_tree,
     typechecked,
     typed_shard_map,
     u32,
@@ -146,6 +149,16 @@ class IoConfig:
 
 
 @dataclasses.dataclass(unsafe_hash=True)
+class MetricsConfig:
+    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
+    norms_interval: int  # steps between norms of each tensor; 0: never
+
+    def __post_init__(self) -> None:
+        if isinstance(self.to, list):
+            self.to = tuple(self.to)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
 class Config:
     model: ModelConfig
     training: TrainingConfig
@@ -154,6 +167,7 @@ class Config:
     hf_dataset: HuggingFaceConfig | None
     paths: PathsConfig
     io: IoConfig
+    metrics: MetricsConfig
     checkpoint_interval: int  # steps; 0: at the end only
     checkpoints: CheckpointsConfig
     hang_timeout_seconds: float  # for a step, before it counts as hung; 0: none
@@ -379,6 +393,7 @@ class Metrics:
     learning_rate: f32[""]
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was left out, as loss or gradient isn't finite
+    norms: f32["N"]  # those that `norm_names` names; none without metrics.norms_interval
 
 
 def init_state(config: Config) -> State:
@@ -434,10 +449,10 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     As usual the decay is scaled by the learning rate, and gradients are clipped by their global
     norm first. All weights decay, gains included."""
     hyper, tree_map = config.training, jax.tree.map
-    loss, grads = loss_and_grads(state.weights, batch, config)
-    grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
+    loss, raw_grads = loss_and_grads(state.weights, batch, config)
+    grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
-    grads = tree_map(lambda g: g * clip, grads)
+    grads = tree_map(lambda g: g * clip, raw_grads)
 
     step = state.step + 1
     b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)
@@ -454,7 +469,27 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
     kept = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
-    return State(step, *kept), Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype))
+    squares = [jnp.zeros(0)]
+    if config.metrics.norms_interval:
+        updates = tree_map(operator.sub, kept[0], state.weights)
+        for tree in raw_grads, kept[0], updates:
+            squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
+    norms = jnp.sqrt(jnp.concatenate(squares))
+    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)
+    return State(step, *kept), metrics
+
+
+def norm_names(config: Config) -> list[str]:
+    """Of `Metrics.norms`: of the gradients before they are clipped, the weights and the updates,
+    each tensor's, and each layer's of those that are stacked."""
+    kinds = named(type_tree(Weights))
+    stacked = {name for name, kind in kinds.items() if kind.spec.dims[0].name == "layers"}
+    return [
+        f"{what}_norm/{name}" + f"/{i}" * (name in stacked)
+        for what in ("grad", "weight", "update")
+        for name in kinds
+        for i in range(config.model.layers if name in stacked else 1)
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -551,6 +586,7 @@ def check_config(config: Config) -> None:
     for key, whole, size in parts:
         if size % (count := getattr(hyper, key)):
             raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
+    check_destinations(config.metrics.to)
     if bool(config.flat_tokens) == bool(config.hf_dataset):
         raise ValueError("set one of flat_tokens and hf_dataset, and the other one to null")
     folder = pathlib.PurePath(paths.model_name)
@@ -666,13 +702,92 @@ def not_finite(config: Config, state: State, batch: TokenBatch, number: int, dat
     return f"gradients that are not finite: {found}; batch {number} is of {data.origin(number)}"
 
 
+class Meter:
+    """Logs each step while the next one is at work, for to read a step's metrics is to wait for it.
+    `settle` does so at once, before something else follows: its time is not the step's then, and a
+    checkpoint's steps all have their rows, and no NaN.
+
+    Raises NotFiniteError after too many updates in a row that were left out; `explain` says more of
+    a step and its batch."""
+
+    def __init__(
+        self, config: Config, run: Run, first: int, explain: Callable[[int, TokenBatch], str]
+    ):
+        self.config, self.run, self.first, self.explain = config, run, first, explain
+        self.tokens = config.training.tokens.batch * config.training.tokens.len
+        self.kind, self.seconds = jax.devices()[0].device_kind, list[float]()
+        self.skipped = 0  # updates, in a row
+        self.unread: tuple[int, Metrics, float, TokenBatch] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """What was done since the last step isn't the next one's."""
+        self.since = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics, waited: float, batch: TokenBatch) -> None:
+        self.settle()
+        self.unread = step, metrics, waited, batch
+
+    def settle(self, validate: Callable[[], float] | None = None) -> None:
+        if not self.unread:
+            return
+        (step, metrics, waited, batch), self.unread = self.unread, None
+        *scalars, norms = vars(metrics).items()
+        row = {"step": step} | {name: float(value) for name, value in scalars}
+        now = time.perf_counter()
+        self.seconds.append(now - self.since)
+        if step == self.first:
+            self.run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
+        row |= {"tokens_per_second": self.tokens / self.seconds[-1], "data_wait_seconds": waited}
+        if validate:
+            row["validation_loss"] = validate()
+        if due(self.config.metrics.norms_interval, step, self.config.training.steps):
+            row |= zip(norm_names(self.config), norms[1].tolist(), strict=True)
+        self.run.log(row)
+        self.show(row)
+        self.skipped = self.skipped + 1 if row["skipped"] else 0
+        if self.skipped:
+            found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
+            if self.skipped > self.config.training.max_skipped_updates:
+                raise NotFiniteError(
+                    f"{found}; {self.explain(step, batch)}. No checkpoint has it. "
+                    "training.skip_steps leaves batches out, training.max_skipped_updates lets "
+                    "some be"
+                )
+            self.run.say(f"warning: {found}; the update is left out, {self.skipped} in a row")
+        self.restart()
+
+    def show(self, row: Row) -> None:
+        """The progress, of which every fiftieth of the run's stays, and each validation's."""
+        step, steps = row["step"], self.config.training.steps
+        typical = statistics.median(self.seconds[-20:])
+        left = datetime.timedelta(seconds=round(typical * (steps - step - 1)))
+        shown = [f"step {step}/{steps}", f"loss {row['loss']:.4f}"]
+        if "validation_loss" in row:
+            shown.append(f"validation loss {row['validation_loss']:.4f}")
+        shown += [f"{self.tokens / typical:,.0f} tokens/s"]
+        shown += [f"MFU {self.mfu(typical)}"] * bool(devices.find_chip(self.kind))
+        stays = step % max(1, steps // 50) == 0 or "validation_loss" in row
+        self.run.show("  ".join([*shown, f"{left} left"]), stays)
+
+    def mfu(self, seconds: float) -> str:
+        count = math.prod(dataclasses.astuple(self.config.mesh))
+        return devices.mfu(self.kind, count, sum(step_flops(self.config)) / seconds)
+
+
+def due(interval: int, step: int, steps: int) -> bool:
+    """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
+    it is never due."""
+    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
+
+
 def train(
     config: Config, loader: Batches, validation: Batches | None, stops: Stop, lease: Lease
 ) -> int:
     """Trains from the newest checkpoint, or the first step, to the last, or until a signal says to
     stop; returns the exit code."""
-    hyper, tokens = config.training, config.training.tokens.batch * config.training.tokens.len
-    run = Run(config.paths.root_working_dir, config.paths.model_name)
+    hyper = config.training
+    run = Run(config.paths.root_working_dir, config.paths.model_name, config.metrics.to)
     root, name = config.checkpoints.root, config.paths.model_name
     path = f"{root}/{name}/checkpoints" if root else f"{run.folder}/checkpoints"
     threads = config.io.max_io_threads
@@ -693,60 +808,24 @@ def train(
     first = int(state.step)
     run.open(to_yaml(config), first)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+    tokens = hyper.tokens.batch * hyper.tokens.len
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
     if origin:
         run.say(origin)
-
     if config.hlo_svg:
         drawn = hlo.draw(functools.partial(compile_step, config, lowered), run.folder / "step")
         run.say(f"drew {drawn}")
 
-    seconds: list[float] = []
-    finished = time.perf_counter()
-    skipped = 0  # updates, in a row
+    def explain(step: int, batch: TokenBatch) -> str:
+        checkpoints.wait()
+        number = next(itertools.islice(numbers_without(hyper.skip_steps), step, None))
+        return not_finite(config, state, batch, number, loader)
 
-    def record(
-        step: int, metrics: Metrics, waited: float, batch: TokenBatch, validates: bool = False
-    ) -> None:
-        """Waits for a step and logs it, perhaps with the validation loss of the weights of now.
-        Raises NotFiniteError."""
-        nonlocal finished, skipped
-        row = {"step": step} | {name: float(value) for name, value in vars(metrics).items()}
-        now = time.perf_counter()
-        seconds.append(now - finished)
-        if step == first:
-            run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
-        row |= {"tokens_per_second": tokens / seconds[-1], "data_wait_seconds": waited}
-        if validation and validates:
-            row["validation_loss"] = float(validate(config, state.weights, validation))
-        run.log(row)
-        if not row["skipped"]:
-            del row["skipped"]
-        if step % max(1, hyper.steps // 50) == 0 or validates:
-            run.say("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
-        skipped = skipped + 1 if "skipped" in row else 0
-        if skipped:
-            found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
-            if skipped > hyper.max_skipped_updates:
-                checkpoints.wait()
-                number = next(itertools.islice(numbers_without(hyper.skip_steps), step, None))
-                raise NotFiniteError(
-                    f"{found}; {not_finite(config, state, batch, number, loader)}. No checkpoint "
-                    "has it. training.skip_steps leaves batches out, training.max_skipped_updates "
-                    "lets some be"
-                )
-            run.say(f"warning: {found}; the update is left out, {skipped} in a row")
-        finished = time.perf_counter()
+    def validation_loss() -> float:
+        assert validation
+        return float(validate(config, state.weights, validation))
 
-    def due(interval: int, step: int) -> bool:
-        """At the end of the step: every `interval` steps, unless it is 0, and at the run's end."""
-        done = step + 1
-        return done == hyper.steps or (interval > 0 and done % interval == 0)
-
-    # Metrics are read a step late, as reading those of the step at work would make the host wait.
-    # They are read at once where something else follows, so that its time is not taken for the
-    # step's, and so that a checkpoint's steps all have their rows, and no NaN.
-    unread: tuple[int, Metrics, float, TokenBatch] | None = None
+    meter = Meter(config, run, first, explain)
     profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
     profile = run.folder / f"profile/host_{jax.process_index()}"
     hangs = run.folder / f"hang.host_{jax.process_index()}.txt"
@@ -759,25 +838,25 @@ def train(
                 hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = step_once(state, batch)
-            if unread:
-                record(*unread)
-            unread = step, metrics, loader.waited, batch
+            meter.add(step, metrics, loader.waited, batch)
             stopping, done = stops.after(step), step + 1
-            validates = validation is not None and due(hyper.validation_interval, step)
-            saves = stopping or due(config.checkpoint_interval, step)
-            stops_profile = config.profile and step == profiled[1]
-            if validates or saves or stops_profile:
-                record(*unread, validates)
-                unread = None
-            if stops_profile:
+            if due(hyper.validation_interval, step, hyper.steps):
+                meter.settle(validation_loss)
+            if config.profile and step == profiled[1]:
+                meter.settle()
                 jax.block_until_ready(state)
                 run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
+                meter.restart()
             if lease.lost():
                 raise LeaseError(f"{run.folder} was taken over by another run")
-            if saves:
+            if (
+                stopping
+                or done == hyper.steps
+                or due(config.checkpoint_interval, step, hyper.steps)
+            ):
+                meter.settle()
                 checkpoints.save(done, state, State, to_yaml(config), loader.position)
-            if stops_profile or saves:
-                finished = time.perf_counter()
+                meter.restart()
             watchdog.beat()
             if stopping:
                 break
@@ -785,13 +864,10 @@ def train(
     if stopping and done < hyper.steps:
         run.say(f"stopped after step {done} by {stops.signal.name}; the same command goes on there")
         return 128 + stops.signal
-
-    typical = statistics.median(seconds[1:] or seconds)
-    kind, count = jax.devices()[0].device_kind, math.prod(dataclasses.astuple(config.mesh))
-    used = devices.mfu(kind, count, sum(step_flops(config)) / typical)
+    typical = statistics.median(meter.seconds[1:] or meter.seconds)
     run.say(
         f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
-        f"{tokens / typical:,.0f} tokens/s, MFU {used}"
+        f"{tokens / typical:,.0f} tokens/s, MFU {meter.mfu(typical)}"
     )
     return 0
 

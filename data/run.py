@@ -1,12 +1,13 @@
-"""A run's folder: what made it, and its metrics, one JSON object per line and step."""
+"""A run's folder: what made it, and its metrics, one JSON object per line and step; and what a run
+says on the way."""
 
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import jax
 from omegaconf import OmegaConf
 
 from data.config import ROOT
+from data.metrics import DESTINATIONS, Row, json_lines
 
 
 class MetricsError(ValueError):
@@ -24,11 +26,12 @@ class MetricsError(ValueError):
 
 class Run:
     """`<root>/<name>/` with config.yaml, starts.jsonl and metrics.jsonl, written by the first host
-    alone."""
+    alone. Metrics go to the destinations that `to` names, too."""
 
-    def __init__(self, root: str, name: str):
+    def __init__(self, root: str, name: str, to: tuple[str, ...] = ()):
         self.folder = pathlib.Path(root).expanduser() / name
-        self.first_host = jax.process_index() == 0
+        self.first_host, self.to = jax.process_index() == 0, to
+        self.on_terminal, self.shows = sys.stdout.isatty(), False
 
     def open(self, config: str, first_step: int) -> None:
         """Before `first_step`: writes the config and what else the run depends on, says what has
@@ -76,18 +79,30 @@ class Run:
         part.rename(earlier)
         with (self.folder / "starts.jsonl").open("a") as starts:
             starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
+        made = [json_lines, *(DESTINATIONS[name] for name in self.to)]
+        self.destinations = [make(self.folder, first_step, config) for make in made]
 
-    def log(self, row: dict[str, float]) -> None:
-        """Appends a row to the metrics. JSON has no NaN or infinity: those become null."""
+    def log(self, row: Row) -> None:
+        """Appends a row to the metrics."""
         if self.first_host:
-            finite = {k: v if math.isfinite(v) else None for k, v in row.items()}
-            with (self.folder / "metrics.jsonl").open("a") as metrics:
-                metrics.write(json.dumps(finite) + "\n")
+            for log in self.destinations:
+                log(row)
 
     def say(self, text: str) -> None:
         """Prints a line."""
         if self.first_host:
-            print(text, flush=True)
+            print("\r\x1b[K" * self.shows + text, flush=True)
+            self.shows = False
+
+    def show(self, text: str, stays: bool) -> None:
+        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
+        line if it `stays`."""
+        if stays:
+            self.say(text)
+        elif self.first_host and self.on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
+            self.shows = True
 
 
 def origin() -> dict[str, Any]:

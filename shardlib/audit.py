@@ -155,7 +155,7 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
     total = probe_total(axes)
     names = [name for name, size in sizes.items() if length % (size // total) == 0]
     rest = length // math.prod(sizes[name] // total for name in names)
-    if rest % 2 ** len(names) or total ** len(names) % rest:
+    if not rest or rest % 2 ** len(names) or total ** len(names) % rest:
         return []  # it only happens to have these factors
     split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
     return [Dim(name, split) for name in names]

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def scope_name(op: str, signature: str) -> str:
 
 
 # Finds that name, of any op, in a longer path.
-SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsum_of_squares\b")
+SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
 def parse_scope_name(name: str) -> tuple[str, str]:
@@ -381,17 +381,38 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     Forward: one all-reduce of a scalar for each set of axes that arrays are split over; an array
     that is whole along an axis counts once. For use outside differentiation.
     """
-    if not inside_shard_map():
-        raise ShardTypeError("ops.sum_of_squares: call it inside a typed_shard_map")
     totals: dict[tuple[str, ...], jax.Array] = {}
-    for path, kind, x in typed_leaves(tree, hint, "the operand of ops.sum_of_squares"):
-        check(x, kind, path)
-        if kind.spec.unreduced:
-            raise ShardTypeError(f"{path} is {kind}: pay the sum first")
-        axes = tuple(a for a in mesh_shape() if a in kind.spec.axes)
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+    for axes, square in _squares(hint, tree, "sum_of_squares"):
         totals[axes] = totals[axes] + square if axes in totals else square
     paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
     total = sum(paid, start=jnp.float32(0))
     check(total, Spec(), "the result of ops.sum_of_squares")
     return total
+
+
+@jax.named_scope("sums_of_squares")
+def sums_of_squares(hint: Any, tree: Any, each: str) -> list[jax.Array]:
+    """The same of each array in the tree, f32[""]; or, where its first dimension is `each`, of each
+    of its parts along that, f32[each].
+
+        w_q_norms = jnp.sqrt(ops.sums_of_squares(Layers, grads.layers, "layers")[1])
+
+    Forward: an all-reduce for each array that is split. For use outside differentiation.
+    """
+    squares = _squares(hint, tree, "sums_of_squares", each)
+    return [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in squares]
+
+
+def _squares(
+    hint: Any, tree: Any, op: str, each: str = ""
+) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+    """Of each array the axes it is split over, and the sum that is owed over them."""
+    if not inside_shard_map():
+        raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
+    for path, kind, x in typed_leaves(tree, hint, f"the operand of ops.{op}"):
+        check(x, kind, path)
+        if kind.spec.unreduced:
+            raise ShardTypeError(f"{path} is {kind}: pay the sum first")
+        kept = kind.spec.dims[:1] == (Dim(each),)
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
+        yield tuple(a for a in mesh_shape() if a in kind.spec.axes), square

@@ -63,6 +63,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         "loss",
         "learning_rate",
         "grad_norm",
+        "skipped",
         "tokens_per_second",
         "data_wait_seconds",
     }
@@ -76,7 +77,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     for line in (
         r"^2,426,112 parameters, 4,096 tokens per step, ",
         r"^time to first step: [\d.]+ s after the imports$",
-        r"^step 11  loss [\d.]+ .*validation_loss",
+        r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
         r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown chip",
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout

@@ -1,0 +1,178 @@
+"""Metrics where people look: files, TensorBoard, Weights & Biases, a line on a terminal."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from data.checkpoint import named
+from data.run import Run
+from tests.helpers import ROOT, SMALL, edited, mesh, rows, small_config, train_here
+
+ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
+CONFIG = "model:\n  layers: 2\n"
+
+
+def test_norms_are_those_of_each_tensor_and_layer():
+    """Against numpy's, of the weights before and after, where each is split over both axes."""
+    config = small_config("model.vocab=128", "metrics.norms_interval=1", "mesh={d: 2, t: 4}")
+    with jax.set_mesh(mesh(2, 4)):
+        loader, _ = train.make_loaders(config)
+        (batch,) = loader.batches(0, 1)
+        state = train.init_state(config)
+        before = jax.device_get(state.weights)
+        grads = jax.device_get(train.gradients(state.weights, batch, config))
+        state, metrics = train.training_step(state, batch, config)
+        after = jax.device_get(state.weights)
+    found = dict(zip(train.norm_names(config), np.asarray(metrics.norms), strict=True))
+    wanted = {}
+    updates = jax.tree.map(np.subtract, after, before)
+    for what, tree in ("grad", grads), ("weight", after), ("update", updates):
+        for name, value in named(tree).items():
+            parts = enumerate(value) if name.startswith("layers/") else [("", value)]
+            for i, part in parts:
+                norm = np.linalg.norm(np.asarray(part, np.float64))
+                wanted[f"{what}_norm/{name}/{i}".rstrip("/")] = norm
+    assert found.keys() == wanted.keys() and len(wanted) == 3 * (3 + 2 * 9)
+    for name in wanted:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-2), name  # bf16, in another order
+    total = np.sqrt(sum(found[name] ** 2 for name in found if name.startswith("grad_norm/")))
+    assert total == pytest.approx(float(metrics.grad_norm), rel=1e-5)
+
+
+def test_tensorboard_has_each_row_once(tmp_path, capsys, monkeypatch):
+    """Of a run that did two steps, and two more after it was started again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    run += ["metrics={to: [tensorboard], norms_interval: 2}", "training.steps_for_lr=4"]
+    for steps in 2, 4:
+        _, message = train_here(capsys, monkeypatch, *run, f"training.steps={steps}")
+        assert not message
+    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    assert ["update_norm/layers/w_q/1" in row for row in logged] == [False, True, False, True]
+    for name in logged[-1]:
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        wanted = [(row["step"], row[name]) for row in logged if name in row]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
+    (text,) = [event for event in events.Tensors("config/text_summary") if event.step == 0]
+    assert b"d_model: 32" in text.tensor_proto.string_val[0]
+
+
+def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
+    """Its package is not here: what it is asked is looked at."""
+    asked, logged = [], []
+
+    def init(**settings):
+        asked.append(settings)
+        return types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for first_step in 0, 3, 0:
+        run = Run(str(tmp_path), "run", ("wandb",))
+        run.open(CONFIG, first_step)
+        run.log({"step": first_step, "loss": 1.5})
+    one, resumed, anew = (settings["id"] for settings in asked)
+    assert one == resumed != anew
+    assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"
+    assert logged == [{"step": step, "loss": 1.5} for step in (0, 3, 0)]
+
+
+def test_wandb_itself(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = Run(str(tmp_path), "run", ("wandb",))
+    run.open(CONFIG, 0)
+    run.log({"step": 0, "loss": 1.5})
+    import wandb
+
+    assert wandb.run.summary["loss"] == 1.5
+    wandb.finish()
+    assert list((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("wandb", "metrics.to has wandb: pip install wandb, or leave it out"),
+        ("mlflow", "metrics.to has mlflow; there are tensorboard, wandb"),
+    ],
+)
+def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    out, message = train_here(capsys, monkeypatch, *run, f"metrics.to=[{name}]")
+    assert (out, message) == ("", f"error: {wanted}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
+    """As its docstring says, one to write."""
+    line = (
+        "DESTINATIONS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
+    )
+    mine = (
+        "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"
+    )
+    module = edited("data/metrics.py", (line, mine + line + '    "printed": printed,\n'))
+    monkeypatch.setattr("data.run.DESTINATIONS", module.DESTINATIONS)
+    run = Run(str(tmp_path), "run", ("printed",))
+    run.open(CONFIG, 0)
+    run.log({"step": 0, "loss": 1.5})
+    assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5
+
+
+SHOWS = """
+from data.run import Run
+run = Run("runs", "run")
+for step in range(60):
+    run.show(f"step {step}/60  loss 1.5000  and so on " + 9 * "and on ", step == 30)
+    if step == 40:
+        run.say("saved runs/run/checkpoints")
+run.say("done")
+"""
+
+
+def test_the_progress_is_one_line_on_a_terminal():
+    """What a terminal of 60 columns has in the end; its lines are never longer than it is wide."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "60", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SHOWS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        written = b""
+        while True:
+            try:
+                part = os.read(ours, 2**16)
+            except OSError:  # its other end is closed
+                break
+            if not part:
+                break
+            written += part
+    assert process.returncode == 0
+    lines = written.decode().split("\r\n")
+    screen = [line.rpartition("\r\x1b[K")[2] for line in lines]
+    assert [line[:12].strip() for line in screen] == ["step 30/60", "saved runs/r", "done", ""]
+    shown = [text for line in lines for text in line.split("\r\x1b[K")]
+    assert sum(text.startswith("step") for text in shown) == 60
+    assert max(len(text) for text in shown if "step 30" not in text) == 59
+
+
+def test_the_progress_in_a_file_is_lines():
+    done = subprocess.run([sys.executable, "-c", SHOWS], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert re.findall(r"^\w+ \S+", done.stdout, re.M) == [
+        "step 30/60",
+        "saved runs/run/checkpoints",
+    ]
+    assert "\r" not in done.stdout and done.stdout.endswith("\ndone\n")
