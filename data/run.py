@@ -67,7 +67,7 @@ class Run:
         os.truncate(metrics, kept)
         earlier = self.folder / "config.yaml"
         if first_step and earlier.exists():
-            before, now = (_flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
+            before, now = (flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
             for key in sorted({*before, *now}):
                 if before.get(key) != now.get(key):
                     self.say(
@@ -130,10 +130,10 @@ def origin() -> dict[str, Any]:
     }
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """By keys with dots."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inner = hasattr(value, "items")
-        found |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return found

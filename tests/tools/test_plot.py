@@ -1,0 +1,109 @@
+import json
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tools import plot
+
+CONFIG = """
+training: {{tokens: {{batch: 4, len: 8}}, learning_rate: {rate}}}
+paths: {{model_name: {name}}}
+mesh: {{d: 8, t: 1}}
+"""
+
+
+def make_run(folder, name, rate, losses, **more):
+    (folder / name).mkdir()
+    (folder / name / "config.yaml").write_text(CONFIG.format(rate=rate, name=name))
+    rows = [
+        {"step": step, "loss": loss, "tokens_per_second": 64.0}
+        | {key: values[step] for key, values in more.items() if step in values}
+        for step, loss in enumerate(losses)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / name / "metrics.jsonl").write_text(lines)
+    return folder / name
+
+
+def drawn(folder, monkeypatch, capsys, *arguments):
+    """The panels' lines, before they are drawn: x, y and label of each."""
+    panels = []
+    save = Figure.savefig
+
+    def look(figure, *args, **kwargs):
+        for axes in figure.axes:
+            lines = [(*line.get_data(), line.get_label()) for line in axes.get_lines()]
+            panels.append((axes.get_title(), axes.get_xlabel(), lines))
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    monkeypatch.setattr("sys.argv", ["plot", *map(str, arguments)])
+    plot.main()
+    return panels
+
+
+def test_the_picture_of_two_runs(tmp_path, monkeypatch, capsys):
+    one = make_run(tmp_path, "one", 0.1, [4.0, 3.0, 2.0], validation_loss={1: 3.5, 2: 2.5})
+    two = make_run(tmp_path, "two", 0.2, [4.0, None, 1.0, 0.5])
+    output = tmp_path / "curves.svg"
+    panels = drawn(tmp_path, monkeypatch, capsys, one, two, "--smoothing", 0, "--output", output)
+    assert capsys.readouterr().out == f"drew {output}\n"
+    titles = ["loss", "loss", "validation loss", "throughput"]
+    assert [title for title, _, _ in panels] == titles
+    (_, x_tokens, by_tokens), (_, x_time, by_time), (_, _, validation), (_, _, speed) = panels
+    assert (x_tokens, x_time) == ("tokens", "minutes of steps")
+    tokens, losses, _ = by_tokens[1]
+    assert tokens.tolist() == [32, 64, 96] and losses.tolist() == [4, 3, 2]
+    np.testing.assert_array_equal(by_tokens[3][1], [4, np.nan, 1, 0.5])
+    assert by_time[3][0] * 60 == pytest.approx([0.5, 1, 1.5, 2])
+    assert [line[0].tolist() for line in validation] == [[64, 96]]
+    assert [line[1].tolist() for line in speed] == [[64] * 3, [64] * 4]
+    text = re.sub(r"\s+", " ", output.read_text())
+    assert "one, learning_rate=0.1<" in text and "two, learning_rate=0.2<" in text
+
+
+def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
+    one = make_run(tmp_path, "one", 0.1, [1.0] * 300)
+    output = tmp_path / "curves.png"
+    panels = drawn(tmp_path, monkeypatch, capsys, one, "--output", output)
+    assert panels[0][0] == "loss, averaged over 3 steps"
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_is_a_mean_of_falling_weights():
+    values = np.random.default_rng(0).normal(size=50)
+    values[[0, 20, 21]] = np.nan
+    found = plot.smooth(values, 5)
+    for i in range(50):
+        weights = np.exp(-(i - np.arange(i + 1)) / 5) * np.isfinite(values[: i + 1])
+        if np.isfinite(values[i]):
+            wanted = np.sum(weights * np.nan_to_num(values[: i + 1])) / np.sum(weights)
+            assert found[i] == pytest.approx(wanted)
+        else:
+            assert np.isnan(found[i])
+    np.testing.assert_array_equal(plot.smooth(values, 0), values)
+
+
+MISTAKES = {
+    "no folder": "{folder}/x/config.yaml isn't there: {folder}/x is no run's folder",
+    "no steps": "{folder}/x/metrics.jsonl has no step yet",
+    "damaged": "{folder}/x/metrics.jsonl can't be read: ",
+    "no picture": "Format 'txt' is not supported",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_message(mistake, tmp_path, monkeypatch):
+    name = "curves.txt" if mistake == "no picture" else "curves.svg"
+    if mistake != "no folder":
+        run = make_run(tmp_path, "x", 0.1, [1.0] if mistake == "no picture" else [])
+        if mistake == "damaged":
+            (run / "metrics.jsonl").write_text("{")
+    monkeypatch.setattr("sys.argv", ["plot", f"{tmp_path}/x", "--output", f"{tmp_path}/{name}"])
+    with pytest.raises(SystemExit) as stopped:
+        plot.main()
+    message = str(stopped.value)
+    assert message.startswith("error: " + MISTAKES[mistake].format(folder=tmp_path))
+    assert "\n" not in message and not (tmp_path / name).exists()
