@@ -881,7 +881,7 @@ def stop(config: Config, message: str) -> NoReturn:
     os._exit(1)
 
 
-@program(Config, "configs")
+@program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> None:
     try:
         check_config(config)

@@ -6,6 +6,8 @@ import functools
 import os
 import pathlib
 import re
+import signal
+import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any, TypeVar, cast
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -27,7 +30,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def program(
-    schema: type[C], folder: str, preset: dict[str, Any] | None = None
+    schema: type[C], folder: str, preset: dict[str, Any] | None = None, names: str = ""
 ) -> Callable[[Callable[[C], None]], Callable[[], None]]:
     """Makes a command-line program of a function of a config of type `schema`, a dataclass.
 
@@ -35,10 +38,14 @@ def program(
     with a message where there is no such file, or the config doesn't have the schema's keys and
     types: Hydra would suggest to add a key that it doesn't know, and then not check it. `preset`
     has values for keys that the files leave to the user and this program has no use for.
+
+    With --multirun each config has a process of its own, one after the other, as a process can
+    simulate but one number of devices; its number is added to the value of the key `names`.
     """
 
     def decorate(function: Callable[[C], None]) -> Callable[[], None]:
         configs: list[C] = []
+        jobs: list[list[str]] = []  # the arguments of each, with --multirun
 
         def run(composed: DictConfig) -> None:
             if HydraConfig.get().job.config_name == "base":
@@ -47,7 +54,13 @@ def program(
                 typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
                 config = cast(C, OmegaConf.to_object(typed))
                 _check_sections(config)
-                configs.append(config)
+                given = HydraConfig.get()
+                if given.mode == RunMode.MULTIRUN:
+                    named = f"{names}='{OmegaConf.select(typed, names)}/{len(jobs)}'"
+                    arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
+                    jobs.append([*arguments, named] if names else arguments)
+                else:
+                    configs.append(config)
             except Exception as error:  # as below; here, for Hydra would print a line of its own
                 sys.exit(f"error: {_message(error, schema, folder)}")
 
@@ -62,16 +75,39 @@ def program(
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
             job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             configs.clear()
+            jobs.clear()
             try:
                 job(run)()
             except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
                 sys.exit(f"error: {_message(error, schema, folder)}")
-            for config in configs:  # several with --multirun, none with --help
+            if jobs:
+                main_module = sys.modules["__main__"].__spec__
+                here = function.__module__
+                _sweep(main_module.name if main_module and here == "__main__" else here, jobs)
+            for config in configs:  # none with --help
                 function(config)
 
         return main
 
     return decorate
+
+
+def _sweep(module: str, jobs: list[list[str]]) -> None:
+    """Runs a program with the arguments of each job. One that is stopped stops the sweep; one that
+    fails doesn't."""
+    failed = []
+    for number, arguments in enumerate(jobs):
+        print(f"job {number}: {' '.join(arguments)}", flush=True)
+        with subprocess.Popen([sys.executable, "-m", module, *arguments]) as process:
+            signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to both processes
+            signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+            code = process.wait()
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            sys.exit(code)
+        if code:
+            failed.append(str(number))
+    if failed:
+        sys.exit(f"error: of {len(jobs)} jobs, these failed: {', '.join(failed)}")
 
 
 def _check_sections(config: Any, prefix: str = "") -> None:

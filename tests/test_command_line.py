@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -118,6 +119,46 @@ def test_two_hosts_train_as_one_does(tmp_path):
         assert set(a) == set(b)
         for key in set(a) - {"tokens_per_second", "data_wait_seconds"}:
             assert a[key] == pytest.approx(b[key], rel=1e-3), key
+
+
+SWEEP = ["--config-name=local_test_synthetic", "--multirun", "paths.model_name=sweep", *SMALL]
+SWEEP += ["mesh={d: 2, t: 2}", "training.steps_for_lr=10"]
+
+
+def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
+    """Meshes of other sizes, of which the first one doesn't fit the model."""
+    settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
+    done = run(*SWEEP, *settings, "mesh.d=3,1")
+    assert done.returncode == 1
+    problem, summary = done.stderr.splitlines()
+    assert problem.startswith("error: dimension M=32 does not split evenly over d=3")
+    assert summary == "error: of 2 jobs, these failed: 0"
+    assert re.findall("^job (.): .*mesh.d=(.)", done.stdout, re.M) == [("0", "3"), ("1", "1")]
+    assert "\ndone: 2 steps" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep", ".compilation_cache"}
+    sweep = tmp_path / "sweep"
+    assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
+    assert not list((sweep / "0").iterdir())
+    assert yaml.safe_load((sweep / "1/config.yaml").read_text())["mesh"] == {"d": 1, "t": 2}
+
+
+def test_ctrl_c_stops_a_sweep(tmp_path):
+    settings = [f"paths.root_working_dir={tmp_path}", "training.steps=10000"]
+    command = [sys.executable, "-m", "train", *SWEEP]
+    with subprocess.Popen(
+        [*command, *settings, "training.learning_rate=1e-2,1e-3"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step 0/"):
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "saved " in rest and "\nstopped after step " in rest and "job 1" not in rest
 
 
 BAD = {

@@ -26,7 +26,7 @@ OTHERS = ["null", "true", "text", "", "''", '""', "'", '"', " ", "' '", "a b", "
           "${x}", "${training}", "${training.steps}", "${oc.env:NONE}", "${", "1,2", "range(1,3)",
           "choice(a)", "int(x)", "foo://x", "gs://b/x", "s3://", "tokens.zarr", "texts",
           "text.txt", "bytes_utf8", "train"]  # fmt: skip
-FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--multirun", "--resolve",
+FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--resolve",
          "--none", "-x", "--", "-"]  # fmt: skip
 # Without a slash, as some texts name a folder to write to.
 ANY = st.characters(codec="utf-8", exclude_characters="/\0")
@@ -112,7 +112,7 @@ def check(folder, program, arguments, named):
     files = [path for top in new for path in (top, *top.rglob("*")) if path.is_file()]
     for path in new:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    expected = {".compilation_cache", "multirun"}  # the latter is Hydra's, with --multirun
+    expected = {".compilation_cache"}
     assert not [path for path in files if expected.isdisjoint(path.parts)]
 
 
