@@ -396,15 +396,16 @@ class Metrics:
     norms: f32["N"]  # those that `norm_names` names; none without metrics.norms_interval
 
 
+def first_state(weights: Weights) -> State:
+    """The state before the first step, by the weights to start from."""
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    return State(jnp.uint32(0), weights, zeros, zeros)
+
+
 def init_state(config: Config) -> State:
-    """The state before the first step, the same on any mesh."""
-
-    def init() -> State:
-        weights = init_weights(config)
-        zeros = jax.tree.map(jnp.zeros_like, weights)
-        return State(jnp.uint32(0), weights, zeros, zeros)
-
-    return jax.jit(init, out_shardings=make_shardings(State))()
+    """The same on any mesh."""
+    make = jax.jit(lambda: first_state(init_weights(config)), out_shardings=make_shardings(State))
+    return make()
 
 
 def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
@@ -675,16 +676,11 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
             )
     if not source.newest_step:
         return init_state(config), ""
-    state = source.restore(State, dimensions(config), to_yaml(config))
     if fresh:
-
-        def with_weights(state: State) -> State:
-            mu, nu = jax.tree.map(jnp.zeros_like, (state.mu, state.nu))
-            return State(jnp.uint32(0), state.weights, mu, nu)
-
-        made = jax.jit(with_weights, donate_argnums=0, out_shardings=make_shardings(State))
-        state = made(state)
-        return state, f"weights from {source.newest}"
+        weights = source.restore(Weights, dimensions(config), to_yaml(config), "weights/")
+        make = jax.jit(first_state, donate_argnums=0, out_shardings=make_shardings(State))
+        return make(weights), f"weights from {source.newest}"
+    state = source.restore(State, dimensions(config), to_yaml(config))
     if config.hf_dataset:
         loader.position = source.position()
     return state, f"resumed at step {source.newest_step} from {source.newest}"

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +46,7 @@ class CheckpointsConfig:
     stop_on_error: bool  # stop the run if one can't be written, or else only say so
 
 
-def chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """A device's part of an array, cut evenly to CHUNK_BYTES or less if small factors allow it."""
     chunk = list(shard)
     while itemsize * math.prod(chunk) > CHUNK_BYTES:
@@ -74,6 +74,13 @@ def _entry(kind: ArrayType, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"dtype": kind.dtype.name, "dimensions": dims, "shape": list(shape)}
 
 
+def entries(hint: Any, sizes: dict[str, int], prefix: str = "") -> dict[str, dict[str, Any]]:
+    """What the manifest says of the arrays of a tree of type `hint`, whatever their chunks. Needs a
+    mesh in context, be it without devices."""
+    kinds, shapes = named(type_tree(hint)), named(make_shapes(hint, sizes))
+    return {prefix + name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
+
+
 def show_entry(entry: dict[str, Any] | None) -> str:
     """`float32[V=1280, M=256]`."""
     if entry is None:
@@ -91,6 +98,49 @@ def _checksum(about: dict[str, Any]) -> int:
     """Of a checkpoint's attributes, less those that are written with it."""
     rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
+    """A new group with arrays to be written; of each its entry and the part that a writer holds,
+    which is cut into chunks. `about` has the attributes step, config and hosts."""
+    group = zarr.open_group(path, mode="w-", zarr_format=3)
+    manifest: Any = {}
+    for name, (entry, shard) in arrays.items():
+        dtype = jnp.dtype(entry["dtype"])
+        chunks = chunk_shape(shard, dtype.itemsize)
+        array = group.create_array(
+            name,
+            shape=entry["shape"],
+            dtype=_stored_dtype(dtype),
+            chunks=chunks,
+            compressors=[Crc32cCodec()],
+            dimension_names=entry["dimensions"],
+        )
+        manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "zarr")}
+    versions = {"python": platform.python_version(), **packages}
+    # It tells the other hosts that the arrays are there.
+    group.update_attributes({**about, "format": FORMAT, "versions": versions, "arrays": manifest})
+    return group
+
+
+def write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
+    """A part of an array, of whole chunks."""
+    # A chunk of zeros is written as any other: one that isn't there is one that was lost.
+    array = group[name].with_config({"write_empty_chunks": True})
+    array[index] = values.view(_stored_dtype(values.dtype))
+
+
+def report(group: Any, host: int, shards: int, problem: str | None, position: Any) -> None:
+    """How a host's writes ended."""
+    about = {"shards": shards, "problem": problem, "position": position}
+    group.create_group(f"writers/{host}", attributes=about)
+
+
+def complete(group: Any, positions: list[Any]) -> None:
+    """Marks a group whose every part is written. From here on it is a checkpoint."""
+    about = group.attrs.asdict() | {"positions": positions}
+    group.update_attributes({**about, "checksum": _checksum(about), "write_completed": True})
 
 
 class Checkpoint:
@@ -220,7 +270,7 @@ class Checkpoints:
             name: (_entry(kinds[name], leaf.shape), leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()
         }
-        about = {"step": step, "config": config}
+        about = {"step": step, "config": config, "hosts": jax.process_count()}
         path = self._path(step, self.start)
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
 
@@ -236,14 +286,13 @@ class Checkpoints:
         try:
             host = jax.process_index()
             if host == 0:
-                self._create(path, arrays, about)
+                create(path, arrays, about)
             group = self._wait(path, "arrays", writer=0)
-            writes = [(part[0], self.threads.submit(self._write, group, *part)) for part in parts]
+            writes = [(part[0], self.threads.submit(write, group, *part)) for part in parts]
             results = [(name, write.exception()) for name, write in writes]
             problems = [f"{name}: {error!r}" for name, error in results if error]
             problem = problems[0] if problems else None
-            report = {"shards": len(writes), "problem": problem, "position": position}
-            group.create_group(f"writers/{host}", attributes=report)
+            report(group, host, len(writes), problem, position)
             self._wait(f"{path}/writers/{host}", "shards", writer=host)
             if host == 0:
                 hosts = range(jax.process_count())
@@ -264,42 +313,13 @@ class Checkpoints:
             raise CheckpointError(message)
         self.say(f"warning: {message}; the run goes on")
 
-    @staticmethod
-    def _create(path: str, arrays: Any, about: dict[str, Any]) -> None:
-        group = zarr.open_group(path, mode="w-", zarr_format=3)
-        manifest: Any = {}
-        for name, (entry, shard) in arrays.items():
-            dtype = jnp.dtype(entry["dtype"])
-            chunks = chunk_shape(shard, dtype.itemsize)
-            array = group.create_array(
-                name,
-                shape=entry["shape"],
-                dtype=_stored_dtype(dtype),
-                chunks=chunks,
-                compressors=[Crc32cCodec()],
-                dimension_names=entry["dimensions"],
-            )
-            manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
-        packages = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "zarr")}
-        versions = {"python": platform.python_version(), **packages}
-        # It tells the other hosts that the arrays are there.
-        about |= {"format": FORMAT, "versions": versions, "hosts": jax.process_count()}
-        group.update_attributes({**about, "arrays": manifest})
-
-    @staticmethod
-    def _write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
-        # A chunk of zeros is written as any other: one that isn't there is one that was lost.
-        array = group[name].with_config({"write_empty_chunks": True})
-        array[index] = values.view(_stored_dtype(values.dtype))
-
     def _end(self, group: Any, positions: list[Any], failed: list[str]) -> None:
         if failed:
             group.update_attributes({"write_failed": failed[0]})
             return
-        about = group.attrs.asdict() | {"positions": positions}
-        group.update_attributes({**about, "checksum": _checksum(about), "write_completed": True})
+        complete(group, positions)
         if self.config.keep_last:
-            self._remove_old(about["step"])
+            self._remove_old(group.attrs["step"])
 
     def _remove_old(self, written: int) -> None:
         """And those whose removal was begun. Later steps than the one just written are of
@@ -340,9 +360,10 @@ class Checkpoints:
             time.sleep(pause)
             pause = min(2 * pause, 2)
 
-    def restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
+    def restore(self, hint: Any, sizes: dict[str, int], config: str, prefix: str = "") -> Any:
         """The newest checkpoint that is undamaged, which becomes `newest`, as a tree of type `hint`
         on the mesh in context; each host reads its devices' parts. Says which ones are damaged.
+        With the prefix `weights/`, only what is there under that name is read, and must be whole.
 
         Raises CheckpointError if there is none, and for another model's, naming the first
         difference between the `model` sections of the configs, or between the arrays.
@@ -351,7 +372,7 @@ class Checkpoints:
         while self.newest_step:
             tree, problem = None, None
             try:
-                tree = self._restore(hint, sizes, config)
+                tree = self._restore(hint, sizes, config, prefix)
             except DamageError as error:
                 problem = f"{self.newest} is damaged: {error}"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
@@ -366,13 +387,13 @@ class Checkpoints:
             f"another {self.key}"
         )
 
-    def _restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
+    def _restore(self, hint: Any, sizes: dict[str, int], config: str, prefix: str) -> Any:
         found = Checkpoint(self.newest, self.newest_step)
-        self.check_model(hint, sizes, config)
+        self.check_model(hint, sizes, config, prefix)
         shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-            array = found.array(name)
+            array = found.array(prefix + name)
 
             def part(index: Any) -> np.ndarray:
                 return storage.read(array, index).view(shape.dtype)
@@ -394,7 +415,7 @@ class Checkpoints:
             )
         return about["positions"][jax.process_index()]
 
-    def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
+    def check_model(self, hint: Any, sizes: dict[str, int], config: str, prefix: str = "") -> None:
         """Raises CheckpointError if the newest checkpoint is another model's, or none any more."""
         try:
             about = Checkpoint(self.newest, self.newest_step).about
@@ -406,16 +427,19 @@ class Checkpoints:
                 f"{self.newest} has format {about['format']}; this program reads {FORMAT}"
             )
         here, there = OmegaConf.create(config).model, OmegaConf.create(about["config"]).model
-        kinds, shapes = named(type_tree(hint)), named(make_shapes(hint, sizes))
-        entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
-        pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
-        for name in dict.fromkeys([*entries, *about["arrays"]]):
-            pairs.append(
-                (name, show_entry(about["arrays"].get(name)), show_entry(entries.get(name)))
+        wanted = entries(hint, sizes, prefix)
+        arrays = {k: v for k, v in about["arrays"].items() if k.startswith(prefix)}
+        if not prefix and all(name.startswith("weights/") for name in arrays):
+            raise CheckpointError(
+                f"{self.newest} has weights alone: a new run starts from them by paths.clone_from, "
+                "with paths.clone_weights_only=true"
             )
-        for name, found, wanted in pairs:
-            if found != wanted:
+        pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
+        for name in dict.fromkeys([*wanted, *arrays]):
+            pairs.append((name, show_entry(arrays.get(name)), show_entry(wanted.get(name))))
+        for name, found, expected in pairs:
+            if found != expected:
                 raise CheckpointError(
-                    f"{self.newest} is of another model: {name} is {found} there, {wanted} here; "
+                    f"{self.newest} is of another model: {name} is {found} there, {expected} here; "
                     f"choose another {self.key}, or the config it was made by"
                 )

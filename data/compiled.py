@@ -6,6 +6,7 @@ serializes, by pickle: load only what you compiled yourself.
 
 import hashlib
 import json
+import os
 import pathlib
 import sys
 import sysconfig
@@ -51,13 +52,14 @@ def use_cache(root: str) -> None:
 def unless_passed_before(root: str, config: Any, check: Callable[[], object]) -> None:
     """Runs a check whose outcome depends on the config and the source alone, unless a mark in the
     cache says that it has passed, for the same of both, and the same JAX and Python: the source of
-    all modules that aren't installed packages."""
+    all modules that aren't installed packages, nor name a file that isn't there, as some of
+    PyTorch's do."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
     files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     texts = [
         pathlib.Path(file).read_bytes()
         for file in sorted(files)
-        if file.endswith(".py") and not file.startswith(installed)
+        if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
     ]
     given = {key: value for key, value in by_key(config).items() if not key.startswith("paths.")}
     here = repr((given, version("jax"), sys.version)).encode()

@@ -257,6 +257,22 @@ def test_another_model_is_refused(case, tmp_path, monkeypatch):
     golden.check("checkpoints.txt", case, str(error.value))
 
 
+def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
+    with jax.set_mesh(mesh(4, 2)):
+        path = save(tmp_path)
+        (path / "embed/c/1/2").unlink()
+        part = Stacked["layers", Layer]
+        found = Checkpoints(str(tmp_path), 4).restore(part, SIZES, CONFIG, "layers/")
+        assert_same_bits(found, values().layers)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found) == make_shardings(part)
+        with pytest.raises(CheckpointError, match="layers/step is missing there, uint32"):
+            Checkpoints(str(tmp_path), 4).restore(Known, SIZES, CONFIG, "layers/")
+        (path / "layers/w/c/0/1/1").unlink()
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
+            Checkpoints(str(tmp_path), 4).restore(part, SIZES, CONFIG, "layers/")
+    assert "is damaged: layers/w: chunk 0.1.1 is missing" in capsys.readouterr().err
+
+
 def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
     with jax.set_mesh(mesh(4, 2)):
         assert Checkpoints(str(tmp_path / "none"), 4).newest_step == 0
