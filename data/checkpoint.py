@@ -340,9 +340,10 @@ class Checkpoints:
             time.sleep(pause)
             pause = min(2 * pause, 2)
 
-    def restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
+    def restore(self, hint: Any, sizes: dict[str, int], config: str, part: bool = False) -> Any:
         """The newest checkpoint that is undamaged, which becomes `newest`, as a tree of type `hint`
-        on the mesh in context; each host reads its devices' parts. Says which ones are damaged.
+        on the mesh in context; each host reads its devices' parts. Says which ones are damaged. A
+        `part` of what was saved has some of its arrays, by their paths.
 
         Raises CheckpointError if there is none, and for another model's, naming the first
         difference between the `model` sections of the configs, or between the arrays.
@@ -351,7 +352,7 @@ class Checkpoints:
         while self.newest_step:
             tree, problem = None, None
             try:
-                tree = self._restore(hint, sizes, config)
+                tree = self._restore(hint, sizes, config, part)
             except DamageError as error:
                 problem = f"{self.newest} is damaged: {error}"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
@@ -366,18 +367,18 @@ class Checkpoints:
             f"another {self.key}"
         )
 
-    def _restore(self, hint: Any, sizes: dict[str, int], config: str) -> Any:
+    def _restore(self, hint: Any, sizes: dict[str, int], config: str, part: bool) -> Any:
         found = Checkpoint(self.newest, self.newest_step)
-        self.check_model(hint, sizes, config)
+        self.check_model(hint, sizes, config, part)
         shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
             array = found.array(name)
 
-            def part(index: Any) -> np.ndarray:
+            def values(index: Any) -> np.ndarray:
                 return storage.read(array, index).view(shape.dtype)
 
-            return jax.make_array_from_callback(shape.shape, sharding, part)
+            return jax.make_array_from_callback(shape.shape, sharding, values)
 
         leaves = named(shapes)
         made = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
@@ -394,7 +395,9 @@ class Checkpoints:
             )
         return about["positions"][jax.process_index()]
 
-    def check_model(self, hint: Any, sizes: dict[str, int], config: str) -> None:
+    def check_model(
+        self, hint: Any, sizes: dict[str, int], config: str, part: bool = False
+    ) -> None:
         """Raises CheckpointError if the newest checkpoint is another model's, or none any more."""
         try:
             about = Checkpoint(self.newest, self.newest_step).about
@@ -409,7 +412,7 @@ class Checkpoints:
         kinds, shapes = named(type_tree(hint)), named(make_shapes(hint, sizes))
         entries = {name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
         pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
-        for name in dict.fromkeys([*entries, *about["arrays"]]):
+        for name in dict.fromkeys([*entries, *([] if part else about["arrays"])]):
             pairs.append(
                 (name, show_entry(about["arrays"].get(name)), show_entry(entries.get(name)))
             )
