@@ -12,9 +12,9 @@ bf16 once, and stay split as training stores them: each layer gathers its own, s
 gathers over d, and none over t. The batch is the samples, and some that nobody sees where d doesn't
 divide their number. The same seed gives the same text on any mesh, but for the rounding of bf16.
 
-A text ends after --tokens, or where the model gives the tokenizer's end-of-text id. One that was
-trained on flat tokens hardly will: their documents start, by a mark on a token, and have none to end
-with. So bytes_utf8 has no such id.
+A text ends after --tokens, or where the model gives the tokenizer's end-of-text id. A model
+of flat tokens hardly will: their documents start, by a mark on a token, and have none to end with.
+So bytes_utf8 has no such id.
 
 Evaluation. All tokens of the validation split, in order, packed into rows as long as those of the
 training; no document sees another. "Nats per token" is the sum of the losses of all tokens by their
@@ -385,7 +385,7 @@ class Saved:
 def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     """The checkpoints, and the config of the newest. Raises CheckpointError."""
     checkpoints = Checkpoints(path, 32)
-    checkpoints.key = "checkpoint"
+    checkpoints.key = "folder"
     if not checkpoints.newest_step:
         raise CheckpointError(
             f"{path} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
@@ -417,16 +417,21 @@ def parse_mesh(mesh: str) -> dict[str, int]:
 
 
 def evaluate(
-    weights: train.Weights, path: str, batches: int | None, by: Text | None, config: train.Config
-) -> str:
-    """A line on the losses of the validation split, as the docstring above has them."""
-    data, tokens = FlatTokens(path, "validation"), config.training.tokens
+    weights: train.Weights,
+    data: FlatTokens,
+    batches: int | None,
+    by: Text | None,
+    config: train.Config,
+) -> tuple[float, int, int]:
+    """The sum of the losses of a split's tokens in nats, their number, and that of their bytes; no
+    bytes without a tokenizer. Raises FlatTokensError."""
     if data.max_token_id >= config.model.vocab:
         raise FlatTokensError(
             f"{data.name} has ids up to {data.max_token_id}; the model's vocabulary ends with "
             f"{config.model.vocab - 1}"
         )
-    rows = -(-tokens.batch // config.mesh.d) * config.mesh.d
+    tokens, d = config.training.tokens, config.mesh.d
+    rows = -(-tokens.batch // d) * d
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
         read = data.read(first, min(first + size, data.token_count))
@@ -435,14 +440,16 @@ def evaluate(
         loss, count = summed_loss(weights, batch, config)
         nats, targets = nats + float(loss), targets + int(count)
         size_of_text += by.count_bytes(*read) if by else 0
-    loss_of_token = nats / targets
-    shown = (
-        f"{data.name}: {targets:,} tokens, {loss_of_token:.4f} nats per token, "
-        f"perplexity {math.exp(loss_of_token):.4g}"
+    return nats, targets, size_of_text
+
+
+def show_losses(nats: float, tokens: int, size_of_text: int) -> str:
+    per_token = nats / tokens
+    bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte" if size_of_text else ""
+    return (
+        f"{tokens:,} tokens: {per_token:.4f} nats per token, perplexity {math.exp(per_token):.4g}, "
+        + (bits or "bits per byte need a --tokenizer")
     )
-    if not by:
-        return f"{shown}; for bits per byte, name the --tokenizer"
-    return f"{shown}, {nats / math.log(2) / size_of_text:.4f} bits per byte of {size_of_text:,}"
 
 
 def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.Config) -> None:
@@ -512,16 +519,21 @@ def run(given: argparse.Namespace) -> None:
             )
         by = Text(*named) if named else None
         sizes = train.dimensions(config)
+        try:
+            shapes = make_shapes(Weights, sizes)
+        except ValueError as error:
+            raise ValueError(f"--mesh {given.mesh}: {error}") from None
         weights = checkpoints.restore(Saved, sizes, train.to_yaml(config), part=True).weights
         print(f"{checkpoints.newest}", file=sys.stderr)
         if given.evaluate:
-            print(evaluate(weights, given.evaluate, given.batches, by, config))
+            data = FlatTokens(given.evaluate, "validation")
+            losses = evaluate(weights, data, given.batches, by, config)
+            print(f"{data.name}, {show_losses(*losses)}")
         else:
             assert by, "it was looked for above"
             narrow = [leaf.astype(bf16.dtype) for leaf in jax.tree.leaves(weights)]
             del weights
-            tree = jax.tree.structure(make_shapes(Weights, sizes))
-            write(given, jax.tree.unflatten(tree, narrow), by, config)
+            write(given, jax.tree.unflatten(jax.tree.structure(shapes), narrow), by, config)
 
 
 def main() -> None:
