@@ -6,11 +6,12 @@
 A checkpoint's config says what model it is. Of its arrays only the weights are read.
 
 Text. The model is given its start token, then the prompt; each token that it adds is fed to it in
-turn, so that a step computes one token, and finds the keys and values of those before in a cache. A
-token sees as many tokens as a row of the training had, so a text may be longer. Weights are cast to
-bf16 once, and stay split as training stores them: each layer gathers its own, so a token pays for
-gathers over d, and none over t. The batch is the samples, and some that nobody sees where d doesn't
-divide their number. The same seed gives the same text on any mesh, but for the rounding of bf16.
+turn, so that a step computes one token, and finds the keys and values of those before in a cache.
+A token sees as many tokens as a row of the training had, so a text may be longer. The weights are
+cast to bf16 and gathered over d once, so that each device holds 1/t of them: t is for a model that
+is too large for one device, d for many samples. The batch is the samples, and some that nobody sees
+where d doesn't divide their number. The same seed gives the same text on any mesh, but for the
+rounding of bf16.
 
 A text ends after --tokens, or where the model gives the tokenizer's end-of-text id. A model
 of flat tokens hardly will: their documents start, by a mark on a token, and have none to end with.
@@ -69,25 +70,34 @@ PREFILL = 256  # tokens of a prompt, at most, that are computed together
 
 @pytree_dataclass
 class Layer:
-    """train.Layer in bf16: half the bytes to read for each token."""
+    """train.Layer to be read once for each token: in bf16, and whole along d, so that a token waits
+    for no gather of weights."""
 
-    attention_norm: bf16["M/t/d"]
-    w_q: bf16["M/d Q K/t D"]
-    w_k: bf16["M/d K/t D"]
-    w_v: bf16["M/d K/t D"]
-    w_o: bf16["M/d Q K/t D"]
-    mlp_norm: bf16["M/t/d"]
-    w_gate: bf16["M/d F/t"]
-    w_up: bf16["M/d F/t"]
-    w_down: bf16["M/d F/t"]
+    attention_norm: bf16["M"]
+    w_q: bf16["M Q K/t D"]
+    w_k: bf16["M K/t D"]
+    w_v: bf16["M K/t D"]
+    w_o: bf16["M Q K/t D"]
+    mlp_norm: bf16["M"]
+    w_gate: bf16["M F/t"]
+    w_up: bf16["M F/t"]
+    w_down: bf16["M F/t"]
 
 
 @pytree_dataclass
 class Weights:
-    embed: bf16["V/t M/d"]
+    embed: bf16["V/t M"]
     layers: Stacked["layers", Layer]
-    final_norm: bf16["M/t/d"]
-    unembed: bf16["V/t M/d"]
+    final_norm: bf16["M"]
+    unembed: bf16["V/t M"]
+
+
+def lay_out(weights: train.Weights) -> Weights:
+    """On the mesh in context, on which each device then has 1/t of them."""
+    shardings, tree = jax.tree.flatten(make_shardings(Weights))
+    pairs = zip(jax.tree.leaves(weights), shardings, strict=True)
+    leaves = [jax.device_put(leaf.astype(bf16.dtype), where) for leaf, where in pairs]
+    return jax.tree.unflatten(tree, leaves)
 
 
 @pytree_dataclass
@@ -125,8 +135,7 @@ def extend(
     """train.forward of the inputs at positions from `first` on, with those before in the cache; and
     the cache with these in it too."""
     model, window = config.model, config.training.tokens.len
-    embed = ops.all_gather("V/t M/d -> V/t M", weights.embed)
-    x = ops.index_unreduced("[V/t] M, B/d l -> B/d l M {U:t}", embed, inputs)
+    x = ops.index_unreduced("[V/t] M, B/d l -> B/d l M {U:t}", weights.embed, inputs)
     x = ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", x)
 
     @typechecked
@@ -135,14 +144,12 @@ def extend(
     ) -> tuple[tuple[bf16["B/d l M/t"], Stacked["layers", Cache]], tuple[()]]:
         (x, cache), (w, number) = carry, layer
 
-        gain = ops.all_gather("M/t/d -> M", w.attention_norm)
-        h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain, model.norm_eps)
-        w_q = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_q)
-        w_k = ops.all_gather("M/d K/t D -> M K/t D", w.w_k)
-        w_v = ops.all_gather("M/d K/t D -> M K/t D", w.w_v)
-        q = ops.einsum_unreduced("B/d l M, M Q K/t D -> B/d l Q K/t D", h, w_q)
-        k = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w_k)
-        v = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w_v)
+        h = train.rms_norm(
+            ops.all_gather("B/d l M/t -> B/d l M", x), w.attention_norm, model.norm_eps
+        )
+        q = ops.einsum_unreduced("B/d l M, M Q K/t D -> B/d l Q K/t D", h, w.w_q)
+        k = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_k)
+        v = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_v)
         q, k = train.rope(q, model, first), train.rope(k, model, first)
         # The loop carries the cache of all layers, so that it is written in place.
         at = (number, 0, first, 0, 0)
@@ -151,19 +158,14 @@ def extend(
         )
         own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), new)
         mixed = attention(q, own, first, window)
-        w_o = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_o)
-        y = ops.einsum_unreduced("B/d l Q K/t D, M Q K/t D -> B/d l M {U:t}", mixed, w_o)
+        y = ops.einsum_unreduced("B/d l Q K/t D, M Q K/t D -> B/d l M {U:t}", mixed, w.w_o)
         x = x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y)
 
-        gain = ops.all_gather("M/t/d -> M", w.mlp_norm)
-        h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain, model.norm_eps)
-        w_gate = ops.all_gather("M/d F/t -> M F/t", w.w_gate)
-        w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)
-        gate = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w_gate)
-        up = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w_up)
-        w_down = ops.all_gather("M/d F/t -> M F/t", w.w_down)
+        h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), w.mlp_norm, model.norm_eps)
+        gate = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_gate)
+        up = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_up)
         hidden = jax.nn.silu(gate) * up
-        y = ops.einsum_unreduced("B/d l F/t, M F/t -> B/d l M {U:t}", hidden, w_down)
+        y = ops.einsum_unreduced("B/d l F/t, M F/t -> B/d l M {U:t}", hidden, w.w_down)
         return (x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y), new), ()
 
     numbers = jnp.arange(model.layers, dtype=i32.dtype)
@@ -173,10 +175,8 @@ def extend(
 
 @typechecked
 def logits_of(weights: Weights, x: bf16["B/d l M/t"], eps: float) -> f32["B/d l V/t"]:
-    gain = ops.all_gather("M/t/d -> M", weights.final_norm)
-    unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed)
-    h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain, eps)
-    return ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, unembed, dtype=f32)
+    h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), weights.final_norm, eps)
+    return ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, weights.unembed, dtype=f32)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def run(given: argparse.Namespace) -> None:
         by = Text(*named) if named else None
         sizes = train.dimensions(config)
         try:
-            shapes = make_shapes(Weights, sizes)
+            make_shapes(train.Weights, sizes)
         except ValueError as error:
             raise ValueError(f"--mesh {given.mesh}: {error}") from None
         weights = checkpoints.restore(Saved, sizes, train.to_yaml(config), part=True).weights
@@ -531,9 +531,7 @@ def run(given: argparse.Namespace) -> None:
             print(f"{data.name}, {show_losses(*losses)}")
         else:
             assert by, "it was looked for above"
-            narrow = [leaf.astype(bf16.dtype) for leaf in jax.tree.leaves(weights)]
-            del weights
-            write(given, jax.tree.unflatten(jax.tree.structure(shapes), narrow), by, config)
+            write(given, lay_out(weights), by, config)
 
 
 def main() -> None:
