@@ -99,6 +99,24 @@ def test_what_one_mesh_writes_every_mesh_reads_bit_for_bit(written, tmp_path):
             assert layouts == make_shardings(Tree)
 
 
+@pytree_dataclass
+class Part:
+    layers: Stacked["layers", Layer]
+
+
+def test_a_part_of_the_tree_reads_no_more_than_that(tmp_path):
+    with jax.set_mesh(mesh(4, 2)):
+        path = save(tmp_path)
+        shutil.rmtree(path / "embed/c")
+        checkpoints = Checkpoints(str(tmp_path), 4)
+        part = checkpoints.restore(Part, SIZES, CONFIG, part=True)
+        assert_same_bits(part.layers, values().layers)
+        with pytest.raises(CheckpointError, match="step is .* there, missing here"):
+            checkpoints.restore(Part, SIZES, CONFIG)
+        with pytest.raises(CheckpointError, match="layers/w is .*F=8"):
+            checkpoints.restore(Part, SIZES | {"F": 16}, CONFIG, part=True)
+
+
 def test_on_disk_is_what_the_page_says(tmp_path):
     """Read by nothing but zarr, json and file names."""
     with jax.set_mesh(mesh(4, 2)):

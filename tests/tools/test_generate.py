@@ -228,9 +228,10 @@ def test_evenly_spaced_draws_give_ids_by_their_shares(temperature, top_p, top_k)
 
 
 def test_the_extremes_of_draws_give_ids_that_may_come():
+    """A draw may be rounded to 1, in effect, as sums are."""
     logits = jnp.array([[-jnp.inf, 1.0, 1.0, -jnp.inf, 0.5]] * 2)
     for how in generate.Sampling(1, 0, 1), generate.Sampling(1, 0, 0.5):
-        first, last = sample(logits, jnp.float32([0, 1 - 2**-24]), how)
+        first, last = sample(logits, jnp.float32([0, 1]), how)
         assert first == 1 and last == np.flatnonzero(shares_kept(logits[0], how))[-1]
 
 
@@ -427,4 +428,5 @@ def test_what_it_says_of_a_mistake(case, run, tmp_path, capsys, monkeypatch):
     out, error, message = call(capsys, monkeypatch, tmp_path / "run", *arguments)
     assert not out and "Traceback" not in error and message.startswith("error: ")
     message = re.sub(r"JSONDecodeError\(.*\)", "JSONDecodeError(...)", message)
+    message = re.sub(r"can't be opened: We .*", "can't be opened: ...", message)  # transformers'
     golden.check("generate.txt", case, f"{error}{message}")
