@@ -111,9 +111,9 @@ def test_a_part_of_the_tree_reads_no_more_than_that(tmp_path):
         checkpoints = Checkpoints(str(tmp_path), 4)
         part = checkpoints.restore(Part, SIZES, CONFIG, part=True)
         assert_same_bits(part.layers, values().layers)
-        with pytest.raises(CheckpointError, match="step is .* there, missing here"):
+        with pytest.raises(CheckpointError, match=r"step is .* there, missing here"):
             checkpoints.restore(Part, SIZES, CONFIG)
-        with pytest.raises(CheckpointError, match="layers/w is .*F=8"):
+        with pytest.raises(CheckpointError, match=r"layers/w is .*F=8"):
             checkpoints.restore(Part, SIZES | {"F": 16}, CONFIG, part=True)
 
 
