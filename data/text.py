@@ -86,7 +86,8 @@ class Tokenizer:
         try:
             self.slow = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer={name} can't be opened: {error}") from None
+            problem = str(error).splitlines()[0]
+            raise ValueError(f"tokenizer={name} can't be opened: {problem}") from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
         if self.fast:  # the library itself: what is wrapped around it costs a third of the speed
             # Our own threads call it: its own would wait while a unit is read, and written.

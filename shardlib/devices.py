@@ -85,6 +85,12 @@ def mfu(kind: str, count: int, flops: float) -> str:
     return f"{flops / chip.flops / count:.1%}" if chip else f"unknown chip ({kind})"
 
 
+def bandwidth_share(kind: str, rate: float) -> str:
+    """As text, what share of a device's memory bandwidth so many bytes/s are."""
+    chip = find_chip(kind)
+    return f"{rate / chip.bandwidth:.1%}" if chip else f"unknown chip ({kind})"
+
+
 def compiler_options(kind: str) -> dict[str, bool | str]:
     """For `jax.stages.Lowered.compile`, by JAX's `device.device_kind`. What the user's flags say
     something about is left to them."""
@@ -102,6 +108,12 @@ def simulate_cpu_devices(count: int) -> None:
     """
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
+    have_cpu_devices(count)
+
+
+def have_cpu_devices(count: int) -> None:
+    """So many, should JAX find no other devices, and unless the environment says otherwise. Call it
+    before JAX looks for devices."""
     if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

@@ -60,6 +60,13 @@ def mean_loss(weights, targets, is_start, max_timescale):
 
 @jax.jit
 def laid_out_loss(weights, targets, before, position, sees, max_timescale):
+    likelihood = jax.nn.softmax(laid_out_logits(weights, before, position, sees, max_timescale))
+    likelihood = jnp.take_along_axis(likelihood, targets[..., None].astype(int), -1)[..., 0]
+    return -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood), 0)) / jnp.sum(targets != 0)
+
+
+@jax.jit
+def laid_out_logits(weights, before, position, sees, max_timescale):
     x = weights["embed"][before]
     for i in range(len(weights["layers"]["w_up"])):
         layer = {name: value[i] for name, value in weights["layers"].items()}
@@ -68,7 +75,4 @@ def laid_out_loss(weights, targets, before, position, sees, max_timescale):
         h = normalize(x, layer["mlp_norm"])
         gate, up = h @ layer["w_gate"], h @ layer["w_up"]
         x = x + (gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T
-    logits = normalize(x, weights["final_norm"]) @ weights["unembed"].T
-    likelihood = jax.nn.softmax(logits)
-    likelihood = jnp.take_along_axis(likelihood, targets[..., None].astype(int), -1)[..., 0]
-    return -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood), 0)) / jnp.sum(targets != 0)
+    return normalize(x, weights["final_norm"]) @ weights["unembed"].T

@@ -476,8 +476,11 @@ def import_weights(folder: str, output: str, id_offset: int) -> None:
     wanted = tensors(model, id_offset)
     there = find(pathlib.Path(folder), wanted, tied)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
-    rows = OmegaConf.to_yaml(OmegaConf.create({"training": {"tokens": {"len": length}}}))
-    about = {"step": STEP, "config": section + rows, "hosts": 1}
+    # For tools.generate: a part of the logits at a time, as rows may be long.
+    tokens = {"batch": 1, "len": length}
+    rows = {"training": {"tokens": tokens, "loss_chunks": math.gcd(length, max(1, length // 1024))}}
+    config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
+    about = {"step": STEP, "config": config, "hosts": 1}
     arrays = {}
     for name, entry in entries(model).items():
         lengths = zip(entry["dimensions"], entry["shape"], strict=True)

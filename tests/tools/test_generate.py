@@ -1,0 +1,435 @@
+"""Generation with a cache against the oracle's full forward pass, sampling against its definition,
+and what the tool says."""
+
+import dataclasses
+import re
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+
+import train
+from data.checkpoint import Checkpoints
+from data.flat_tokens import SPLITS, FlatTokens, Writer
+from shardlib import audit, devices
+from shardlib.types import (
+    Stacked,
+    f32,
+    i32,
+    make_shapes,
+    make_shardings,
+    type_tree,
+    typed_shard_map,
+    u32,
+)
+from tests import golden, oracle
+from tests.helpers import IN_F32, assert_close, edited, mesh, small_config
+from tools import generate
+
+MESHES = [(1, 1), (4, 2), (2, 4), (1, 8)]
+TIMESCALE = 100  # of small_config
+
+
+@pytest.fixture(scope="module")
+def in_f32():
+    """The tool with f32 in the place of bf16."""
+    module = edited("train.py", IN_F32)
+    return edited(
+        "tools/generate.py", IN_F32, ("import train\n", f"import {module.__name__} as train\n")
+    )
+
+
+def random_weights(config):
+    """As numpy arrays, in a dict: gains are not one, and logits not small."""
+    with jax.set_mesh(mesh(1, 1)):
+        rng = np.random.default_rng(7)
+        shapes = make_shapes(train.Weights, train.dimensions(config))
+        weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
+    return vars(weights) | {"layers": vars(weights.layers)}
+
+
+def placed(kind, weights):
+    """That dict as `kind`, the Weights of a module, on the mesh in context."""
+    flat = {**weights, **weights["layers"]}
+
+    def put(path, sharding, like):
+        return jax.device_put(flat[path[-1].name].astype(like.dtype), sharding)
+
+    return jax.tree_util.tree_map_with_path(put, make_shardings(kind), type_tree(kind))
+
+
+def oracle_logits(weights, inputs, window=10**9):
+    """f32[B, L, V] of one document a row, each token of which sees so many."""
+    length = inputs.shape[1]
+    age = np.arange(length)[:, None] - np.arange(length)
+    sees = np.broadcast_to((age >= 0) & (age < window), (len(inputs), length, length))
+    position = np.broadcast_to(np.arange(length), inputs.shape)
+    return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, TIMESCALE))
+
+
+def cached_logits(tool, config, weights, inputs, on):
+    """The same, through the cache: some tokens together, then one by one, then some together."""
+
+    @jax.jit
+    @typed_shard_map
+    def step(
+        weights: tool.Weights,
+        cache: Stacked["layers", tool.Cache],
+        inputs: u32["B/d l"],
+        first: i32[""],
+    ) -> tuple[f32["B/d l V/t"], Stacked["layers", tool.Cache]]:
+        x, cache = tool.extend(weights, cache, inputs, first, config)
+        return tool.logits_of(weights, x, config.model.norm_eps), cache
+
+    with jax.set_mesh(on):
+        kind = Stacked["layers", tool.Cache]
+        sizes = train.dimensions(config) | {"S": 16}
+        cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
+        parts, first = [], 0
+        for count in 4, 1, 1, 1, 1, 4:
+            here = inputs[:, first : first + count]
+            found, cache = step(placed(tool.Weights, weights), cache, here, np.int32(first))
+            parts.append(found)
+            first += count
+        return np.concatenate(parts, axis=1)
+
+
+def random_inputs():
+    return np.random.default_rng(0).integers(0, 48, (8, 12)).astype(np.uint32)
+
+
+@pytest.mark.parametrize(("axes", "length"), [*((axes, 12) for axes in MESHES), ((4, 2), 5)])
+def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, length):
+    """Also where a token sees five alone, as in a training with rows of so many."""
+    config = small_config(f"training.tokens.len={length}")
+    weights, inputs = random_weights(config), random_inputs()
+    found = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
+    assert_close(found, oracle_logits(weights, inputs, length), 1e-5)
+
+
+def test_bf16_is_close():
+    """Some thirty roundings in a row, of 2**-9 at most each."""
+    config = small_config()
+    weights, inputs = random_weights(config), random_inputs()
+    found = cached_logits(generate, config, weights, inputs, mesh(4, 2))
+    assert_close(found, oracle_logits(weights, inputs), 3e-2)
+
+
+def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
+    names = ["B", "l", "S", "M", "Q", "K", "D", "F", "V", "layers"]
+    probe, sizes = devices.probe_mesh(("d", "t"), names)
+    config = small_config(f"model.layers={sizes['layers']}")
+    cache = Stacked["layers", generate.Cache]
+
+    def traced(on):
+        programs = []
+        with jax.sharding.use_abstract_mesh(on):
+            hint = tuple[generate.Weights, cache, u32["B/d l"], i32[""]]
+            programs.append(generate.prefill.trace(*make_shapes(hint, sizes), config))
+            hint = tuple[generate.Weights, cache, u32["B/d"], i32[""], f32["S B/d"], u32["V/t"]]
+            for how in generate.Sampling(0, 0, 1), generate.Sampling(0.8, 5, 0.9):
+                programs.append(generate.decode.trace(*make_shapes(hint, sizes), config, how))
+        return [program.jaxpr.jaxpr for program in programs]
+
+    for jaxpr, other in zip(traced(probe), traced(devices.turned(probe)), strict=True):
+        audit.check(jaxpr, dict(probe.shape), sizes)
+        audit.check_numbers(jaxpr, other)
+
+
+GREEDY = generate.Sampling(0, 0, 1)
+SMALL_IDS = np.arange(48, dtype=np.uint32)  # 0 is none
+
+
+def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9, seed=0):
+    config = dataclasses.replace(config, mesh=train.MeshConfig(**dict(on.shape)))
+    with jax.set_mesh(on):
+        args = prompt, tokens, rows, seed, how, SMALL_IDS, config
+        return np.stack(list(tool.generate(placed(tool.Weights, weights), *args)), axis=1)
+
+
+def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
+    """For prompts that are computed in no, one and two parts."""
+    monkeypatch.setattr(in_f32, "PREFILL", 16)
+    config = small_config("training.tokens.len=64", "model.start_token=3")
+    weights = random_weights(config)
+    for length in 0, 6, 17:
+        prompt = np.random.default_rng(length).integers(1, 48, length).tolist()
+        inputs = np.zeros((1, 32), np.uint32)
+        inputs[0, : length + 1] = [3, *prompt]
+        for at in range(length, length + 9):
+            inputs[0, at + 1] = 1 + oracle_logits(weights, inputs)[0, at, 1:].argmax()
+        found = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
+        assert (found == inputs[0, length + 1 : length + 10]).all()
+    assert len(np.unique(found[0])) > 4
+
+
+def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
+    config = small_config()
+    weights, how = random_weights(config), generate.Sampling(1, 0, 0.9)
+    one, eight, other = (
+        generated(in_f32, config, weights, mesh(*axes), [5, 6], how, rows, seed=seed)
+        for axes, rows, seed in [((1, 2), 1, 0), ((4, 2), 8, 0), ((4, 2), 8, 1)]
+    )
+    assert (one[0] == eight[0]).all()
+    assert len(np.unique(eight, axis=0)) == 8, "samples are not alike"
+    assert (other != eight).any(axis=1).all()
+
+
+def test_the_step_is_compiled_once_and_reuses_the_caches_memory(in_f32, monkeypatch):
+    config, decode, caches = small_config(), in_f32.decode, []
+    decode.clear_cache()
+    monkeypatch.setattr(in_f32, "decode", lambda *args: caches.append(args[1]) or decode(*args))
+    generated(in_f32, config, random_weights(config), mesh(4, 2), [5] * 9, GREEDY)
+    assert decode._cache_size() == 1
+    assert len(caches) == 9 and all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
+
+
+def test_ids_come_as_often_as_they_are_likely():
+    """Of a model that finds all alike: chi-squared has 46 degrees of freedom, and is above 86 once
+    in 3,000 times."""
+    config = small_config()
+    weights = jax.tree.map(np.zeros_like, random_weights(config))
+    how = generate.Sampling(1, 0, 1)
+    found = generated(generate, config, weights, mesh(1, 1), [], how, rows=16, tokens=120)
+    counts = np.bincount(found.ravel(), minlength=48)
+    expected = found.size / 47
+    assert counts[0] == 0
+    assert ((counts[1:] - expected) ** 2 / expected).sum() < 86
+
+
+def shares_kept(logits, how):
+    """By the definition, one id after the other."""
+    logits = np.asarray(logits, np.float64)
+    likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])[: how.top_k or None]
+    raised = {i: np.exp(logits[i] / how.temperature) for i in likeliest}
+    total, kept, so_far = sum(raised.values()), {}, 0.0
+    for i in likeliest:
+        if so_far < how.top_p:
+            kept[i] = raised[i]
+        so_far += raised[i] / total
+    return np.array([kept.get(i, 0) / sum(kept.values()) for i in range(len(logits))])
+
+
+sample = jax.jit(generate.sample, static_argnums=2)
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 0.9), (1.0, 0.3), (1, 1e-6)])
+def test_evenly_spaced_draws_give_ids_by_their_shares(temperature, top_p, top_k):
+    how = generate.Sampling(temperature, top_k, top_p)
+    logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
+    logits[[3, 8]] = -np.inf
+    draws = (np.arange(5000) + 0.5) / 5000
+    rows = jnp.broadcast_to(logits, (5000, 30))
+    counts = np.bincount(sample(rows, jnp.float32(draws), how), minlength=30)
+    np.testing.assert_allclose(counts, 5000 * shares_kept(logits, how), atol=1.01)
+
+
+def test_the_extremes_of_draws_give_ids_that_may_come():
+    """A draw may be rounded to 1, in effect, as sums are."""
+    logits = jnp.array([[-jnp.inf, 1.0, 1.0, -jnp.inf, 0.5]] * 2)
+    for how in generate.Sampling(1, 0, 1), generate.Sampling(1, 0, 0.5):
+        first, last = sample(logits, jnp.float32([0, 1]), how)
+        assert first == 1 and last == np.flatnonzero(shares_kept(logits[0], how))[-1]
+
+
+def test_without_temperature_it_is_the_likeliest():
+    logits = jax.random.normal(jax.random.key(0), (50, 40))
+    found = sample(logits, jnp.zeros(50), generate.Sampling(0, 3, 0.5))
+    assert (found == np.asarray(logits).argmax(axis=1)).all()
+
+
+def streamed(decode, ids, before=()):
+    stream = generate.Stream(decode, list(before))
+    return [*map(stream.add, ids), stream.end()]
+
+
+def test_characters_come_whole():
+    by = generate.Text("bytes_utf8", 0)
+    assert by.encode("é") == [0xC4, 0xAA]
+    found = streamed(by.decode, by.encode("aé☃😀b"), by.encode("prompt ☃"))
+    assert found == ["a", "", "é", "", "", "☃", "", "", "", "😀", "b", ""]
+    assert streamed(by.decode, [0xFF + 1, ord("a") + 1, 0xE2 + 1]) == ["", "\ufffda", "", "\ufffd"]
+    assert by.end is None and by.ids == range(1, 257)
+
+
+def save_tokenizer(folder, metaspace):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    if metaspace:  # a space is part of the token after it, and the first one isn't shown
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.Metaspace(),
+            decoders.Metaspace(),
+        )
+        alphabet = []
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the snow man, the snow"], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_tokenizers_text_comes_as_it_is(tmp_path):
+    by = generate.Text(save_tokenizer(tmp_path / "bytes", False), 1)
+    assert by.end == 1 and min(by.ids) == 1 and max(by.ids) == len(by.tokenizer.slow)
+    text = " the snow ☃ 😀, man"
+    pieces = streamed(by.decode, by.encode(text), by.encode("the"))
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    starts = np.zeros(len(by.encode(text)), bool)
+    assert by.count_bytes(np.array(by.encode(text)), starts) == len(text.encode())
+    by = generate.Text(save_tokenizer(tmp_path / "words", True), 1)
+    pieces = streamed(by.decode, by.encode(" the snow man"), by.encode("the"))
+    assert "".join(pieces) == " the snow man"
+
+
+def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)):
+    rng = np.random.default_rng(3)
+    for split in SPLITS:
+        with Writer(str(path), split) as writer:
+            for length in lengths:
+                writer.append(rng.integers(1, top + 1, length))
+    if tokenizer:
+        about = {"settings": {"tokenizer": tokenizer, "id_offset": 0}}
+        zarr.open_group(str(path)).attrs["conversion"] = about
+    return str(path)
+
+
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes, tmp_path):
+    """222 tokens: two batches of 8 rows of 12, and 30 tokens."""
+    config, by = small_config(), generate.Text("bytes_utf8", 0)
+    config = dataclasses.replace(config, mesh=train.MeshConfig(*axes))
+    weights = random_weights(config)
+    data = FlatTokens(write_dataset(tmp_path / "x.zarr"), "validation")
+    ids, starts = (np.pad(x, (0, 18)).reshape(20, 12) for x in data.read(0, 222))
+    # One document's loss needs no weighing: each row's, of as many targets as it has.
+    nats = sum(
+        float(oracle.mean_loss(weights, ids[i : i + 1], starts[i : i + 1], TIMESCALE))
+        * np.count_nonzero(ids[i])
+        for i in range(19)
+    )
+    with jax.set_mesh(mesh(*axes)):
+        placed_weights = placed(in_f32.train.Weights, weights)
+        found = in_f32.evaluate(placed_weights, data, None, by, config)
+        part = in_f32.evaluate(placed_weights, data, 2, by, config)
+    np.testing.assert_allclose(found[0], nats, rtol=1e-5)
+    assert found[1:] == (222, 222) and part[1:] == (192, 192) and part[0] < found[0]
+    shown = generate.show_losses(*found)
+    assert shown == (
+        f"222 tokens: {nats / 222:.4f} nats per token, perplexity {np.exp(nats / 222):.4g}, "
+        f"{nats / 222 * np.log2(np.e):.4f} bits per byte"
+    )
+
+
+# --- The program ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with checkpoints of a model of bytes, and its dataset."""
+    folder = tmp_path_factory.mktemp("run")
+    write_dataset(folder / "bytes.zarr", top=256)
+    write_dataset(folder / "other.zarr", top=300)
+    write_dataset(folder / "nameless.zarr", None)
+    with jax.set_mesh(mesh(4, 2)):
+        for name, vocab in ("bytes", 264), ("nameless", 128):
+            config = small_config(f"flat_tokens.filespec={name}.zarr", f"model.vocab={vocab}")
+            checkpoints = Checkpoints(str(folder / name), 4, say=lambda _: None)
+            weights = placed(train.Weights, random_weights(config))
+            step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))
+            state = train.State(step, weights, weights, weights)
+            checkpoints.save(3, state, train.State, train.to_yaml(config))
+            checkpoints.wait()
+    return folder
+
+
+def call(capsys, monkeypatch, folder, *arguments):
+    """What it prints, to both streams, and the message it ends with."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["generate", *arguments])
+    message = ""
+    try:
+        generate.main()
+    except SystemExit as stop:
+        message = str(stop.code)
+    return *capsys.readouterr(), message
+
+
+def test_a_text_from_a_checkpoint(run, capsys, monkeypatch):
+    greedy = "bytes", "--prompt=naïve ☃", "--tokens=9", "--temperature=0"
+    out, error, message = call(capsys, monkeypatch, run, *greedy)
+    assert out.startswith("naïve ☃") and out.endswith("\n") and not message
+    assert "bytes/00000003." in error and "9 tokens: " in error and "unknown chip (cpu)" in error
+    out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=3", "--mesh=d=4,t=2")
+    assert [line for line in out.splitlines() if "--- sample" in line] == [
+        f"--- sample {i}" for i in (1, 2, 3)
+    ]
+
+
+def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
+    """Here every id is that of an end."""
+    monkeypatch.setattr(generate.Text, "encode", lambda *_: [])
+    ids = iter([[65, 66], [67, 5], [5, 66]])
+    monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
+    text = generate.Text("bytes_utf8", 0)
+    text.end = 5
+    monkeypatch.setattr(generate, "Text", lambda *_: text)
+    out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=2", "--tokens=4")
+    assert out == "--- sample 1\n@B\n--- sample 2\nA\n"
+
+
+def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
+    out, _, message = call(capsys, monkeypatch, run, "bytes", "--evaluate=bytes.zarr")
+    assert out.startswith("bytes.zarr/validation, 222 tokens: ") and "bits per byte\n" in out
+    short = "--evaluate=nameless.zarr", "--batches=1"
+    out, _, message = call(capsys, monkeypatch, run, "bytes", *short)
+    assert "bits per byte need a --tokenizer" in out and not message
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+WRONG = {
+    "no checkpoint": (["none"], None),
+    "damaged attributes": (["bytes"], "zarr.json"),
+    "a damaged chunk": (["bytes"], "weights/embed/c/0/0"),
+    "no tokenizer": (["nameless"], None),
+    "no such tokenizer": (["bytes", "--tokenizer=nowhere/at-all"], None),
+    "a prompt of another tokenizer": (["nameless", "--tokenizer=bytes_utf8", "--prompt=é"], None),
+    "a mesh that isn't one": (["bytes", "--mesh=2x2"], None),
+    "a mesh of nothing": (["bytes", "--mesh=d=0"], None),
+    "a mesh that doesn't divide": (["bytes", "--mesh=d=1,t=3"], None),
+    "a mesh of too many": (["bytes", "--mesh=d=4,t=4"], None),
+    "no tokens": (["bytes", "--tokens=0"], None),
+    "a share above one": (["bytes", "--top-p=1.5"], None),
+    "a temperature that is no number": (["bytes", "--temperature=nan"], None),
+    "no dataset": (["bytes", "--evaluate=none.zarr"], None),
+    "a dataset of other ids": (["bytes", "--evaluate=other.zarr"], None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_it_says_of_a_mistake(case, run, tmp_path, capsys, monkeypatch):
+    shutil.copytree(run, tmp_path / "run")
+    arguments, damaged = WRONG[case]
+    if damaged:
+        (checkpoint,) = (tmp_path / "run/bytes").iterdir()
+        cut(checkpoint / damaged)
+    out, error, message = call(capsys, monkeypatch, tmp_path / "run", *arguments)
+    assert not out and "Traceback" not in error and message.startswith("error: ")
+    message = re.sub(r"JSONDecodeError\(.*\)", "JSONDecodeError(...)", message)
+    message = re.sub(r"can't be opened: We .*", "can't be opened: ...", message)  # transformers'
+    error = "".join(re.findall(r"(?m)^(?!\[transformers]).*\n", error))
+    golden.check("generate.txt", case, f"{error}{message}")

@@ -1,0 +1,565 @@
+"""Text from a checkpoint's model, or how well the model predicts a dataset.
+
+    python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
+    python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
+
+A checkpoint's config says what model it is. Of its arrays only the weights are read.
+
+Text. The model is given its start token, then the prompt; each token that it adds is fed to it in
+turn, so that a step computes one token, and finds the keys and values of those before in a cache.
+A token sees as many tokens as a row of the training had, so a text may be longer. The weights are
+cast to bf16 and gathered over d once, so that each device holds 1/t of them: t is for a model that
+is too large for one device, d for many samples. The batch is the samples, and some that nobody sees
+where d doesn't divide their number. The same seed gives the same text on any mesh, but for the
+rounding of bf16.
+
+A text ends after --tokens, or where the model gives the tokenizer's end-of-text id. A model
+of flat tokens hardly will: their documents start, by a mark on a token, and have none to end with.
+So bytes_utf8 has no such id.
+
+Evaluation. All tokens of the validation split, in order, packed into rows as long as those of the
+training; no document sees another. "Nats per token" is the sum of the losses of all tokens by their
+number. "Bits per byte" is that sum / ln 2 by the number of bytes, in UTF-8, of the text that the
+tokens spell. The model is told where documents start, and isn't asked where one ends: both are
+free, and no byte stands for them. A row's first tokens see nothing of the row before, as in
+training, so longer rows get lower numbers.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import zarr
+from jax import lax
+from omegaconf import OmegaConf, SCMode
+from omegaconf.errors import OmegaConfBaseException
+
+import train
+from data import flat_tokens, text
+from data.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from data.flat_tokens import FlatTokens, FlatTokensError
+from data.loader import TokenBatch
+from data.storage import DamageError
+from shardlib import devices, ops
+from shardlib.types import (
+    Stacked,
+    bf16,
+    f32,
+    i32,
+    make_shapes,
+    make_shardings,
+    pytree_dataclass,
+    typechecked,
+    typed_shard_map,
+    u32,
+)
+
+PREFILL = 256  # tokens of a prompt, at most, that are computed together
+
+# --- Model ----------------------------------------------------------------------------------------
+# S is the length of the cache, l that of the tokens at hand.
+
+
+@pytree_dataclass
+class Layer:
+    """train.Layer to be read once for each token: in bf16, and whole along d, so that a token waits
+    for no gather of weights."""
+
+    attention_norm: bf16["M"]
+    w_q: bf16["M Q K/t D"]
+    w_k: bf16["M K/t D"]
+    w_v: bf16["M K/t D"]
+    w_o: bf16["M Q K/t D"]
+    mlp_norm: bf16["M"]
+    w_gate: bf16["M F/t"]
+    w_up: bf16["M F/t"]
+    w_down: bf16["M F/t"]
+
+
+@pytree_dataclass
+class Weights:
+    embed: bf16["V/t M"]
+    layers: Stacked["layers", Layer]
+    final_norm: bf16["M"]
+    unembed: bf16["V/t M"]
+
+
+def lay_out(weights: train.Weights) -> Weights:
+    """On the mesh in context, on which each device then has 1/t of them."""
+    shardings, tree = jax.tree.flatten(make_shardings(Weights))
+    pairs = zip(jax.tree.leaves(weights), shardings, strict=True)
+    leaves = [jax.device_put(leaf.astype(bf16.dtype), where) for leaf, where in pairs]
+    return jax.tree.unflatten(tree, leaves)
+
+
+@pytree_dataclass
+class Cache:
+    """A layer's keys, rotated, and values, at the positions up to that of the last input; what is
+    at later ones is never seen."""
+
+    k: bf16["B/d S K/t D"]
+    v: bf16["B/d S K/t D"]
+
+
+@typechecked
+def attention(
+    q: bf16["B/d l Q K/t D"], cache: Cache, first: i32[""], window: int
+) -> bf16["B/d l Q K/t D"]:
+    """Of queries at positions from `first` on: each sees `window` positions, up to its own."""
+    scores = ops.einsum_unreduced(
+        "B/d l Q K/t D, B/d S K/t D -> B/d Q K/t l S", q, cache.k, dtype=f32
+    )
+    age = (first + jnp.arange(q.shape[1]))[:, None] - jnp.arange(cache.k.shape[1])
+    visible = (age >= 0) & (age < window)
+    scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+    shares = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
+    return ops.einsum_unreduced("B/d Q K/t l S, B/d S K/t D -> B/d l Q K/t D", shares, cache.v)
+
+
+@typechecked
+def extend(
+    weights: Weights,
+    cache: Stacked["layers", Cache],
+    inputs: u32["B/d l"],
+    first: i32[""],
+    config: train.Config,
+) -> tuple[bf16["B/d l M/t"], Stacked["layers", Cache]]:
+    """train.forward of the inputs at positions from `first` on, with those before in the cache; and
+    the cache with these in it too."""
+    model, window = config.model, config.training.tokens.len
+    x = ops.index_unreduced("[V/t] M, B/d l -> B/d l M {U:t}", weights.embed, inputs)
+    x = ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", x)
+
+    @typechecked
+    def block(
+        carry: tuple[bf16["B/d l M/t"], Stacked["layers", Cache]], layer: tuple[Layer, i32[""]]
+    ) -> tuple[tuple[bf16["B/d l M/t"], Stacked["layers", Cache]], tuple[()]]:
+        (x, cache), (w, number) = carry, layer
+
+        h = train.rms_norm(
+            ops.all_gather("B/d l M/t -> B/d l M", x), w.attention_norm, model.norm_eps
+        )
+        q = ops.einsum_unreduced("B/d l M, M Q K/t D -> B/d l Q K/t D", h, w.w_q)
+        k = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_k)
+        v = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_v)
+        q, k = train.rope(q, model, first), train.rope(k, model, first)
+        # The loop carries the cache of all layers, so that it is written in place.
+        at = (number, 0, first, 0, 0)
+        new = jax.tree.map(
+            lambda old, x: lax.dynamic_update_slice(old, x[None], at), cache, Cache(k, v)
+        )
+        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), new)
+        mixed = attention(q, own, first, window)
+        y = ops.einsum_unreduced("B/d l Q K/t D, M Q K/t D -> B/d l M {U:t}", mixed, w.w_o)
+        x = x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y)
+
+        h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), w.mlp_norm, model.norm_eps)
+        gate = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_gate)
+        up = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_up)
+        hidden = jax.nn.silu(gate) * up
+        y = ops.einsum_unreduced("B/d l F/t, M F/t -> B/d l M {U:t}", hidden, w.w_down)
+        return (x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y), new), ()
+
+    numbers = jnp.arange(model.layers, dtype=i32.dtype)
+    (x, cache), () = lax.scan(block, (x, cache), (weights.layers, numbers))
+    return x, cache
+
+
+@typechecked
+def logits_of(weights: Weights, x: bf16["B/d l M/t"], eps: float) -> f32["B/d l V/t"]:
+    h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), weights.final_norm, eps)
+    return ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, weights.unembed, dtype=f32)
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    temperature: float  # that logits are divided by; 0: the likeliest token
+    top_k: int  # of so many of the likeliest tokens; 0: of all
+    top_p: float  # of the likeliest tokens that have this share of the probability together
+
+
+def sample(logits: jax.Array, draws: jax.Array, how: Sampling) -> jax.Array:
+    """For logits f32[B, V] an id i32[B] each, which depends on draws, f32[B] from 0 to below 1:
+    that at which the cumulative probability of the ids, the likeliest first, passes the draw. Top-p
+    keeps the ids before which there is less than that: Holtzman et al. 2019,
+    https://arxiv.org/abs/1904.09751, section 3.1. It is taken of what top-k keeps."""
+    if how.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(i32.dtype)
+    ids = lax.broadcasted_iota(i32.dtype, logits.shape, 1)
+    falling, ids = lax.sort((-logits, ids), num_keys=1)
+    if how.top_k:
+        falling, ids = falling[:, : how.top_k], ids[:, : how.top_k]
+    shares = jax.nn.softmax(-falling / how.temperature, axis=-1)
+    upto = jnp.cumsum(shares, axis=-1)
+    shares = jnp.where(upto - shares < how.top_p, shares, 0)
+    upto = jnp.cumsum(shares, axis=-1)
+    passed = (upto <= draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
+    # Rounding may take the draw beyond all: the last that has a share is meant.
+    last = (shares > 0).sum(axis=-1, keepdims=True) - 1
+    chosen = jnp.arange(ids.shape[1]) == jnp.minimum(passed, last)
+    return jnp.where(chosen, ids, 0).sum(axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@typed_shard_map
+def prefill(
+    weights: Weights,
+    cache: Stacked["layers", Cache],
+    inputs: u32["B/d l"],
+    first: i32[""],
+    config: train.Config,
+) -> Stacked["layers", Cache]:
+    """The cache with the inputs at positions from `first` on in it."""
+    return extend(weights, cache, inputs, first, config)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
+@typed_shard_map
+def decode(
+    weights: Weights,
+    cache: Stacked["layers", Cache],
+    ids: u32["B/d"],
+    position: i32[""],
+    draws: f32["S B/d"],
+    vocabulary: u32["V/t"],
+    config: train.Config,
+    how: Sampling,
+) -> tuple[u32["B/d"], i32[""], Stacked["layers", Cache]]:
+    """The next ids, by the draws at the position of those given, and what the next step takes with
+    them. `vocabulary` is each id that may come, and 0 in the place of one that may not."""
+    x, cache = extend(weights, cache, ids[:, None], position, config)
+    logits = logits_of(weights, x, config.model.norm_eps)[:, 0]
+    logits = jnp.where(vocabulary > 0, logits, -jnp.inf)
+    logits = ops.all_gather("B/d V/t -> B/d V", logits)
+    draw = lax.dynamic_index_in_dim(draws, position, keepdims=False)
+    chosen = sample(logits, draw, how)
+    # All along t have chosen the same, which JAX only takes from a sum of what each part has of it.
+    ids = ops.index_unreduced("[V/t], B/d -> B/d {U:t}", vocabulary, chosen)
+    return ops.psum("B/d {U:t} -> B/d", ids), position + 1, cache
+
+
+def generate(
+    weights: Weights,
+    prompt: list[int],
+    tokens: int,
+    rows: int,
+    seed: int,
+    how: Sampling,
+    vocabulary: np.ndarray,
+    config: train.Config,
+) -> Iterator[np.ndarray]:
+    """The next so many ids, uint32[rows] each, of as many texts that begin with the prompt. The
+    devices are a step ahead of what this gives, so that they don't wait for the host."""
+    inputs = np.array([config.model.start_token, *prompt], np.uint32)
+    *known, last = inputs
+    length = -(-(len(inputs) + tokens) // PREFILL) * PREFILL
+    sizes = train.dimensions(config) | {"B": rows, "S": length}
+    kind = Stacked["layers", Cache]
+    empty = functools.partial(jax.tree.map, jnp.zeros_like, make_shapes(kind, sizes))
+    cache = jax.jit(empty, out_shardings=make_shardings(kind))()
+    # In parts of few lengths, which divide the cache's, so that few programs are compiled.
+    part = min(PREFILL, max(16, 1 << (len(known) - 1).bit_length())) if known else 1
+    for first in range(0, len(known), part):
+        here = np.zeros((rows, part), np.uint32)
+        here[:, : len(known[first : first + part])] = known[first : first + part]
+        cache = prefill(weights, cache, here, np.int32(first), config)
+    # Each row has a key of its own: what it draws depends on no other row, nor on their number.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (length,)), out_axes=1)(keys)
+    start = np.full(rows, last), np.int32(len(known)), draws, vocabulary
+    hint = tuple[u32["B/d"], i32[""], f32["S B/d"], u32["V/t"]]
+    ids, position, draws, vocabulary = jax.device_put(start, make_shardings(hint))
+    before = None
+    for _ in range(tokens):
+        ids, position, cache = decode(weights, cache, ids, position, draws, vocabulary, config, how)
+        if before is not None:
+            yield np.asarray(before)
+        before = ids
+    yield np.asarray(before)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def summed_loss(
+    weights: train.Weights, batch: TokenBatch, config: train.Config
+) -> tuple[f32[""], f32[""]]:
+    """In nats, and over how many targets."""
+    return train.total_loss(weights, batch, config), train.target_count(batch)
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+class Text:
+    """Text <-> ids, by the tokenizer that the dataset was made by."""
+
+    def __init__(self, name: str, id_offset: int):
+        self.tokenizer, self.offset = text.Tokenizer(name, id_offset), id_offset
+        self.is_bytes = name == "bytes_utf8"
+        self.end: int | None = None  # the id of the end of a text
+        count = 256
+        if self.is_bytes:
+            self.offset = 1
+        else:
+            found, count = self.tokenizer.slow.eos_token_id, len(self.tokenizer.slow)
+            self.end = None if found is None else found + id_offset
+        self.ids = range(max(1, self.offset), count + self.offset)  # the format reserves 0
+
+    def encode(self, prompt: str) -> list[int]:
+        import pyarrow
+
+        stored, _ = self.tokenizer(pyarrow.chunked_array([[prompt]]))
+        return flat_tokens.decode(stored)[0].tolist()
+
+    def decode(self, ids: Any) -> str:
+        own = np.asarray(ids, np.int64) - self.offset
+        if self.is_bytes:
+            return own.astype(np.uint8).tobytes().decode(errors="replace")
+        # Clean-up would change what is before a token as it comes.
+        options = {"clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.slow.decode(own.tolist(), **options))
+
+    def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
+        """Of the text of documents that start where it says. A character that is cut at either end
+        counts as the three bytes of a replacement character, where tokens aren't bytes."""
+        if self.is_bytes:
+            return len(ids)
+        parts = np.split(ids, np.flatnonzero(is_start))
+        return sum(len(self.decode(part).encode()) for part in parts)
+
+
+class Stream:
+    """Ids that come one by one -> text as soon as it is certain: half a character waits for the
+    rest of it. Some tokens before are decoded with each, as it may depend on them whether there is
+    a space."""
+
+    def __init__(self, decode: Callable[[Any], str], before: list[int]):
+        self.decode, self.ids, self.shown = decode, list(before), len(before)
+
+    def add(self, new: int) -> str:
+        self.ids.append(new)
+        return "" if self.decode(self.ids).endswith("\N{REPLACEMENT CHARACTER}") else self.end()
+
+    def end(self) -> str:
+        """What still waits."""
+        found = self.decode(self.ids)[len(self.decode(self.ids[: self.shown])) :]
+        self.ids = self.ids[self.shown :]
+        self.shown = len(self.ids)
+        return found
+
+
+def find_tokenizer(dataset: str | None, config: train.Config) -> tuple[str, int] | None:
+    """The name and the offset of its ids: a dataset's, which may be the one of the training. None
+    where that isn't there, or doesn't say."""
+    if dataset is None and config.hf_dataset:
+        return config.hf_dataset.tokenizer, config.hf_dataset.id_offset
+    path = dataset or (config.flat_tokens.filespec if config.flat_tokens else "")
+    try:
+        about: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
+        return about["settings"]["tokenizer"], about["settings"]["id_offset"]
+    except Exception:  # each store raises its own
+        return None
+
+
+# --- Program --------------------------------------------------------------------------------------
+
+
+def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
+    """The checkpoints, and the config of the newest. Raises CheckpointError."""
+    checkpoints = Checkpoints(path, 32)
+    checkpoints.key = "folder"
+    if not checkpoints.newest_step:
+        raise CheckpointError(
+            f"{path} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
+        )
+    newest = checkpoints.newest
+    try:
+        about = Checkpoint(newest, checkpoints.newest_step).about
+    except DamageError as error:
+        raise CheckpointError(f"{newest} is damaged: {error}; name another one") from None
+    try:
+        schema, given = OmegaConf.structured(train.Config), OmegaConf.create(about["config"])
+        config: Any = OmegaConf.to_container(  # that of imported weights says little else
+            OmegaConf.merge(schema, given),
+            resolve=True,
+            throw_on_missing=False,
+            structured_config_mode=SCMode.INSTANTIATE,
+        )
+    except OmegaConfBaseException as error:
+        problem = str(error).splitlines()[0]
+        raise CheckpointError(f"{newest}: its config is of another version: {problem}") from None
+    return checkpoints, config
+
+
+def parse_mesh(mesh: str) -> dict[str, int]:
+    """`t=2,d=1` -> the axes in the mesh's order; those that aren't named are 1."""
+    names = [field.name for field in dataclasses.fields(train.MeshConfig)]
+    given = dict(part.partition("=")[::2] for part in mesh.split(","))
+    if not given.keys() <= set(names) or not all(map(str.isdecimal, given.values())):
+        raise ValueError(f"--mesh {mesh}: write it like {','.join(f'{n}=1' for n in names)}")
+    axes = {name: int(given.get(name, 1)) for name in names}
+    if min(axes.values()) < 1:
+        raise ValueError(f"--mesh {mesh}: each axis is at least 1")
+    return axes
+
+
+def evaluate(
+    weights: train.Weights,
+    data: FlatTokens,
+    batches: int | None,
+    by: Text | None,
+    config: train.Config,
+) -> tuple[float, int, int]:
+    """The sum of the losses of a split's tokens in nats, their number, and that of their bytes; no
+    bytes without a tokenizer. Raises FlatTokensError."""
+    if data.max_token_id >= config.model.vocab:
+        raise FlatTokensError(
+            f"{data.name} has ids up to {data.max_token_id}; the model's vocabulary ends with "
+            f"{config.model.vocab - 1}"
+        )
+    tokens, d = config.training.tokens, config.mesh.d
+    rows = -(-tokens.batch // d) * d
+    size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
+    for first in range(0, data.token_count, size)[:batches]:
+        read = data.read(first, min(first + size, data.token_count))
+        padded = (np.pad(part, (0, size - len(part))).reshape(rows, -1) for part in read)
+        batch = jax.device_put(TokenBatch(*padded), make_shardings(TokenBatch))
+        loss, count = summed_loss(weights, batch, config)
+        nats, targets = nats + float(loss), targets + int(count)
+        size_of_text += by.count_bytes(*read) if by else 0
+    return nats, targets, size_of_text
+
+
+def show_losses(nats: float, tokens: int, size_of_text: int) -> str:
+    per_token = nats / tokens
+    bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte" if size_of_text else ""
+    return (
+        f"{tokens:,} tokens: {per_token:.4f} nats per token, perplexity {math.exp(per_token):.4g}, "
+        + (bits or "bits per byte need a --tokenizer")
+    )
+
+
+def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.Config) -> None:
+    """The text to stdout, as it comes if it is one, and the speed to stderr."""
+    vocab, d = config.model.vocab, config.mesh.d
+    prompt = by.encode(given.prompt)
+    if max(prompt, default=0) >= vocab:
+        raise ValueError(
+            f"the prompt has id {max(prompt)}, and the model's vocabulary ends with {vocab - 1}: "
+            "it is of another --tokenizer"
+        )
+    vocabulary = np.arange(vocab, dtype=np.uint32)
+    vocabulary[[i for i in range(vocab) if i not in by.ids]] = 0
+    how = Sampling(given.temperature, min(given.top_k, vocab), given.top_p)
+    rows = -(-given.samples // d) * d
+    one = given.samples == 1
+    streams = [Stream(by.decode, prompt) for _ in range(given.samples)]
+    texts, ended = [given.prompt] * given.samples, [False] * given.samples
+    print(given.prompt if one else "", end="", flush=True)
+    began = time.perf_counter()
+    args = prompt, given.tokens, rows, given.seed, how, vocabulary, config
+    for count, ids in enumerate(generate(weights, *args)):
+        if count == 0:
+            first = time.perf_counter()
+        for i, stream in enumerate(streams):
+            ended[i] |= ids[i] == by.end
+            new = "" if ended[i] else stream.add(int(ids[i]))
+            texts[i] += new
+            print(new if one else "", end="", flush=True)
+        if all(ended):
+            break
+    seconds = time.perf_counter() - first
+    for i, stream in enumerate(streams):
+        rest = stream.end()
+        print(rest if one else f"--- sample {i + 1}\n{texts[i]}{rest}")
+    read = sum(x.nbytes for x in jax.tree.leaves((weights.layers, weights.unembed)))
+    kind = jax.devices()[0].device_kind
+    share = devices.bandwidth_share(kind, read / config.mesh.t * count / max(seconds, 1e-9))
+    print(
+        f"{count + 1} tokens: the first after {first - began:.1f} s, compiling included, then "
+        f"{count * given.samples / max(seconds, 1e-9):,.0f} tokens/s; memory bandwidth used for "
+        f"weights: {share}",
+        file=sys.stderr,
+    )
+
+
+def run(given: argparse.Namespace) -> None:
+    """Raises ValueError or OSError for what a user can mend."""
+    for name, low in ("tokens", 1), ("samples", 1), ("top_k", 0), ("temperature", 0), ("seed", 0):
+        if not getattr(given, name) >= low:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {getattr(given, name)}: it must be at least {low}")
+    if not 0 < given.top_p <= 1:
+        raise ValueError(f"--top-p {given.top_p}: it is above 0, and at most 1")
+    if given.batches is not None and given.batches < 1:
+        raise ValueError(f"--batches {given.batches}: it must be at least 1")
+    axes = parse_mesh(given.mesh)
+    devices.have_cpu_devices(math.prod(axes.values()))
+    with jax.set_mesh(devices.make_mesh(axes)):
+        checkpoints, config = open_checkpoint(given.checkpoint)
+        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
+        named = (given.tokenizer, given.id_offset) if given.tokenizer else None
+        named = named or find_tokenizer(given.evaluate, config)
+        if not named and not given.evaluate:
+            raise ValueError(
+                "the run's dataset isn't here, or doesn't say by which tokenizer it was made: "
+                "name it by --tokenizer, which is bytes_utf8 or one of transformers'"
+            )
+        by = Text(*named) if named else None
+        sizes = train.dimensions(config)
+        try:
+            make_shapes(train.Weights, sizes)
+        except ValueError as error:
+            raise ValueError(f"--mesh {given.mesh}: {error}") from None
+        weights = checkpoints.restore(train.Weights, sizes, train.to_yaml(config), "weights/")
+        print(f"{checkpoints.newest}", file=sys.stderr)
+        if given.evaluate:
+            data = FlatTokens(given.evaluate, "validation")
+            losses = evaluate(weights, data, given.batches, by, config)
+            print(f"{data.name}, {show_losses(*losses)}")
+        else:
+            assert by, "it was looked for above"
+            write(given, lay_out(weights), by, config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a folder or bucket of checkpoints, or one of them")
+    add("--prompt", default="", help="what the text begins with; by default, a document's start")
+    add("--tokens", type=int, default=128, metavar="N", help="to add to it")
+    add("--samples", type=int, default=1, metavar="N", help="texts; one is shown as it comes")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token")
+    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: of all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="of those that have this share")
+    add("--seed", type=int, default=0)
+    add("--evaluate", metavar="DATASET", help="flat tokens: the loss of its validation split")
+    add("--batches", type=int, metavar="N", help="of the split, from its start; all by default")
+    add("--mesh", default="d=1,t=1", help="simulated where there are only CPUs")
+    add("--tokenizer", metavar="NAME", help="if the dataset doesn't say by which it was made")
+    add("--id-offset", type=int, default=0, help="the same")
+    try:
+        run(parser.parse_args())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
