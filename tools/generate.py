@@ -38,13 +38,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import zarr
+from hydra import compose, initialize_config_dir
 from jax import lax
-from omegaconf import OmegaConf, SCMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import train
 from data import flat_tokens, text
 from data.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from data.config import ROOT
 from data.flat_tokens import FlatTokens, FlatTokensError
 from data.loader import TokenBatch
 from data.storage import DamageError
@@ -388,14 +390,13 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
         about = Checkpoint(newest, checkpoints.newest_step).about
     except DamageError as error:
         raise CheckpointError(f"{newest} is damaged: {error}; name another one") from None
+    # What a checkpoint doesn't say, from before a key was there, or of imported weights.
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        other = compose("local_test_synthetic", ["paths.model_name=none", "flat_tokens=null"])
     try:
-        schema, given = OmegaConf.structured(train.Config), OmegaConf.create(about["config"])
-        config: Any = OmegaConf.to_container(  # that of imported weights says little else
-            OmegaConf.merge(schema, given),
-            resolve=True,
-            throw_on_missing=False,
-            structured_config_mode=SCMode.INSTANTIATE,
-        )
+        said = OmegaConf.create(about["config"])
+        merged = OmegaConf.merge(OmegaConf.structured(train.Config), other, said)
+        config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         problem = str(error).splitlines()[0]
         raise CheckpointError(f"{newest}: its config is of another version: {problem}") from None
