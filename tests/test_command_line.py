@@ -1,6 +1,8 @@
 """What a person types: training runs, shipped configs, and what importing costs."""
 
 import ast
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -15,9 +17,11 @@ import yaml
 import train
 from data.loader import TokenBatch
 from data.run import Run
+from shardlib import devices
 from shardlib.types import explain, make_shapes
 from tests import golden
 from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts
+from tools import memory
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
 
@@ -181,13 +185,29 @@ def test_bad_input_gets_one_message(message, tmp_path):
 
 # Weights as the files in configs/model state them.
 CUSTOMARY = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1.07e9, "2b": 2.15e9}
+CUSTOMARY |= {"gpt2": 162e6, "8b": 8.03e9}
+
+
+def kind(name):
+    return next((part for part in name.split("_") if part in ("v5ex16", "tpux8", "local")), "gpu")
+
+
+@functools.cache
+def memory_of_a_step(model, training, mesh, chip):
+    """Bytes on a device, as the audit predicts them. Many configs have the same step."""
+    config = compose_config("local_test_synthetic", "paths.model_name=x")
+    config = dataclasses.replace(config, model=model, training=training, mesh=mesh)
+    axes = dataclasses.asdict(mesh)
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+    found = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
+    return found.arguments + found.temporary
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
     text = (ROOT / f"configs/{name}.yaml").read_text()
     assert re.match(rf"# .*\n(#.*\n)*#   python -m train --config-name={name} .*\n", text)
-    streamed = name in ("local_stream", "fineweb_edu_h100x8_1b")
+    streamed = name.startswith(("local_stream", "fineweb_edu"))
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
     axes = dict(config.mesh.__dict__)
@@ -202,6 +222,12 @@ def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
             assert f"{count / 1e9:.3g}" == f"{stated / 1e9:.3g}"
         state, _ = jax.eval_shape(lambda *args: train.training_step(*args, config), *shapes)
     assert state.weights == shapes[0].weights
+    chip = "v5e" if "v5e" in name else None
+    needed = memory_of_a_step(config.model, config.training, config.mesh, chip)
+    stated = re.search(r"each (chip|core|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
+    assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated
+    # By default JAX has three quarters of a GPU's memory.
+    assert needed < {"v5ex16": 15.75, "tpux8": 16, "local": 0.02}.get(kind(name), 60) * 2**30
 
 
 # Edits of train.py that keep every shape on a mesh with equal sides, and change what is computed.
