@@ -26,6 +26,7 @@ import numpy as np
 
 from data.flat_tokens import encode
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch isn't there
 S = TypeVar("S")
 T = TypeVar("T")
 LANES = 8  # at most, of the converter: more would have more files open at a time

@@ -85,12 +85,6 @@ def mfu(kind: str, count: int, flops: float) -> str:
     return f"{flops / chip.flops / count:.1%}" if chip else f"unknown chip ({kind})"
 
 
-def bandwidth_share(kind: str, rate: float) -> str:
-    """As text, what share of a device's memory bandwidth so many bytes/s are."""
-    chip = find_chip(kind)
-    return f"{rate / chip.bandwidth:.1%}" if chip else f"unknown chip ({kind})"
-
-
 def compiler_options(kind: str) -> dict[str, bool | str]:
     """For `jax.stages.Lowered.compile`, by JAX's `device.device_kind`. What the user's flags say
     something about is left to them."""

@@ -1,6 +1,10 @@
 """What the README and the docs show is so."""
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -26,6 +30,52 @@ def test_commands_name_what_is_there(page):
     assert set(re.findall(r"^make ([\w-]+)$", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
         assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+SHOWN = [*PAGES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "tools").glob("*.py")))]
+HYDRAS = {"config-name", "multirun"}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_commands_have_the_options_that_are_shown(page):
+    for module, arguments in re.findall(
+        r"python -m ((?:train|(?:tools|tests)\.[a-z_]+)\b)([^`\n]*)", (ROOT / page).read_text()
+    ):
+        source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        known = set(re.findall(r'"--([\w-]+)"', source)) | HYDRAS
+        assert set(re.findall(r" --([\w-]+)", arguments)) <= known, module
+
+
+def blank(text):
+    """Without its numbers."""
+    return {re.sub(r"[\d.,:]+", "#", line).strip() for line in text.splitlines()}
+
+
+@pytest.mark.long
+def test_the_first_hour(tmp_path):
+    """As in the README, in a copy of what it is cloned from; some six minutes."""
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    text = (ROOT / "README.md").read_text().split("## The first hour\n")[1]
+    text = text.split("**Metrics**")[0]
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    train_it = "python -m train --config-name=local_test_synthetic paths.model_name=synthetic\n"
+    assert f"\t$(BIN)/{train_it}" in (ROOT / "Makefile").read_text()
+    blocks[0] = train_it
+    printed, shown = "", ""
+    for block in blocks:
+        if not block.startswith("python -m "):
+            shown += block.split("self.\n")[-1]  # less the text that a model made
+            continue
+        for line in block.splitlines():
+            if "tools.compile" not in line:  # make test-tpu has it
+                command = [sys.executable, *shlex.split(line)[1:]]
+                done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+                assert not done.returncode, (line, done.stderr)
+                printed += done.stdout
+    lines = {line for line in blank(shown) if not re.match("# x TPU|It fits|A step sends|#$", line)}
+    assert len(lines) > 15 and not lines - blank(printed)
 
 
 def test_the_excerpt_in_the_readme_is_from_train():
@@ -104,6 +154,8 @@ def test_training_commands_ask_for_what_fits(page):
         r"^(?:XLA_FLAGS=\S+ )?python -m train (.*)$", (ROOT / page).read_text(), re.MULTILINE
     ):
         name, *overrides = line.removeprefix("--config-name=").split()
+        if "--multirun" in overrides:
+            continue
         config = compose_config(name, *overrides)
         with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
             make_shapes(tuple[train.State, train.TokenBatch], train.dimensions(config))

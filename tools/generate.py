@@ -485,12 +485,13 @@ def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.C
         rest = stream.end()
         print(rest if one else f"--- sample {i + 1}\n{texts[i]}{rest}")
     read = sum(x.nbytes for x in jax.tree.leaves((weights.layers, weights.unembed)))
-    kind = jax.devices()[0].device_kind
-    share = devices.bandwidth_share(kind, read / config.mesh.t * count / max(seconds, 1e-9))
+    share = ""
+    if chip := devices.find_chip(jax.devices()[0].device_kind):
+        rate = read / config.mesh.t * count / max(seconds, 1e-9)
+        share = f", weights read at {rate / chip.bandwidth:.0%} of the memory's bandwidth"
     print(
         f"{count + 1} tokens: the first after {first - began:.1f} s, compiling included, then "
-        f"{count * given.samples / max(seconds, 1e-9):,.0f} tokens/s; memory bandwidth used for "
-        f"weights: {share}",
+        f"{count * given.samples / max(seconds, 1e-9):,.0f} tokens/s{share}",
         file=sys.stderr,
     )
 

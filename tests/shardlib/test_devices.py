@@ -41,11 +41,6 @@ def test_no_two_lengths_agree_at_probe_sizes():
     assert all(size // part % 2 == 0 for size in sizes.values() for part in parts), "RoPE halves"
 
 
-def test_the_share_of_a_memorys_bandwidth():
-    assert devices.bandwidth_share("NVIDIA H200", 1.2e12) == "25.0%"
-    assert devices.bandwidth_share("cpu", 1.2e12) == "unknown chip (cpu)"
-
-
 @pytest.mark.parametrize(
     "kind, peak",
     [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
