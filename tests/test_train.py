@@ -205,7 +205,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
 
     def step_once(state, batch):
         events.append(f"start {batch}")
-        return state, train.Metrics(Number(batch), 0.0, 0.0, 0)
+        return state, train.Metrics(Number(batch), 0.0, 0.0, 0, np.zeros(0))
 
     class Loader:
         waited, position = 0.0, None
