@@ -76,17 +76,19 @@ def apply_all(section, tree):
     for name, text in BLOCK.findall(SECTION[section]):
         if name:
             apply(name, tree)
-        elif text.startswith("sed"):
+        elif text.startswith("perl"):
             shell(text, tree)
 
 
 def walk(section, tree, capsys, monkeypatch):
-    """Does what a section of the page does, and holds what it shows against what happens."""
-    command, outputs, stale = "", [], False
+    """Does what a section of the page does, and holds what it shows against what happens: what the
+    command prints now, the last of several, and before: when it was last shown, or at first what
+    the first of several prints without an edit."""
+    before = []
 
-    def audit():
+    def audit(source, command):
         arguments = command.removeprefix("python -m tools.audit ").split()
-        with imported_from(tree):
+        with imported_from(source):
             program = importlib.import_module("tools.audit").main
             printed, message = train_here(capsys, monkeypatch, *arguments, program=program)
         return [" ".join(line.split()) for line in printed.splitlines()], message
@@ -94,27 +96,24 @@ def walk(section, tree, capsys, monkeypatch):
     for name, text in BLOCK.findall(SECTION[section]):
         if name:
             apply(name, tree)
-            stale = True
-        elif text.startswith("python -m tools.audit"):
-            command, stale = text.strip(), False
-            outputs.append(audit())
-        elif text.startswith("sed"):
+        elif text.startswith("perl"):
             shell(text, tree)
+        elif text.startswith("python -m tools.audit"):
+            commands = text.splitlines()
+            before = before or audit(ROOT, commands[0])[0]
         else:
-            outputs += [audit()] if stale else []
-            stale = False
-            if text.startswith("error"):
-                assert outputs.pop()[1] == text.strip()
-            else:
-                hold(text, *(lines for lines, _ in outputs[-2:]))
+            after, message = audit(tree, commands[-1])
+            assert message == (text.strip() if text.startswith("error") else "")
+            if not message:
+                hold(text, before, after)
+                before = after
 
 
 def hold(shown, before, after):
     """Lines with a minus were printed before, and fewer such are now, at whatever line of the
     source; those with a plus the reverse."""
     now, earlier = (collections.Counter(map(unnumbered, lines)) for lines in (after, before))
-    for line in shown.splitlines():
-        mark, line = line[0], " ".join(line[1:].split())
+    for mark, line in ((text[0], " ".join(text[1:].split())) for text in shown.splitlines()):
         assert mark == "+" or line in before, line
         assert mark == "-" or line in after, line
         more = now[unnumbered(line)] - earlier[unnumbered(line)]
@@ -152,7 +151,8 @@ def loss_and_grads(tree, mesh, *overrides):
         load = importlib.import_module("tools.mutations").load
         module = load((tree / "train.py").read_text().replace(*IN_F32))
         config = compose_config(
-            *("local_test_synthetic", *SMALL, "model.vocab=48", "paths.model_name=x", *overrides),
+            *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),
+            *("paths.model_name=x", *overrides),
             folder=tree / "configs",
             schema=module.Config,
         )
@@ -194,8 +194,7 @@ def test_squared_relu_is_the_oracles(tree):
     assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
 
 
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("window", [40, 192])
+@pytest.mark.parametrize("window, sliced", [(40, False), (40, True), (192, True)])
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
     """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)
@@ -209,7 +208,7 @@ def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
 
 def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
     """By JAX's own attention of the same arguments, as there is no GPU."""
-    by_xla = functools.partial(jax.nn.dot_product_attention)
+    by_xla = jax.nn.dot_product_attention
     monkeypatch.setattr(
         jax.nn,
         "dot_product_attention",
@@ -227,11 +226,8 @@ def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
         np.testing.assert_allclose(found, kernels.plain_attention(q, k, v, document), atol=1e-5)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_replicas_have_the_oracles_gradients(tree, parts):
+def test_replicas_have_the_oracles_gradients(tree):
+    """In two parts, whose sums over r are paid once."""
     apply_all("A replica axis", tree)
-    mesh = {"r": 2, "d": 2, "t": 2}
-    assert_as(
-        oracle,
-        *loss_and_grads(tree, mesh, "mesh.r=2", "mesh.d=2", f"training.microbatches={parts}"),
-    )
+    split = "mesh={r: 2, d: 2, t: 2}", "training.microbatches=2"
+    assert_as(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
