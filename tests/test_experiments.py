@@ -5,6 +5,7 @@ import collections
 import contextlib
 import functools
 import importlib
+import math
 import re
 import shutil
 import subprocess
@@ -129,24 +130,22 @@ def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
     walk(section, tree, capsys, monkeypatch)
 
 
-MESH = {"Squared ReLU": "d: 4, t: 2", "Sliding-window attention": "d: 4, t: 2"}
-
-
 @pytest.mark.parametrize("section", SECTION)
 def test_the_edited_source_trains(section, tree, tmp_path, capsys, monkeypatch):
     apply_all(section, tree)
-    arguments = [f"mesh={{{MESH.get(section, 'r: 2, d: 2, t: 2')}}}", "training.steps=8"]
-    arguments += ["paths.model_name=run", f"paths.root_working_dir={tmp_path}", "model.vocab=1280"]
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
+    arguments += ["paths.model_name=run", f"paths.root_working_dir={tmp_path}"]
+    arguments += ["mesh={r: 2, d: 2, t: 2}"] if section == "A replica axis" else []
     with imported_from(tree):
         program = importlib.import_module("train").main
-        given = ["--config-name=local_test_synthetic", *SMALL, *arguments]
-        _, message = train_here(capsys, monkeypatch, *given, program=program)
+        _, message = train_here(capsys, monkeypatch, *arguments, program=program)
     losses = [row["loss"] for row in rows(tmp_path / "run")]
     assert not message and len(losses) == 8 and losses[-1] < losses[0] - 0.3
 
 
 def loss_and_grads(tree, mesh, *overrides):
-    """Of the tree's train.py in f32; and the weights and the batch."""
+    """Of the tree's train.py in f32; before them the FLOPs that it counts, after them weights and
+    batch."""
     with imported_from(tree):
         load = importlib.import_module("tools.mutations").load
         module = load((tree / "train.py").read_text().replace(*IN_F32))
@@ -173,16 +172,25 @@ def loss_and_grads(tree, mesh, *overrides):
             shapes = module.make_shapes(module.Weights, module.dimensions(config))
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
-        return loss, plain(grads), plain(weights), batch.targets, batch.is_start
+        flops = module.step_flops(config)
+        return flops, loss, plain(grads), plain(weights), batch.targets, batch.is_start
 
 
-def assert_as(oracle, loss, grads, weights, targets, is_start):
+def assert_as(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):
     wanted = functools.partial(
         oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
     )
     wanted_loss, wanted_grads = jax.device_get(jax.value_and_grad(wanted)(weights))
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     assert_close(grads, wanted_grads, 1e-5)
+    # 6 for each weight and token, 12 for each number of a query and token that it sees; of itself a
+    # half, as is customary.
+    factors = [w for name, w in weights["layers"].items() if name.startswith("w_")]
+    batch, length = targets.shape
+    seen = np.minimum(np.arange(length) + 0.5, window).sum()
+    queries = weights["layers"]["w_q"][:, 0].size
+    assert flops[0] == 6 * targets.size * sum(w.size for w in [*factors, weights["unembed"]])
+    assert flops[1] == 12 * queries * batch * seen
 
 
 def test_squared_relu_is_the_oracles(tree):
@@ -203,7 +211,8 @@ def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
     shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' shardlib/kernels.py", tree)
     narrow = "sees[row, i, begin : i + 1]", f"sees[row, i, max(begin, i + 1 - {window}) : i + 1]"
     model = oracle if window == 192 else edited("tests/oracle.py", narrow)
-    assert_as(model, *loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192"))
+    found = loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192")
+    assert_as(model, *found, window=window)
 
 
 def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
