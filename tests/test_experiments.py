@@ -130,12 +130,12 @@ def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
     walk(section, tree, capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("section", SECTION)
-def test_the_edited_source_trains(section, tree, tmp_path, capsys, monkeypatch):
-    apply_all(section, tree)
+def test_with_all_three_it_trains(tree, tmp_path, capsys, monkeypatch):
+    for section in SECTION:
+        apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
-    arguments += ["paths.model_name=run", f"paths.root_working_dir={tmp_path}"]
-    arguments += ["mesh={r: 2, d: 2, t: 2}"] if section == "A replica axis" else []
+    arguments += ["mesh={r: 2, d: 2, t: 2}", "paths.model_name=run"]
+    arguments += [f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
         _, message = train_here(capsys, monkeypatch, *arguments, program=program)
