@@ -30,10 +30,12 @@ def mesh(d: int, t: int) -> jax.sharding.Mesh:
     return make_mesh({"d": d, "t": t})
 
 
-def compose_config(name: str, *overrides: str, folder: str = "configs") -> "train.Config":
+def compose_config(
+    name: str, *overrides: str, folder: str = "configs", schema: type = train.Config
+) -> "train.Config":
     with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
         composed = compose(name, overrides=list(overrides))
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
 
 
 # A tiny model; its vocabulary holds the ids of the synthetic dataset.

@@ -1,0 +1,242 @@
+"""docs/experiments.md from top to bottom: what each edit is said to do is what the edited source
+does. Loss and gradients are the oracle's, with the same change in it."""
+
+import collections
+import contextlib
+import functools
+import importlib
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib.devices import make_mesh
+from tests import oracle
+from tests.helpers import (
+    IN_F32,
+    ROOT,
+    SMALL,
+    assert_close,
+    compose_config,
+    edited,
+    rows,
+    train_here,
+)
+from tests.test_train import plain
+
+HEAD, *SECTIONS = re.split(r"^## ", (ROOT / "docs/experiments.md").read_text(), flags=re.MULTILINE)
+SECTION = {text.split("\n")[0]: text for text in SECTIONS}
+BLOCK = re.compile(r"^```(?:diff ?(\w*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+APPLY = BLOCK.search(HEAD)[2]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A copy of the source to edit."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as edits within a second look alike
+    for folder in ("data", "shardlib", "tools", "configs", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
+    shutil.copy(ROOT / "train.py", tmp_path / "tree")
+    return tmp_path / "tree"
+
+
+@contextlib.contextmanager
+def imported_from(tree):
+    """Within it, the project's modules are those of the tree."""
+
+    def take_ours():
+        names = [name for name in sys.modules if re.match(r"(train|data|shardlib|tools)\b", name)]
+        return {name: sys.modules.pop(name) for name in names}
+
+    ours = take_ours()
+    sys.path.insert(0, str(tree))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(tree))
+        take_ours()
+        sys.modules.update(ours)
+
+
+def shell(command, tree):
+    subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=tree, check=True)
+
+
+def apply(name, tree):
+    shell(APPLY.replace("squared_relu", name), tree)
+
+
+def apply_all(section, tree):
+    for name, text in BLOCK.findall(SECTION[section]):
+        if name:
+            apply(name, tree)
+        elif text.startswith("perl"):
+            shell(text, tree)
+
+
+def walk(section, tree, capsys, monkeypatch):
+    """Does what a section of the page does, and holds what it shows against what happens: what the
+    command prints now, the last of several, and before: when it was last shown, or at first what
+    the first of several prints without an edit."""
+    before = []
+
+    def audit(source, command):
+        arguments = command.removeprefix("python -m tools.audit ").split()
+        with imported_from(source):
+            program = importlib.import_module("tools.audit").main
+            printed, message = train_here(capsys, monkeypatch, *arguments, program=program)
+        return [" ".join(line.split()) for line in printed.splitlines()], message
+
+    for name, text in BLOCK.findall(SECTION[section]):
+        if name:
+            apply(name, tree)
+        elif text.startswith("perl"):
+            shell(text, tree)
+        elif text.startswith("python -m tools.audit"):
+            commands = text.splitlines()
+            before = before or audit(ROOT, commands[0])[0]
+        else:
+            after, message = audit(tree, commands[-1])
+            assert message == (text.strip() if text.startswith("error") else "")
+            if not message:
+                hold(text, before, after)
+                before = after
+
+
+def hold(shown, before, after):
+    """Lines with a minus were printed before, and fewer such are now, at whatever line of the
+    source; those with a plus the reverse."""
+    now, earlier = (collections.Counter(map(unnumbered, lines)) for lines in (after, before))
+    for mark, line in ((text[0], " ".join(text[1:].split())) for text in shown.splitlines()):
+        assert mark == "+" or line in before, line
+        assert mark == "-" or line in after, line
+        more = now[unnumbered(line)] - earlier[unnumbered(line)]
+        assert (more > 0) - (more < 0) == {"-": -1, " ": 0, "+": 1}[mark], line
+
+
+def unnumbered(line):
+    return re.sub(r"^train\.py:\d+", "", line)
+
+
+@pytest.mark.parametrize("section", SECTION)
+def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
+    walk(section, tree, capsys, monkeypatch)
+
+
+def test_with_all_three_it_trains(tree, tmp_path, capsys, monkeypatch):
+    for section in SECTION:
+        apply_all(section, tree)
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
+    arguments += ["mesh={r: 2, d: 2, t: 2}", "paths.model_name=run"]
+    arguments += [f"paths.root_working_dir={tmp_path}"]
+    with imported_from(tree):
+        program = importlib.import_module("train").main
+        _, message = train_here(capsys, monkeypatch, *arguments, program=program)
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert not message and len(losses) == 8 and losses[-1] < losses[0] - 0.3
+
+
+def loss_and_grads(tree, mesh, *overrides):
+    """Of the tree's train.py in f32; before them the FLOPs that it counts, after them weights and
+    batch."""
+    with imported_from(tree):
+        load = importlib.import_module("tools.mutations").load
+        module = load((tree / "train.py").read_text().replace(*IN_F32))
+        config = compose_config(
+            *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),
+            *("paths.model_name=x", *overrides),
+            folder=tree / "configs",
+            schema=module.Config,
+        )
+        rng, shape = np.random.default_rng(0), (8, config.training.tokens.len)
+        batch = module.TokenBatch(
+            rng.integers(1, 48, shape).astype(np.uint32), rng.random(shape) < 2 / shape[1]
+        )
+        batch.targets[7, -3:] = 0
+
+        @jax.jit
+        @module.typed_shard_map
+        def run(
+            weights: module.Weights, batch: module.TokenBatch
+        ) -> tuple[module.f32[""], module.Weights]:
+            return module.loss_and_grads(weights, batch, config)
+
+        with jax.set_mesh(make_mesh(mesh)):
+            shapes = module.make_shapes(module.Weights, module.dimensions(config))
+            weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
+            loss, grads = jax.device_get(run(weights, batch))
+        flops = module.step_flops(config)
+        return flops, loss, plain(grads), plain(weights), batch.targets, batch.is_start
+
+
+def assert_as(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):
+    wanted = functools.partial(
+        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
+    )
+    wanted_loss, wanted_grads = jax.device_get(jax.value_and_grad(wanted)(weights))
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    assert_close(grads, wanted_grads, 1e-5)
+    # 6 for each weight and token, 12 for each number of a query and token that it sees; of itself a
+    # half, as is customary.
+    factors = [w for name, w in weights["layers"].items() if name.startswith("w_")]
+    batch, length = targets.shape
+    seen = np.minimum(np.arange(length) + 0.5, window).sum()
+    queries = weights["layers"]["w_q"][:, 0].size
+    assert flops[0] == 6 * targets.size * sum(w.size for w in [*factors, weights["unembed"]])
+    assert flops[1] == 12 * queries * batch * seen
+
+
+def test_squared_relu_is_the_oracles(tree):
+    ungated = (
+        ('gate, up = h @ layer["w_gate"], h @ layer["w_up"]', 'up = h @ layer["w_up"]'),
+        ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
+    )
+    apply_all("Squared ReLU", tree)
+    assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
+
+
+@pytest.mark.parametrize("window, sliced", [(40, False), (40, True), (192, True)])
+def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
+    """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
+    apply("window", tree)
+    if sliced:
+        apply("window_slice", tree)
+    shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' shardlib/kernels.py", tree)
+    narrow = "sees[row, i, begin : i + 1]", f"sees[row, i, max(begin, i + 1 - {window}) : i + 1]"
+    model = oracle if window == 192 else edited("tests/oracle.py", narrow)
+    found = loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192")
+    assert_as(model, *found, window=window)
+
+
+def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
+    """By JAX's own attention of the same arguments, as there is no GPU."""
+    by_xla = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *arrays, **asked: by_xla(*arrays, **(asked | {"implementation": "xla"})),
+    )
+    apply_all("Sliding-window attention", tree)
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.normal(size=(2, 512, *heads)).astype("f") for heads in [(2, 2, 8), (2, 8), (2, 8)]
+    )
+    document = jnp.cumsum(jnp.asarray(rng.random((2, 512)) < 0.005, jnp.int32), axis=1)
+    with imported_from(tree):
+        kernels = importlib.import_module("shardlib.kernels")
+        found = kernels.cudnn_attention(q, k, v, document)
+        np.testing.assert_allclose(found, kernels.plain_attention(q, k, v, document), atol=1e-5)
+
+
+def test_replicas_have_the_oracles_gradients(tree):
+    """In two parts, whose sums over r are paid once."""
+    apply_all("A replica axis", tree)
+    split = "mesh={r: 2, d: 2, t: 2}", "training.microbatches=2"
+    assert_as(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
