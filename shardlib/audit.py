@@ -177,7 +177,12 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         name = eqn.primitive.name
         if name in COLLECTIVES or name == "axis_index":
             over = ", ".join(axes_of(eqn))
-            problems.append(f"{line}: {name} over {over}, which no op says")
+            backward = name == "psum_invariant" and "transpose(" in path
+            cure = (
+                f": the gradient of what is whole along {over} and meets what differs; let it "
+                "differ before, by lax.pcast, and pay its sum by ops.psum"
+            )
+            problems.append(f"{line}: {name} over {over}, which no op says" + cure * backward)
         for length in _lengths(eqn) if "transpose(" not in path else ():
             dims = dims_of(length, axes, sizes)
             if any(dim.axes for dim in dims):
