@@ -17,7 +17,7 @@ from data.checkpoint import named
 from data.run import Run
 from tests.helpers import ROOT, SMALL, edited, mesh, rows, small_config, train_here
 
-ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
+ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
 
 

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -207,9 +206,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
 
 
 def test_ctrl_c(shards, tmp_path):
-    for i, file in enumerate(sorted(pathlib.Path(shards).parent.glob("*")) * 20):
-        shutil.copy(file, tmp_path / f"{i}.jsonl")  # enough to be at work for a while
-    command = [*PROGRAM, *arguments(f"{tmp_path}/*.jsonl", tmp_path / "x.zarr"), "processes=1"]
+    command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=1"]
     run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "x.zarr/validation").exists():
         time.sleep(0.01)
