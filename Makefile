@@ -22,7 +22,7 @@ $(VENV)/dev: $(VENV)/cpu pyproject.toml
 test: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Some four minutes more: trains the stdlib config to its end.
+# Some fifteen minutes more: the README's first hour, the stdlib config to its end, all bytes flipped.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
 

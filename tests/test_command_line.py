@@ -58,6 +58,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         "training.validation_interval=5",
         "training.validation_batches=2",
         "training.learning_rate=1e-3",
+        "training.tokens.batch=16",
         XLA_FLAGS="--xla_force_host_platform_device_count=8",  # it runs longer than it compiles
     )
     assert done.returncode == 0, done.stderr
@@ -81,7 +82,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert config["training"]["steps"] == 12
     assert config["training"]["steps_for_lr"] == 100
     for line in (
-        r"^2,426,112 parameters, 4,096 tokens per step, ",
+        r"^2,426,112 parameters, 1,024 tokens per step, ",
         r"^time to first step: [\d.]+ s after the imports$",
         r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
         r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown chip",

@@ -130,6 +130,7 @@ def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
     walk(section, tree, capsys, monkeypatch)
 
 
+@pytest.mark.long
 def test_with_all_three_it_trains(tree, tmp_path, capsys, monkeypatch):
     for section in SECTION:
         apply_all(section, tree)

@@ -138,6 +138,7 @@ def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
     assert embedding_rows_reached(in_f32) == [0, 6, 7, 8]
 
 
+@pytest.mark.long
 def test_bf16_gradients_stay_close_with_many_tokens():
     """Sums over thousands of tokens must not run in bf16: all weights, among them an embedding of
     which one entry is used most of the time, against the same source in f32."""
