@@ -54,4 +54,4 @@ format: $(VENV)/dev
 
 # Lines of code, without blank lines, comments and docstrings.
 size:
-	@$(PYTHON) .ci/size.py train.py shardlib data tools
+	@$(PYTHON) .ci/size.py train.py shardlib data runtime tools

@@ -32,16 +32,16 @@ import jax.numpy as jnp
 from jax import lax
 from omegaconf import MISSING, OmegaConf
 
-from data import compiled, hlo
-from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
-from data.compiled import CompiledStepError
-from data.config import by_key, program
 from data.flat_tokens import FlatTokensError
 from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
 from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
-from data.metrics import Row, check_destinations
-from data.run import MetricsError, Run
-from data.supervise import Lease, LeaseError, Stop, Watchdog
+from runtime import compiled, hlo
+from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
+from runtime.compiled import CompiledStepError
+from runtime.config import by_key, program
+from runtime.run import MetricsError, Run
+from runtime.sinks import Row, check_destinations
+from runtime.supervise import Lease, LeaseError, Stop, Watchdog
 from shardlib import audit, devices, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,

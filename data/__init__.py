@@ -1,1 +1,1 @@
-"""What is on disk: datasets and runs."""
+"""Tokens, from text to batches."""

@@ -12,8 +12,8 @@ import numpy as np
 import zarr
 from zarr.codecs import ZstdCodec
 
-from data import storage
-from data.storage import DamageError
+from runtime import storage
+from runtime.storage import DamageError
 
 SPLITS = ("train", "validation")
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression

@@ -10,3 +10,5 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is refused at once
+
+from tests.bucket import bucket  # noqa: F401

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
-from data.config import ROOT
+from runtime.config import ROOT
 from shardlib.devices import make_mesh
 from tools import mutations
 

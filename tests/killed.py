@@ -24,9 +24,9 @@ from jax._src import compiler
 from jax._src.array import ArrayImpl
 
 import train
-from data import storage
-from data.checkpoint import Checkpoints
-from data.run import Run
+from runtime import storage
+from runtime.checkpoint import Checkpoints
+from runtime.run import Run
 
 WHAT, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
 saves, lock = [collections.Counter()], threading.Lock()  # moments of each save, and before

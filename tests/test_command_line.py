@@ -16,7 +16,7 @@ import yaml
 
 import train
 from data.loader import TokenBatch
-from data.run import Run
+from runtime.run import Run
 from shardlib import devices
 from shardlib.types import explain, make_shapes
 from tests import golden

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import train
-from data.checkpoint import Checkpoints
+from runtime.checkpoint import Checkpoints
 from shardlib import devices
 from shardlib.types import make_shapes
 from tests.helpers import ROOT, compose_config, edited, mesh

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import train
-from data.config import _keys
 from data.flat_tokens import Writer, encode
+from runtime.config import _keys
 from tests.helpers import ROOT
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",

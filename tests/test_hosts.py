@@ -93,7 +93,7 @@ def test_a_host_that_is_lost_ends_the_other_one(run):
 # Waits, as for a step that hangs, in C, which no signal ends.
 HANGS = """
 import ctypes
-from data.supervise import Stop
+from runtime.supervise import Stop
 
 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
 with Stop():

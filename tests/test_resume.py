@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from data.run import MetricsError, Run
+from runtime.run import MetricsError, Run
 from tests import golden
 from tests.helpers import SMALL, rows, train_here
 from tests.torture import Kill, Torture

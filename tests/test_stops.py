@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import train
-from data.checkpoint import CheckpointError, Checkpoints, named
-from data.run import Run
+from runtime.checkpoint import CheckpointError, Checkpoints, named
+from runtime.run import Run
 from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, arrays, edited, mesh, rows, small_config, train_here

@@ -14,7 +14,7 @@ import pytest
 
 import train
 from data.flat_tokens import FlatTokens
-from data.supervise import Lease, Stop
+from runtime.supervise import Lease, Stop
 from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes, make_shardings, typed_shard_map

@@ -14,8 +14,8 @@ import pytest
 import zarr
 
 import train
-from data import supervise
 from data.flat_tokens import Writer
+from runtime import supervise
 from tests import golden
 from tests.helpers import ROOT, SMALL, train_here
 from tools import huggingface_to_flat_tokens

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from data.config import ROOT
+from runtime.config import ROOT
 from tests.helpers import compose_config
 from tools import mutations
 

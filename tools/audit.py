@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 
 import train
-from data.config import program
 from data.loader import TokenBatch
+from runtime.config import program
 from shardlib import audit, devices
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
 from tools import memory

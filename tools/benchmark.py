@@ -27,8 +27,8 @@ import jax
 import numpy as np
 
 import train
-from data.config import ROOT, program
 from data.loader import Batches
+from runtime.config import ROOT, program
 from shardlib import devices
 
 IMPORTED = time.perf_counter()

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data.checkpoint import Checkpoints
+from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shapes, make_shardings
 from train import State

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 import train
-from data.config import program
+from runtime.config import program
 from shardlib.devices import abstract_mesh
 from shardlib.types import make_shapes
 from tools import benchmark

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from data import storage
-from data.checkpoint import NAME, Checkpoint, show_entry
-from data.storage import DamageError
+from runtime import storage
+from runtime.checkpoint import NAME, Checkpoint, show_entry
+from runtime.storage import DamageError
 
 
 def found(path: str) -> Iterator[tuple[str, int, int]]:

@@ -23,8 +23,8 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 import train
-from data import compiled, hlo
-from data.config import program
+from runtime import compiled, hlo
+from runtime.config import program
 from shardlib import devices
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
 from tools.overlap import share_hidden

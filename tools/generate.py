@@ -45,11 +45,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 import train
 from data import flat_tokens, text
-from data.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from data.config import ROOT
 from data.flat_tokens import FlatTokens, FlatTokensError
 from data.loader import TokenBatch
-from data.storage import DamageError
+from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from runtime.config import ROOT
+from runtime.storage import DamageError
 from shardlib import devices, ops
 from shardlib.types import (
     Stacked,

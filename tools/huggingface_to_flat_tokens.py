@@ -22,10 +22,11 @@ import zarr
 from omegaconf import MISSING, OmegaConf
 from tqdm import tqdm
 
-from data import storage, text
-from data.config import program
+from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
+from runtime import storage
+from runtime.config import program
 
 COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed
 

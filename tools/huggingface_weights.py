@@ -33,9 +33,9 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import train
-from data import checkpoint, storage
-from data.checkpoint import FORMAT, Checkpoint, show_entry
-from data.storage import DamageError
+from runtime import checkpoint, storage
+from runtime.checkpoint import FORMAT, Checkpoint, show_entry
+from runtime.storage import DamageError
 from tools.checkpoint_info import found
 
 SHARD_BYTES = 4 * 10**9  # of a file of weights, at most, unless one tensor is larger

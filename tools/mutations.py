@@ -26,7 +26,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
-from data.config import ROOT
+from runtime.config import ROOT
 from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, make_shardings, parse_signature
 

@@ -6,7 +6,7 @@ import re
 import statistics
 from typing import Any, NamedTuple
 
-from data import hlo
+from runtime import hlo
 from tools.audit import show
 
 CYCLES = 1000  # a microsecond, or somewhat less

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from data.run import flat
+from runtime.run import flat
 
 TOKENS = [(10**9, "billion tokens"), (10**6, "million tokens"), (1, "tokens")]
 TIMES = [(2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (0, 60, "minutes")]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.flat_tokens import FlatTokens, FlatTokensError, Writer
-from tests.data.conftest import Proxy
+from tests.bucket import Proxy
 from tests.data.test_loader import open_loader
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import zarr
 
-from data.checkpoint import Checkpoint, Checkpoints
+from runtime.checkpoint import Checkpoint, Checkpoints
 from shardlib.types import bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
 from tests.helpers import mesh

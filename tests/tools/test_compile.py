@@ -10,7 +10,7 @@ import zipfile
 import jax
 import pytest
 
-from data import compiled
+from runtime import compiled
 from tests import golden
 from tests.helpers import SMALL, edited, mesh, small_config, train_here
 from tools import compile as compiler

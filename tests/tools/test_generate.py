@@ -13,8 +13,8 @@ import pytest
 import zarr
 
 import train
-from data.checkpoint import Checkpoints
 from data.flat_tokens import SPLITS, FlatTokens, Writer
+from runtime.checkpoint import Checkpoints
 from shardlib import audit, devices
 from shardlib.types import (
     Stacked,

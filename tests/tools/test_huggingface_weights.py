@@ -19,9 +19,9 @@ import zarr
 from omegaconf import OmegaConf
 
 import train
-from data import checkpoint
-from data.checkpoint import CheckpointError, Checkpoints, named
 from data.loader import TokenBatch
+from runtime import checkpoint
+from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib import ops
 from shardlib.types import f32, make_shardings, typed_shard_map
 from tests import golden

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import train
-from data.checkpoint import named
-from data.run import Run
+from runtime.checkpoint import named
+from runtime.run import Run
 from tests.helpers import ROOT, SMALL, edited, mesh, rows, small_config, train_here
 
 ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
@@ -124,8 +124,8 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     mine = (
         "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"
     )
-    module = edited("data/metrics.py", (line, mine + line + '    "printed": printed,\n'))
-    monkeypatch.setattr("data.run.DESTINATIONS", module.DESTINATIONS)
+    module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
+    monkeypatch.setattr("runtime.run.DESTINATIONS", module.DESTINATIONS)
     run = Run(str(tmp_path), "run", ("printed",))
     run.open(CONFIG, 0)
     run.log({"step": 0, "loss": 1.5})
@@ -133,7 +133,7 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
 
 
 SHOWS = """
-from data.run import Run
+from runtime.run import Run
 run = Run("runs", "run")
 for step in range(60):
     run.show(f"step {step}/60  loss 1.5000  and so on " + 9 * "and on ", step == 30)

@@ -19,13 +19,13 @@ import pytest
 import zarr
 import zarr.storage._local
 
-from data import storage
-from data.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
+from runtime import storage
+from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
 from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
-from tests.data import test_checkpoint
-from tests.data.conftest import Proxy
-from tests.data.test_checkpoint import CONFIG, Tree, assert_same_bits, on_mesh, restore
+from tests.bucket import Proxy
 from tests.helpers import ROOT, mesh
+from tests.runtime import test_checkpoint
+from tests.runtime.test_checkpoint import CONFIG, Tree, assert_same_bits, on_mesh, restore
 from tools import checkpoint_info
 
 
@@ -229,8 +229,8 @@ LIMITED = """
 import resource, signal, sys
 from tests import conftest
 import jax
-from data.checkpoint import CheckpointError, Checkpoints
-from tests.data.test_checkpoint import CONFIG, Tree, on_mesh, values
+from runtime.checkpoint import CheckpointError, Checkpoints
+from tests.runtime.test_checkpoint import CONFIG, Tree, on_mesh, values
 from tests.helpers import mesh
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -25,8 +25,8 @@ from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 from zarr.codecs import Crc32cCodec
 
-from data import storage
-from data.storage import DamageError
+from runtime import storage
+from runtime.storage import DamageError
 from shardlib.types import ArrayType, make_shapes, make_shardings, type_tree
 
 FORMAT = 1

@@ -13,9 +13,9 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.checkpoint
-from data import storage
-from data.checkpoint import (
+import runtime.checkpoint
+from runtime import storage
+from runtime.checkpoint import (
     CHUNK_BYTES,
     CheckpointError,
     Checkpoints,
@@ -346,7 +346,7 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
         path = save("checkpoints")
         attributes = zarr.open_group(path).attrs
         about = attributes.asdict() | OTHERS[case]
-        attributes.update(about | {"checksum": data.checkpoint._checksum(about)})
+        attributes.update(about | {"checksum": runtime.checkpoint._checksum(about)})
         with pytest.raises(CheckpointError) as error:
             restore("checkpoints")
     golden.check("checkpoints.txt", case, str(error.value))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from data.config import by_key
+from runtime.config import by_key
 from shardlib.devices import show_axes
 
 FORMAT = 1

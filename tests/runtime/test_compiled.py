@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from data.compiled import unless_passed_before
+from runtime.compiled import unless_passed_before
 from tests.helpers import small_config
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from omegaconf import OmegaConf
 
-from data.config import ROOT
-from data.metrics import DESTINATIONS, Row, json_lines
+from runtime.config import ROOT
+from runtime.sinks import DESTINATIONS, Row, json_lines
 
 
 class MetricsError(ValueError):

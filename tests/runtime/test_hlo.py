@@ -6,7 +6,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 
-from data import hlo
+from runtime import hlo
 from shardlib.ops import scope_name
 from tests.helpers import ROOT, SMALL, train_here
 

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-import data.supervise
-from data.supervise import Lease, LeaseError, Watchdog
+import runtime.supervise
+from runtime.supervise import Lease, LeaseError, Watchdog
 from tests import golden
 from tests.helpers import ROOT
 
 HELD = """
 import pathlib, sys, time
-from data.supervise import Lease
+from runtime.supervise import Lease
 with Lease(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -64,7 +64,7 @@ ELSEWHERE = '{"pid": 1, "started": "5", "host": "far", "kernel": "another"}'
 @pytest.mark.parametrize("text", [ELSEWHERE, "", '{"pid": 1, "sta'])
 def test_one_of_another_machine_counts_until_it_is_old(tmp_path, monkeypatch, text):
     """By the file system's clock: the machine's own may be wrong."""
-    monkeypatch.setattr(data.supervise, "STALE", 1)
+    monkeypatch.setattr(runtime.supervise, "STALE", 1)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     (tmp_path / "metrics").touch()
     other = tmp_path / "lease.5.1.json"
@@ -80,9 +80,9 @@ def test_one_of_another_machine_counts_until_it_is_old(tmp_path, monkeypatch, te
 
 
 def test_a_run_that_was_stopped_for_long_finds_that_it_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.supervise, "RENEWED", 1000)  # as if it were stopped
-    monkeypatch.setattr(data.supervise, "STALE", 1)
-    monkeypatch.setattr(data.supervise, "_dead", lambda holder: False)
+    monkeypatch.setattr(runtime.supervise, "RENEWED", 1000)  # as if it were stopped
+    monkeypatch.setattr(runtime.supervise, "STALE", 1)
+    monkeypatch.setattr(runtime.supervise, "_dead", lambda holder: False)
     with Lease(tmp_path) as first:
         assert not first.lost()
         with Lease(tmp_path) as second:
@@ -105,7 +105,7 @@ def test_two_that_start_at_once_are_not_both_at_work(tmp_path):
 
 HANGS = """
 import pathlib, sys, time
-from data.supervise import Watchdog
+from runtime.supervise import Watchdog
 with Watchdog(0.5, sys.argv[2] == "ends", pathlib.Path(sys.argv[1])) as watchdog:
     for _ in range(8):
         time.sleep(0.2)

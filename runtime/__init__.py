@@ -1,0 +1,1 @@
+"""What surrounds the steps of a run: its config, folder, log, checkpoints, and how it ends."""
