@@ -48,6 +48,7 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
+from shardlib.errors import UserError
 from shardlib.types import (
     Stacked,
     bf16,
@@ -658,7 +659,7 @@ def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-class NotFiniteError(ValueError):
+class NotFiniteError(UserError):
     """A loss or gradient that is no number, more often than the config allows."""
 
 

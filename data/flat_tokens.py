@@ -14,12 +14,13 @@ from zarr.codecs import ZstdCodec
 
 from runtime import storage
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
 
-class FlatTokensError(ValueError):
+class FlatTokensError(UserError):
     """A dataset, or something about to become one, breaks a rule of the format."""
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from data import text
 from data.flat_tokens import decode
 from data.loader import Batches, TokenBatch
+from shardlib.errors import UserError
 
 
-class StreamError(ValueError):
+class StreamError(UserError):
     """A dataset that can't be streamed, or not as the config says."""
 
 

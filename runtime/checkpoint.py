@@ -27,6 +27,7 @@ from zarr.codecs import Crc32cCodec
 
 from runtime import storage
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 from shardlib.types import ArrayType, make_shapes, make_shardings, type_tree
 
 FORMAT = 1
@@ -34,7 +35,7 @@ NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and the start of the run i
 CHUNK_BYTES = 2**26  # a chunk is read, and its checksum taken, as a whole
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that can't be written, or isn't of the tree that is asked for."""
 
 

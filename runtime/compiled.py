@@ -20,6 +20,7 @@ from jax.experimental import serialize_executable
 
 from runtime.config import by_key
 from shardlib.devices import show_axes
+from shardlib.errors import UserError
 
 FORMAT = 1
 NOT_IN_STEP = (
@@ -69,7 +70,7 @@ def unless_passed_before(root: str, config: Any, check: Callable[[], object]) ->
         mark.touch()
 
 
-class CompiledStepError(Exception):
+class CompiledStepError(UserError):
     """A file that isn't a compiled step, or not that of this program."""
 
 

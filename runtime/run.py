@@ -18,9 +18,10 @@ from omegaconf import OmegaConf
 
 from runtime.config import ROOT
 from runtime.sinks import DESTINATIONS, Row, json_lines
+from shardlib.errors import UserError
 
 
-class MetricsError(ValueError):
+class MetricsError(UserError):
     """An earlier metrics.jsonl that can't be read."""
 
 

@@ -10,8 +10,10 @@ import fsspec
 import numpy as np
 import zarr
 
+from shardlib.errors import UserError
 
-class DamageError(ValueError):
+
+class DamageError(UserError):
     """Part of an array is missing, or isn't what was written."""
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from shardlib.errors import UserError
+
 RENEWED = 2  # seconds between renewals of a lease
 STALE = 30  # seconds after which one that isn't renewed counts for nothing
 
@@ -106,7 +108,7 @@ class Watchdog:
             self.beaten.wait()
 
 
-class LeaseError(ValueError):
+class LeaseError(UserError):
     """Another run is at work in the folder, or it can't be written."""
 
 
