@@ -15,7 +15,6 @@ Dimensions:
 import dataclasses
 import datetime
 import functools
-import itertools
 import math
 import operator
 import os
@@ -33,8 +32,9 @@ from jax import lax
 from omegaconf import MISSING, OmegaConf
 
 from data.flat_tokens import FlatTokensError
-from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
-from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
+from data.huggingface import StreamError
+from data.loader import Batches, BatchSpec, TokenBatch
+from data.sources import DataConfig
 from runtime import compiled, hlo
 from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
 from runtime.compiled import CompiledStepError
@@ -52,9 +52,9 @@ from shardlib.errors import UserError
 from shardlib.types import (
     Stacked,
     bf16,
+    bool_,
     explain,
     f32,
-    i32,
     make_shapes,
     make_shardings,
     pytree_dataclass,
@@ -160,12 +160,10 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class Config:
+class Config(DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    flat_tokens: FlatTokensConfig | None  # one of the two
-    hf_dataset: HuggingFaceConfig | None
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
@@ -268,113 +266,159 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
     return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
 
 
-def rope(x: jax.Array, config: ModelConfig, first: int | jax.Array = 0) -> jax.Array:
-    """Rotates each pair (i, i + D/2) of x[B, L, ..., D] by the position, counted from `first`,
-    times max_timescale^(-2i/D). Su et al. 2021, https://arxiv.org/abs/2104.09864, section 3.4.
+def rotation(position: jax.Array, d_head: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """The sines and cosines, f32[B, L, D/2], by which `rope` turns what stands at position[B, L]:
+    pair i by the position times max_timescale^(-2i/D).
 
     Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
     Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""
-    length, half = x.shape[1], x.shape[-1] // 2
+    half = d_head // 2
     timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
     if scaling := config.rope_scaling:
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         turns = scaling.original_len / (2 * jnp.pi * timescale)
         kept = jnp.clip((turns - low) / (high - low), 0, 1)
         timescale = timescale / (kept + (1 - kept) / scaling.factor)
-    angle = (first + jnp.arange(length, dtype=f32.dtype))[:, None] / timescale
-    angle = angle.reshape(length, *[1] * (x.ndim - 3), half)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    angle = position.astype(f32.dtype)[:, :, None] / timescale
+    return jnp.sin(angle), jnp.cos(angle)
+
+
+def rope(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+    """Rotates each pair (i, i + D/2) of x[B, L, ..., D]. Su et al. 2021,
+    https://arxiv.org/abs/2104.09864, section 3.4."""
+    over_heads = tuple(range(2, x.ndim - 1))
+    sin, cos = jnp.expand_dims(sin, over_heads), jnp.expand_dims(cos, over_heads)
     x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+@typechecked
+def decoder(
+    weights: Any,
+    inputs: u32["B/d L"],
+    position: u32["B/d L"],
+    attend: Callable[..., tuple[jax.Array, Any]],
+    caches: Any,
+    config: ModelConfig,
+    gather: Callable[..., jax.Array] = ops.all_gather,
+) -> tuple[bf16["B/d L M/t"], Any]:
+    """The residual stream after the last layer: the one definition of the layers, for training,
+    validation and generation. What differs between those is handed in:
+
+    `attend(q, k, v, cache)` mixes a layer's values into the shape of q, and returns with them what
+    is to be kept of the layer; `caches` has each layer's cache, stacked, and so is what is
+    returned.
+
+    `gather` makes a weight whole. `weights` is a Weights as stored, or whole already, with another
+    `gather`."""
+    embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
+    x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
+    x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+    sin, cos = rotation(position, weights.layers.w_k.shape[-1], config)
+
+    # A block keeps its input and what is saved by name; the rest, gathers included, is done again
+    # in the backward pass.
+    @explicit_activation_checkpointing
+    @typechecked
+    def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
+        layer, cache = scanned
+        w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)
+
+        gain = gather("M/t/d -> M", w.attention_norm)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
+        w_q = gather("M/d Q K/t D -> M Q K/t D", w.w_q)
+        w_k = gather("M/d K/t D -> M K/t D", w.w_k)
+        w_v = gather("M/d K/t D -> M K/t D", w.w_v)
+        q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
+        k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
+        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
+        q = save_for_backward(rope(q, sin, cos))
+        k = save_for_backward(rope(k, sin, cos))
+        v = save_for_backward(v)
+        mixed, kept = attend(q, k, v, cache)
+        mixed = save_for_backward(mixed)
+        w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)
+        y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
+        x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
+
+        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
+        gain = gather("M/t/d -> M", w.mlp_norm)
+        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
+        w_gate = gather("M/d F/t -> M F/t", w.w_gate)
+        w_up = gather("M/d F/t -> M F/t", w.w_up)
+        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
+        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))
+        w_down = gather("M/d F/t -> M F/t", w.w_down)
+        hidden = jax.nn.silu(gate) * up
+        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
+        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept
+
+    return lax.scan(block, x, (weights.layers, caches))
+
+
+def head(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
+    """What `logits` takes of the weights, whole along d: for both arguments see `decoder`."""
+    gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
+    return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
+
+
+@typechecked
+def logits(
+    head: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L M/t"], config: ModelConfig
+) -> f32["B/d L V/t"]:
+    gain, unembed = head
+    h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
+    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed, dtype=f32)
 
 
 @typechecked
 def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L M/t"]:
     """The residual stream after the last layer: of each target, made of the tokens before it in its
     document and row."""
-    previous = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-    inputs = jnp.where(batch.is_start, config.start_token, previous)
-    document = jnp.cumsum(batch.is_start.astype(i32.dtype), axis=1)
 
-    embed = ops.all_gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
-    x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
-    x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
-
-    # A block keeps its input and what is saved by name; the rest, gathers included, is done again
-    # in the backward pass.
-    @explicit_activation_checkpointing
-    @typechecked
-    def block(x: bf16["B/d L M/t"], layer: Layer) -> tuple[bf16["B/d L M/t"], tuple[()]]:
-        w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)
-
-        gain = ops.all_gather("M/t/d -> M", w.attention_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
-        w_q = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_q)
-        w_k = ops.all_gather("M/d K/t D -> M K/t D", w.w_k)
-        w_v = ops.all_gather("M/d K/t D -> M K/t D", w.w_v)
-        q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
-        k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
-        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
-        q = save_for_backward(rope(q, config))
-        k = save_for_backward(rope(k, config))
-        v = save_for_backward(v)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
         mixed = kernels.attention(
-            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
-        )
-        mixed = save_for_backward(mixed)
-        w_o = ops.all_gather("M/d Q K/t D -> M Q K/t D", w.w_o)
-        y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
-        x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
+            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D",
+            q, k, v, batch.document,
+        )  # fmt: skip
+        return mixed, ()
 
-        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
-        gain = ops.all_gather("M/t/d -> M", w.mlp_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
-        w_gate = ops.all_gather("M/d F/t -> M F/t", w.w_gate)
-        w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)
-        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
-        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))
-        w_down = ops.all_gather("M/d F/t -> M F/t", w.w_down)
-        hidden = jax.nn.silu(gate) * up
-        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
-        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()
-
-    x, () = lax.scan(block, x, weights.layers)
-    return x
+    return decoder(weights, batch.inputs, batch.position, attend, (), config)[0]
 
 
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
-    """Of all devices; 0 is padding."""
-    is_target = (batch.targets != 0).astype(f32.dtype)
-    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", is_target))
+    """The number of targets that count, on all devices together."""
+    counted = batch.counted.astype(f32.dtype)
+    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", counted))
 
 
 @typechecked
 def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     """Cross-entropy in nats, summed over all targets of all devices. The vocabulary stays split: of
     the logits only their maximum, the sum of their exponentials and the target's are reduced."""
-    gain = ops.all_gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
-    unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
+    whole_head = head(weights)
 
     # For a part of the sequence at a time, as logits are the largest array by far.
     @typechecked
     def loss(
-        shared: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d l M/t"], targets: u32["B/d l"]
+        head: tuple[bf16["M"], bf16["V/t M"]],
+        x: bf16["B/d l M/t"],
+        targets: u32["B/d l"],
+        counted: bool_["B/d l"],
     ) -> f32[""]:
-        gain, unembed = shared
-        h = rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), gain, config.model.norm_eps)
-        logits = ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, unembed, dtype=f32)
-        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))
-        logits = logits - peak[:, :, None]
-        total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
+        scores = logits(head, x, config.model)
+        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(scores))
+        scores = scores - peak[:, :, None]
+        total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(scores))
         total = ops.psum("B/d l {U:t} -> B/d l", total)
-        chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, targets)
+        chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", scores, targets)
         chosen = ops.psum("B/d l {U:t} -> B/d l", chosen)
-        nats = (jnp.log(total) - chosen) * (targets != 0)
+        nats = (jnp.log(total) - chosen) * counted
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
 
-    x = forward(weights, batch, config.model)
-    return sum_over_chunks(loss, config.training.loss_chunks, (gain, unembed), x, batch.targets)
+    chunks, x = config.training.loss_chunks, forward(weights, batch, config.model)
+    return sum_over_chunks(loss, chunks, whole_head, x, batch.targets, batch.counted)
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -589,8 +633,7 @@ def check_config(config: Config) -> None:
         if size % (count := getattr(hyper, key)):
             raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
     check_destinations(config.metrics.to)
-    if bool(config.flat_tokens) == bool(config.hf_dataset):
-        raise ValueError("set one of flat_tokens and hf_dataset, and the other one to null")
+    config.source()
     folder = pathlib.PurePath(paths.model_name)
     if folder.is_absolute() or ".." in folder.parts or not folder.parts:
         raise ValueError(
@@ -630,13 +673,11 @@ def make_loaders(config: Config) -> tuple[Batches, Batches | None]:
     except ValueError as error:
         keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
         raise ValueError(f"{error}; {', '.join(keys)}") from None
-    make: Callable[..., Batches]
-    if config.hf_dataset:
-        make = functools.partial(StreamLoader, config.hf_dataset)
-    elif config.flat_tokens:
-        make = functools.partial(Loader, config.flat_tokens, config.io.max_io_threads)
-    make = functools.partial(make, size["B"], size["L"], size["V"])
-    return make("train"), make("validation") if config.training.validation_interval else None
+    hyper, source = config.training, config.source()
+    spec = BatchSpec(size["B"], size["L"], size["V"], config.model.start_token)
+    spec = dataclasses.replace(spec, io_threads=config.io.max_io_threads)
+    held_out = source.open(spec, "validation") if hyper.validation_interval else None
+    return source.open(dataclasses.replace(spec, skip=hyper.skip_steps), "train"), held_out
 
 
 def step_flops(config: Config) -> tuple[int, int]:
@@ -655,7 +696,8 @@ def step_flops(config: Config) -> tuple[int, int]:
 def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
     """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
-    losses = [validation_step(weights, batch, config) for batch in loader.batches(0, count)]
+    steps = loader.from_step(0, count)
+    losses = [validation_step(weights, batch, config) for _, batch in steps]
     return sum(losses, start=jnp.float32(0)) / count
 
 
@@ -815,8 +857,7 @@ def train(
 
     def explain(step: int, batch: TokenBatch) -> str:
         checkpoints.wait()
-        number = next(itertools.islice(numbers_without(hyper.skip_steps), step, None))
-        return not_finite(config, state, batch, number, loader)
+        return not_finite(config, state, batch, loader.number(step), loader)
 
     def validation_loss() -> float:
         assert validation
@@ -826,10 +867,10 @@ def train(
     profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
     profile = run.folder / f"profile/host_{jax.process_index()}"
     hangs = run.folder / f"hang.host_{jax.process_index()}.txt"
-    batches = loader.batches(first, hyper.steps, hyper.skip_steps)
+    batches = loader.from_step(first, hyper.steps)
     done, stopping = first, False
     with Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs) as watchdog:
-        for step, batch in enumerate(batches, first):
+        for step, batch in batches:
             if config.profile and step == profiled[0]:
                 jax.block_until_ready(state)
                 hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")

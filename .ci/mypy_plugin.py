@@ -16,7 +16,7 @@ def stacked(context: AnalyzeTypeContext) -> Type:
 
 class ShardlightPlugin(Plugin):
     def get_type_analyze_hook(self, fullname):
-        if fullname == "shardlib.types.Stacked":
+        if fullname in ("shardlib.types.Mapped", "shardlib.types.Stacked"):
             return stacked
         return array if fullname in ARRAYS else None
 

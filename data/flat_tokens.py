@@ -169,6 +169,16 @@ class Writer:
         self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
 
 
+def tokenizer_of(path: str) -> tuple[str, int] | None:
+    """The name of the tokenizer by which a dataset was converted and what was added to its ids;
+    None where the dataset isn't there or doesn't say."""
+    try:
+        about: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
+        return about["settings"]["tokenizer"], about["settings"]["id_offset"]
+    except Exception:  # each store raises its own
+        return None
+
+
 class FlatTokens:
     """One split of a dataset, opened for reading.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from data import text
 from data.flat_tokens import decode
-from data.loader import Batches, TokenBatch
+from data.loader import Batches, BatchSpec, TokenBatch
 from shardlib.errors import UserError
 
 
@@ -36,18 +36,23 @@ class HuggingFaceConfig:
     num_workers: int  # of a host: processes that read shards of their own, or one thread
     sequences_packed_per_batch: int  # documents that a worker reads and tokenizes at a time
 
+    def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
+        """Batches of a split, train or validation, for the mesh in context."""
+        return StreamLoader(self, spec, split)
+
+    def tokenizer_used(self) -> tuple[str, int]:
+        """The name of the tokenizer and what is added to its ids."""
+        return self.tokenizer, self.id_offset
+
 
 class StreamLoader(Batches):
-    """Batches of `batch` rows of `length` tokens of a split, laid out on the mesh in context; they
-    go on from `position`. After the last shard comes the first one again.
+    """Batches of a split of a stream; they go on from `position`. After the last shard comes the
+    first one again. Raises StreamError if the dataset, its column or its tokenizer can't be had, or
+    its shards are too few for all hosts' workers."""
 
-    `vocab` is the model's. Raises StreamError if the dataset, its column or its tokenizer can't be
-    had, or its shards are too few for all hosts' workers.
-    """
-
-    def __init__(self, config: HuggingFaceConfig, batch: int, length: int, vocab: int, split: str):
-        super().__init__(batch, length)
-        self.config, self.vocab = config, vocab
+    def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
+        super().__init__(spec)
+        self.config = config
         splits = {"train": config.train_split, "validation": config.validation_split}
         if not (name := splits[split]):
             raise StreamError("training.validation_interval needs hf_dataset.validation_split")
@@ -70,8 +75,8 @@ class StreamLoader(Batches):
         self.lanes = range(host * self.workers, (host + 1) * self.workers)
         self.start = text.start(lanes)
         indices = self.shardings.targets.addressable_devices_indices_map(self.shape)
-        self.rows = sorted({index[0].indices(batch)[:2] for index in indices.values()})
-        if sum(high - low for low, high in self.rows) * jax.process_count() != batch:
+        self.rows = sorted({index[0].indices(spec.rows)[:2] for index in indices.values()})
+        if sum(high - low for low, high in self.rows) * jax.process_count() != spec.rows:
             raise StreamError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
@@ -79,9 +84,10 @@ class StreamLoader(Batches):
         while True:
             found = False
             for unit in text.units(self.source, self.lanes, position, self.workers):
-                if (largest := int(unit.tokens.max(initial=0)) >> 1) >= self.vocab:
+                if (largest := int(unit.tokens.max(initial=0)) >> 1) >= self.spec.vocab:
                     raise StreamError(
-                        f"{self.name} has the id {largest}; model.vocab={self.vocab} must be larger"
+                        f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
+                        "larger"
                     )
                 found = found or len(unit.tokens) > 0
                 yield unit

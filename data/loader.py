@@ -14,14 +14,14 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
-from data.flat_tokens import FlatTokens, FlatTokensError, decode
+from data.flat_tokens import FlatTokens, FlatTokensError, decode, tokenizer_of
 from data.text import ahead
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
 
@@ -35,13 +35,50 @@ class FlatTokensConfig:
     seed: int
     sequence_packing: bool
 
+    def open(self, spec: "BatchSpec", split: str) -> "Loader":
+        """Batches of a split, train or validation, for the mesh in context."""
+        return Loader(self, spec, split)
+
+    def tokenizer_used(self) -> tuple[str, int] | None:
+        """The name of the dataset's tokenizer and what was added to its ids, if it says."""
+        return tokenizer_of(self.filespec)
+
 
 @pytree_dataclass
 class TokenBatch:
-    """Id 0 is no target: it pads a row whose document is shorter."""
+    """What the model is given, and asked, at each place of each row."""
 
+    inputs: u32["B/d L"]  # the token before the target, or the model's start token
     targets: u32["B/d L"]
-    is_start: bool_["B/d L"]
+    counted: bool_["B/d L"]  # whether the loss counts the target: not where it pads a row
+    document: u32["B/d L"]  # number in the row; attention stays within one
+    position: u32["B/d L"]  # in the row
+
+    @classmethod
+    def of(cls, ids: np.ndarray, is_start: np.ndarray, start_token: int) -> "TokenBatch":
+        """The NumPy arrays of a batch whose targets are `ids`, [B, L], of documents that start
+        where `is_start` says. Id 0 is padding. A row that begins within a document begins with
+        input 0."""
+        previous = np.pad(ids[:, :-1], ((0, 0), (1, 0)))
+        return cls(
+            inputs=np.where(is_start, np.uint32(start_token), previous),
+            targets=ids,
+            counted=ids != 0,
+            document=np.cumsum(is_start, axis=1, dtype=np.uint32),
+            position=np.broadcast_to(np.arange(ids.shape[1], dtype=np.uint32), ids.shape),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """What a run asks of its batches."""
+
+    rows: int
+    length: int  # tokens in a row
+    vocab: int  # ids are below it
+    start_token: int
+    skip: tuple[int, ...] = ()  # numbers of batches that are left out; later steps get later ones
+    io_threads: int = 32
 
 
 def permutation(count: int, *key: int) -> np.ndarray:
@@ -117,37 +154,39 @@ class Stream:
             rows, position = rows[len(chosen) :], position + len(chosen)
 
 
-def numbers_without(skip: Sequence[int]) -> Iterator[int]:
-    """From 0, of which a run's steps get one each."""
-    return (number for number in itertools.count() if number not in skip)
-
-
 class Batches(abc.ABC):
-    """Batches of `shape`, rows and tokens, each made while the one before is in use, and laid out
-    on the mesh that was in context at first."""
+    """The batches of a split, each made while the one before is in use, and laid out on the mesh
+    that was in context at first."""
 
     waited = 0.0  # seconds, for the batch given last
     position: Any = None  # JSON: where a stream goes on after that batch
 
-    def __init__(self, batch: int, length: int):
-        self.shape = batch, length
+    def __init__(self, spec: BatchSpec):
+        self.spec, self.shape = spec, (spec.rows, spec.length)
         self.shardings = make_shardings(TokenBatch)
 
-    def lay_out(
-        self, rows: Callable[[tuple[int, int]], tuple[np.ndarray, np.ndarray]]
-    ) -> TokenBatch:
-        """A batch of the ids and the starts that a function gives for each range of rows that this
-        host's devices hold."""
+    def lay_out(self, rows: Callable[[tuple[int, int]], tuple[Any, Any]]) -> TokenBatch:
+        """Makes a batch of the ids and the starts, [rows, L], that a function gives for each range
+        of rows that this host's devices hold."""
 
-        def part(which: int, index: tuple[slice, ...]) -> np.ndarray:
-            first, last, _ = index[0].indices(self.shape[0])
-            return rows((first, last))[which]
+        @functools.cache
+        def part(first: int, last: int) -> TokenBatch:
+            return TokenBatch.of(*rows((first, last)), self.spec.start_token)
 
-        arrays = [
-            jax.make_array_from_callback(self.shape, sharding, functools.partial(part, which))
-            for which, sharding in enumerate(jax.tree.leaves(self.shardings))
-        ]
-        return TokenBatch(*arrays)
+        def array(name: str, sharding: Any) -> jax.Array:
+            def of_devices(index: Any) -> np.ndarray:
+                first, last, _ = index[0].indices(self.shape[0])
+                return getattr(part(first, last), name)
+
+            return jax.make_array_from_callback(self.shape, sharding, of_devices)
+
+        return TokenBatch(**{name: array(name, s) for name, s in vars(self.shardings).items()})
+
+    def number(self, step: int) -> int:
+        """The number of a step's batch."""
+        for skipped in sorted({*self.spec.skip}):
+            step += skipped <= step
+        return step
 
     @abc.abstractmethod
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
@@ -157,42 +196,32 @@ class Batches(abc.ABC):
     def origin(self, number: int) -> str:
         """Where in the dataset a batch is from."""
 
-    def batches(self, first: int, last: int, skip: Sequence[int] = ()) -> Iterator[TokenBatch]:
-        """The batches of steps `first` to `last`. Those whose numbers are in `skip` are left out,
-        so that all later steps have later batches."""
+    def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:
+        """Steps `first` to `last`, the latter not included, with their batches."""
         if first == 0:
             self.position = None
         asked = time.perf_counter()
-        numbers = itertools.islice(numbers_without(skip), first, last)
-        for batch, position in ahead(self.make(numbers)):
+        made = ahead(self.make(map(self.number, range(first, last))))
+        for step, (batch, position) in zip(range(first, last), made, strict=True):
             self.waited, self.position = time.perf_counter() - asked, position
-            yield batch
+            yield step, batch
             asked = time.perf_counter()
 
 
 class Loader(Batches):
-    """Batches of `batch` rows of `length` tokens from one split, laid out on the mesh in context.
+    """Batches of a split of flat tokens. Raises FlatTokensError if the dataset has ids that are too
+    large, too few sequences for one batch, or can't be read."""
 
-    `vocab` is the model's. Raises FlatTokensError if the dataset has larger ids, too few sequences
-    for one batch, or can't be read.
-    """
-
-    def __init__(
-        self,
-        config: FlatTokensConfig,
-        io_threads: int,
-        batch: int,
-        length: int,
-        vocab: int,
-        split: str,
-    ):
-        super().__init__(batch, length)
-        self.config, self.length = config, length
+    def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
+        super().__init__(spec)
+        self.config, (batch, length) = config, self.shape
+        self.length = length
         self.dataset = data = FlatTokens(config.filespec, split)
-        self.threads = ThreadPoolExecutor(io_threads)
-        if data.max_token_id >= vocab:
+        self.threads = ThreadPoolExecutor(spec.io_threads)
+        if data.max_token_id >= spec.vocab:
             raise FlatTokensError(
-                f"{data.name} has ids up to {data.max_token_id}; model.vocab={vocab} must be larger"
+                f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
+                "larger"
             )
         count = data.token_count // length if config.sequence_packing else data.sequence_count
         if batch % config.streams:
@@ -244,7 +273,7 @@ class Loader(Batches):
 
     def load(self, number: int) -> TokenBatch:
         """A batch. Each host reads the rows that its devices hold, and no others."""
-        return self.lay_out(functools.cache(lambda rows: self.rows(number, *rows)))
+        return self.lay_out(lambda rows: self.rows(number, *rows))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
         return ((self.load(number), None) for number in numbers)

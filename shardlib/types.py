@@ -371,6 +371,20 @@ def explain(error: Exception) -> str:
 # --- Trees of array types -------------------------------------------------------------------------
 
 
+class Mapped:
+    """`Mapped[function, Layer]`: a Layer whose arrays have the types that the function makes of
+    those declared."""
+
+    def __init__(self, function: Callable[[ArrayType], ArrayType], inner: Any):
+        self.function, self.inner = function, inner
+
+    def __class_getitem__(cls, item: tuple[Any, Any]) -> Any:
+        return cls(*item)
+
+    def __repr__(self) -> str:
+        return f"Mapped[..., {getattr(self.inner, '__name__', self.inner)}]"
+
+
 class Stacked:
     """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
 
@@ -378,7 +392,7 @@ class Stacked:
         spec = parse_spec(dim)
         if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
-        self.dim, self.inner = dim, inner
+        self.dim, self.inner, self.function = dim, inner, self.stack
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
         return cls(*item)
@@ -407,18 +421,19 @@ def type_tree(hint: Any) -> Any:
     """The annotation as a tree with an array type for each array; None if it has no arrays.
 
     Raises SpecError where arrays stand among other things, or in something other than an array
-    type, a pytree_dataclass, a Stacked one or a tuple: such an annotation could not be checked.
+    type, a pytree_dataclass, a Mapped one or a tuple: such an annotation could not be checked. A
+    tuple may say Any of what isn't to be.
     """
     if isinstance(hint, ArrayType):
         return hint
-    if isinstance(hint, Stacked):
-        return jax.tree.map(hint.stack, type_tree(hint.inner))
+    if isinstance(hint, (Mapped, Stacked)):
+        return jax.tree.map(hint.function, type_tree(hint.inner))
     parts: tuple[Any, ...] = typing.get_args(hint)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         parts = tuple(hints[field.name] for field in dataclasses.fields(hint))
-    tree: Any = tuple(type_tree(part) for part in parts)
-    if hint != tuple[()] and all(part is None for part in tree):
+    tree: Any = tuple(Any if part is Any else type_tree(part) for part in parts)
+    if hint != tuple[()] and all(part in (None, Any) for part in tree):
         return None
     checkable = None not in tree and (is_dataclass or typing.get_origin(hint) is tuple)
     if checkable and is_dataclass:
@@ -436,8 +451,9 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
     """Path, type and value of each array of a tree; ShardTypeError if it isn't shaped as `hint`."""
     leaves: list[tuple[str, ArrayType, Any]] = []
 
-    def add(path: tuple[Any, ...], kind: ArrayType, value: Any) -> None:
-        leaves.append((where + jax.tree_util.keystr(path), kind, value))
+    def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
+        if kind is not Any:
+            leaves.append((where + jax.tree_util.keystr(path), kind, value))
 
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
@@ -453,7 +469,9 @@ def make_partition_specs(hint: Any) -> Any:
     Raises SpecError where the mesh in context lacks an axis, or has the axes in another order.
     """
 
-    def partition_spec(kind: ArrayType) -> PartitionSpec:
+    def partition_spec(kind: Any) -> PartitionSpec:
+        if kind is Any:
+            raise SpecError("Any has no layout: what goes through a shard_map has array types")
         if problem := axes_problem(kind.spec):
             raise SpecError(f"{kind}: {problem}")
         return PartitionSpec(*(dim.axes or None for dim in kind.spec.dims))

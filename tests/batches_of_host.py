@@ -6,8 +6,8 @@ import sys
 import jax
 import numpy as np
 
-from data.huggingface import HuggingFaceConfig, StreamLoader
-from data.loader import FlatTokensConfig, Loader
+from data.huggingface import HuggingFaceConfig
+from data.loader import BatchSpec, FlatTokensConfig
 from shardlib.devices import make_mesh
 
 
@@ -16,17 +16,15 @@ def main():
     jax.distributed.initialize()
     config, shape, host = asked["config"], asked["shape"], jax.process_index()
     with jax.set_mesh(make_mesh(asked["mesh"])):
-        if "filespec" in config:
-            loader = Loader(FlatTokensConfig(**config), 2, *shape, "train")
-        else:
-            loader = StreamLoader(HuggingFaceConfig(**config), *shape, "train")
+        section = FlatTokensConfig if "filespec" in config else HuggingFaceConfig
+        loader = section(**config).open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
         loader.position = asked.get("positions", {}).get(str(host))
         held = [
             {
                 part.index[0].indices(shape[0])[0]: np.asarray(part.data).tolist()
                 for part in batch.targets.addressable_shards
             }
-            for batch in loader.batches(*asked["steps"])
+            for _, batch in loader.from_step(*asked["steps"])
         ]
     print(json.dumps({"host": host, "rows": held, "position": loader.position}))
 

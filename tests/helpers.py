@@ -116,6 +116,12 @@ def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[s
     return batches, {str(host["host"]): host["position"] for host in found}
 
 
+def starts_of(batch: Any) -> np.ndarray:
+    """Where a document starts in a batch, whose documents are numbered from 1 in each row, or from
+    0 if the first one began in the row before."""
+    return np.diff(np.asarray(batch.document).astype(int), axis=1, prepend=0) > 0
+
+
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:
     """A run's metrics, without timings."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

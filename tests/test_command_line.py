@@ -237,12 +237,12 @@ def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
 # Edits of train.py that keep every shape on a mesh with equal sides, and change what is computed.
 SILENT_EDITS = {
     "a layer's gain gathered in the wrong order": (
-        'ops.all_gather("M/t/d -> M", w.mlp_norm)',
-        'ops.all_gather("M/d/t -> M", w.mlp_norm)',
+        'gather("M/t/d -> M", w.mlp_norm)',
+        'gather("M/d/t -> M", w.mlp_norm)',
     ),
     "a weight gathered along the wrong axis": (
-        'ops.all_gather("M/d F/t -> M F/t", w.w_up)',
-        'ops.all_gather("M/d F/t -> M/d F", w.w_up)',
+        'gather("M/d F/t -> M F/t", w.w_up)',
+        'gather("M/d F/t -> M/d F", w.w_up)',
     ),
     "a weight declared under another split": ('w_up: f32["M/d F/t"]', 'w_up: f32["M/t F/d"]'),
     "a sum that is never paid": (
@@ -250,12 +250,12 @@ SILENT_EDITS = {
         "x = save_for_backward(x + y)",
     ),
     "a slice in the place of a reduction": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()',
-        "return x + y[:, :, : x.shape[2]], ()",
+        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept',
+        "return x + y[:, :, : x.shape[2]], kept",
     ),
     "a sum that is paid in full and not scattered": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), ()',
-        'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), ()',
+        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept',
+        'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), kept',
     ),
     "an owed sum in a logarithm": ('total = ops.psum("B/d l {U:t} -> B/d l", total)', ""),
     "a loss that is not summed over the batch": (
@@ -263,12 +263,12 @@ SILENT_EDITS = {
         'ops.reduce_sum("B/d l -> {U:d}", nats)',
     ),
     "a weight used without its gather": (
-        'w_down = ops.all_gather("M/d F/t -> M F/t", w.w_down)',
+        'w_down = gather("M/d F/t -> M F/t", w.w_down)',
         "w_down = w.w_down",
     ),
     "heads split over the other axis": (
-        'ops.all_gather("M/d K/t D -> M K/t D", w.w_k)',
-        'ops.all_gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
+        'gather("M/d K/t D -> M K/t D", w.w_k)',
+        'gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
     ),
 }
 

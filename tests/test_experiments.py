@@ -157,10 +157,10 @@ def loss_and_grads(tree, mesh, *overrides):
             schema=module.Config,
         )
         rng, shape = np.random.default_rng(0), (8, config.training.tokens.len)
-        batch = module.TokenBatch(
-            rng.integers(1, 48, shape).astype(np.uint32), rng.random(shape) < 2 / shape[1]
-        )
-        batch.targets[7, -3:] = 0
+        targets = rng.integers(1, 48, shape).astype(np.uint32)
+        is_start = rng.random(shape) < 2 / shape[1]
+        targets[7, -3:] = 0
+        batch = module.TokenBatch.of(targets, is_start, 0)
 
         @jax.jit
         @module.typed_shard_map
@@ -174,7 +174,7 @@ def loss_and_grads(tree, mesh, *overrides):
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
         flops = module.step_flops(config)
-        return flops, loss, plain(grads), plain(weights), batch.targets, batch.is_start
+        return flops, loss, plain(grads), plain(weights), targets, is_start
 
 
 def assert_as(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):

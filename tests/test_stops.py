@@ -93,7 +93,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
         state = train.init_state(config)
-        batch = train.TokenBatch(jnp.ones((8, 12), jnp.uint32), jnp.zeros((8, 12), bool))
+        batch = train.TokenBatch.of(np.ones((8, 12), np.uint32), np.zeros((8, 12), bool), 0)
         state, metrics = train.training_step(state, batch, config)
         assert int(metrics.skipped) == 0 and np.isfinite(metrics.loss)
         embed = state.weights.embed.at[1, 0].set(jnp.inf)

@@ -28,6 +28,7 @@ from tests.helpers import (
     edited,
     mesh,
     small_config,
+    starts_of,
 )
 
 
@@ -59,7 +60,7 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
 
     with jax.set_mesh(on):
         weights = module.init_state(config).weights
-        batch = jax.device_put(batch_type(targets, is_start), make_shardings(batch_type))
+        batch = jax.device_put(batch_type.of(targets, is_start, 0), make_shardings(batch_type))
         # Gains of one and zero moments would hide mistakes.
         keys = iter(jax.random.split(jax.random.key(1), 100))
         weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
@@ -190,7 +191,7 @@ def test_the_step_reuses_the_states_memory(in_f32):
     config = small_config()
     with jax.set_mesh(mesh(4, 2)):
         state = in_f32.init_state(config)
-        batch = in_f32.TokenBatch(*map(jnp.asarray, random_rows()))
+        batch = in_f32.TokenBatch.of(*random_rows(), 0)
         in_f32.training_step(state, batch, config)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
@@ -211,8 +212,8 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     class Loader:
         waited, position = 0.0, None
 
-        def batches(self, first, last, skip):
-            return iter(range(first, last))
+        def from_step(self, first, last):
+            return zip(range(first, last), range(first, last), strict=True)
 
     monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
@@ -254,7 +255,7 @@ def test_the_optimizer_agrees_with_optax(in_f32, clip):
             grads = jax.grad(lambda w, t=targets, s=is_start: loss(w, t, s))(wanted)
             updates, optimizer_state = optimizer.update(grads, optimizer_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
-            batch = in_f32.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
+            batch = in_f32.TokenBatch.of(targets, is_start, 0)
             state, metrics = in_f32.training_step(state, batch, config)
             np.testing.assert_allclose(metrics.learning_rate, schedule(step + 1), rtol=1e-5)
             np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
@@ -324,7 +325,7 @@ def embedding_rows_reached(module):
         return jax.grad(squares)(weights)
 
     with jax.set_mesh(mesh(4, 2)):
-        batch = module.TokenBatch(jnp.asarray(targets), jnp.asarray(is_start))
+        batch = module.TokenBatch.of(targets, is_start, 0)
         grads = gradient(module.init_state(config).weights, batch)
         return np.flatnonzero(np.abs(jax.device_get(grads.embed)).sum(axis=1)).tolist()
 
@@ -350,7 +351,7 @@ def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
         _, loader = train.make_loaders(config)
         for step in range(config.training.validation_batches):
             batch = jax.device_get(loader.load(step))
-            before, _, _ = oracle.layout(batch.targets, batch.is_start)
+            before, _, _ = oracle.layout(batch.targets, starts_of(batch))
             np.add.at(counts, (before, batch.targets), 1)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     entropy = -np.sum(counts * np.log(np.where(share > 0, share, 1))) / counts.sum()

@@ -15,7 +15,7 @@ import optax
 
 import train
 from shardlib.devices import make_mesh, simulate_cpu_devices
-from tests.helpers import compose_config
+from tests.helpers import compose_config, starts_of
 
 CONFIG = compose_config("local_test_synthetic", "paths.model_name=none")
 ROUNDS = 15
@@ -71,7 +71,7 @@ def twin(weights, batch):
 
     @jax.jit
     def step(weights, moments):
-        value, grads = jax.value_and_grad(loss)(weights, batch.targets, batch.is_start)
+        value, grads = jax.value_and_grad(loss)(weights, batch.targets, starts_of(batch))
         updates, moments = optimizer.update(grads, moments, weights)
         return optax.apply_updates(weights, updates), moments, value
 

@@ -53,7 +53,7 @@ def time_start(
     lowered = mark("trace and lower", train.lower_step(config))
     step = mark("compile", train.compile_step(config, lowered))
     state = mark("initialize the state", train.init_state(config))
-    batch = mark("load a batch", next(loader.batches(0, 1)))
+    batch = mark("load a batch", next(loader.from_step(0, 1))[1])
     state, _ = mark("run a step", step(state, batch))
     return step, state, marks
 
@@ -162,7 +162,7 @@ def main(config: train.Config) -> None:
     with jax.set_mesh(mesh):
         step_once, state, start = time_start(config, loader)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        batches = loader.batches(1, 2**31)
+        batches = (batch for _, batch in loader.from_step(1, 2**31))
         steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)
     if jax.process_index():
         return

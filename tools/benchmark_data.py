@@ -22,7 +22,7 @@ import jax
 import zarr
 
 from data.flat_tokens import CHUNK, SPLITS, FlatTokens
-from data.loader import FlatTokensConfig, Loader
+from data.loader import BatchSpec, FlatTokensConfig, Loader
 from shardlib.devices import make_mesh
 from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
 
@@ -123,7 +123,7 @@ def open_loader(folder: pathlib.Path) -> Loader:
     path = str(folder / "bytes_utf8.1.zarr")
     config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"d": 1, "t": 1})):
-        return Loader(config, 32, ROWS, LENGTH, 257, "train")
+        return Loader(config, BatchSpec(ROWS, LENGTH, vocab=257, start_token=0), "train")
 
 
 def batches(folder: pathlib.Path) -> tuple[int, float]:
@@ -131,7 +131,7 @@ def batches(folder: pathlib.Path) -> tuple[int, float]:
     loader = open_loader(folder)
     steps = loader.dataset.token_count // (ROWS * LENGTH)
     start = time.perf_counter()
-    for batch in loader.batches(0, steps):
+    for _, batch in loader.from_step(0, steps):
         jax.block_until_ready(batch)
     return steps * ROWS * LENGTH, time.perf_counter() - start
 
@@ -139,7 +139,7 @@ def batches(folder: pathlib.Path) -> tuple[int, float]:
 def wait_for_data(folder: pathlib.Path) -> float:
     """Seconds for each second that a device is at work, over some shuffle buffers."""
     loader, waited = open_loader(folder), []
-    for batch in loader.batches(0, 300):
+    for _, batch in loader.from_step(0, 300):
         waited.append(loader.waited)
         jax.block_until_ready(batch)
         time.sleep(STEP)

@@ -37,7 +37,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import zarr
 from hydra import compose, initialize_config_dir
 from jax import lax
 from omegaconf import OmegaConf
@@ -52,12 +51,19 @@ from runtime.config import ROOT
 from runtime.storage import DamageError
 from shardlib import devices, ops
 from shardlib.types import (
+    ArrayType,
+    Dim,
+    Mapped,
+    Spec,
     Stacked,
+    array_type,
     bf16,
+    check,
     f32,
     i32,
     make_shapes,
     make_shardings,
+    parse_signature,
     pytree_dataclass,
     typechecked,
     typed_shard_map,
@@ -67,45 +73,39 @@ from shardlib.types import (
 PREFILL = 256  # tokens of a prompt, at most, that are computed together
 
 # --- Model ----------------------------------------------------------------------------------------
-# S is the length of the cache, l that of the tokens at hand.
+# That of train.py, over weights that are whole along d and with a cache of keys and values. S is
+# the length of the cache.
 
 
-@pytree_dataclass
-class Layer:
-    """train.Layer to be read once for each token: in bf16, and whole along d, so that a token waits
-    for no gather of weights."""
-
-    attention_norm: bf16["M"]
-    w_q: bf16["M Q K/t D"]
-    w_k: bf16["M K/t D"]
-    w_v: bf16["M K/t D"]
-    w_o: bf16["M Q K/t D"]
-    mlp_norm: bf16["M"]
-    w_gate: bf16["M F/t"]
-    w_up: bf16["M F/t"]
-    w_down: bf16["M F/t"]
+def gathered(stored: ArrayType) -> ArrayType:
+    """The type of a weight to be read once for each token: in bf16, and whole where it is stored
+    split over d, so that a token waits for no gather of weights."""
+    dims = (Dim(dim.name, () if "d" in dim.axes else dim.axes) for dim in stored.spec.dims)
+    return array_type(bf16, Spec(tuple(dims)))
 
 
-@pytree_dataclass
-class Weights:
-    embed: bf16["V/t M"]
-    layers: Stacked["layers", Layer]
-    final_norm: bf16["M"]
-    unembed: bf16["V/t M"]
+Weights = Mapped[gathered, train.Weights]
 
 
 def lay_out(weights: train.Weights) -> Weights:
-    """On the mesh in context, on which each device then has 1/t of them."""
+    """The weights as generation takes them, on the mesh in context."""
     shardings, tree = jax.tree.flatten(make_shardings(Weights))
     pairs = zip(jax.tree.leaves(weights), shardings, strict=True)
     leaves = [jax.device_put(leaf.astype(bf16.dtype), where) for leaf, where in pairs]
     return jax.tree.unflatten(tree, leaves)
 
 
+def whole(signature: str, weight: jax.Array) -> jax.Array:
+    """Stands in for train.py's gathers of weights: checks that the weight is whole already."""
+    _, result = parse_signature(signature)
+    check(weight, result, f"a weight, of which train.py says {signature}, as tools.generate has it")
+    return weight
+
+
 @pytree_dataclass
 class Cache:
-    """A layer's keys, rotated, and values, at the positions up to that of the last input; what is
-    at later ones is never seen."""
+    """A layer's keys, rotated, and values, at the positions before the inputs at hand; what is at
+    later ones is never seen."""
 
     k: bf16["B/d S K/t D"]
     v: bf16["B/d S K/t D"]
@@ -113,72 +113,53 @@ class Cache:
 
 @typechecked
 def attention(
-    q: bf16["B/d l Q K/t D"], cache: Cache, first: i32[""], window: int
-) -> bf16["B/d l Q K/t D"]:
-    """Of queries at positions from `first` on: each sees `window` positions, up to its own."""
-    scores = ops.einsum_unreduced(
-        "B/d l Q K/t D, B/d S K/t D -> B/d Q K/t l S", q, cache.k, dtype=f32
-    )
-    age = (first + jnp.arange(q.shape[1]))[:, None] - jnp.arange(cache.k.shape[1])
-    visible = (age >= 0) & (age < window)
-    scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
-    shares = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
-    return ops.einsum_unreduced("B/d Q K/t l S, B/d S K/t D -> B/d l Q K/t D", shares, cache.v)
+    q: bf16["B/d L Q K/t D"],
+    k: bf16["B/d L K/t D"],
+    v: bf16["B/d L K/t D"],
+    cache: Cache,
+    first: i32[""],
+    window: int,
+) -> bf16["B/d L Q K/t D"]:
+    """Causal attention of queries at positions from `first` on, to the keys and values in the cache
+    and to those that come with them. Each query sees `window` positions, up to its own."""
+    cached, length = cache.k.shape[1], q.shape[1]
+    scores = [
+        ops.einsum_unreduced("B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, cache.k, dtype=f32),
+        ops.einsum_unreduced("B/d L Q K/t D, B/d N K/t D -> B/d Q K/t L N", q, k, dtype=f32),
+    ]
+    slot = jnp.arange(cached + length)
+    position = jnp.where(slot < cached, slot, first + slot - cached)
+    age = (first + jnp.arange(length))[:, None] - position
+    visible = (age >= 0) & (age < window) & ((slot < first) | (slot >= cached))
+    scaled = jnp.concatenate(scores, axis=-1) / math.sqrt(q.shape[-1])
+    probabilities = jax.nn.softmax(jnp.where(visible, scaled, -jnp.inf), axis=-1).astype(bf16.dtype)
+    old, new = jnp.split(probabilities, [cached], axis=-1)
+    mixed = ops.einsum_unreduced(
+        "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", old, cache.v, dtype=f32
+    ) + ops.einsum_unreduced("B/d Q K/t L N, B/d N K/t D -> B/d L Q K/t D", new, v, dtype=f32)
+    return mixed.astype(bf16.dtype)
 
 
 @typechecked
 def extend(
     weights: Weights,
     cache: Stacked["layers", Cache],
-    inputs: u32["B/d l"],
+    inputs: u32["B/d L"],
     first: i32[""],
     config: train.Config,
-) -> tuple[bf16["B/d l M/t"], Stacked["layers", Cache]]:
-    """train.forward of the inputs at positions from `first` on, with those before in the cache; and
-    the cache with these in it too."""
-    model, window = config.model, config.training.tokens.len
-    x = ops.index_unreduced("[V/t] M, B/d l -> B/d l M {U:t}", weights.embed, inputs)
-    x = ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", x)
+) -> tuple[bf16["B/d L M/t"], Stacked["layers", Cache]]:
+    """The residual stream of inputs at positions from `first` on, with those before in the cache;
+    and the cache with these in it too."""
 
-    @typechecked
-    def block(
-        carry: tuple[bf16["B/d l M/t"], Stacked["layers", Cache]], layer: tuple[Layer, i32[""]]
-    ) -> tuple[tuple[bf16["B/d l M/t"], Stacked["layers", Cache]], tuple[()]]:
-        (x, cache), (w, number) = carry, layer
+    def attend(q: Any, k: Any, v: Any, cache: Cache) -> tuple[jax.Array, Cache]:
+        return attention(q, k, v, cache, first, config.training.tokens.len), Cache(k, v)
 
-        h = train.rms_norm(
-            ops.all_gather("B/d l M/t -> B/d l M", x), w.attention_norm, model.norm_eps
-        )
-        q = ops.einsum_unreduced("B/d l M, M Q K/t D -> B/d l Q K/t D", h, w.w_q)
-        k = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_k)
-        v = ops.einsum_unreduced("B/d l M, M K/t D -> B/d l K/t D", h, w.w_v)
-        q, k = train.rope(q, model, first), train.rope(k, model, first)
-        # The loop carries the cache of all layers, so that it is written in place.
-        at = (number, 0, first, 0, 0)
-        new = jax.tree.map(
-            lambda old, x: lax.dynamic_update_slice(old, x[None], at), cache, Cache(k, v)
-        )
-        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), new)
-        mixed = attention(q, own, first, window)
-        y = ops.einsum_unreduced("B/d l Q K/t D, M Q K/t D -> B/d l M {U:t}", mixed, w.w_o)
-        x = x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y)
-
-        h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), w.mlp_norm, model.norm_eps)
-        gate = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_gate)
-        up = ops.einsum_unreduced("B/d l M, M F/t -> B/d l F/t", h, w.w_up)
-        hidden = jax.nn.silu(gate) * up
-        y = ops.einsum_unreduced("B/d l F/t, M F/t -> B/d l M {U:t}", hidden, w.w_down)
-        return (x + ops.psum_scatter("B/d l M {U:t} -> B/d l M/t", y), new), ()
-
-    numbers = jnp.arange(model.layers, dtype=i32.dtype)
-    (x, cache), () = lax.scan(block, (x, cache), (weights.layers, numbers))
-    return x, cache
-
-
-@typechecked
-def logits_of(weights: Weights, x: bf16["B/d l M/t"], eps: float) -> f32["B/d l V/t"]:
-    h = train.rms_norm(ops.all_gather("B/d l M/t -> B/d l M", x), weights.final_norm, eps)
-    return ops.einsum_unreduced("B/d l M, V/t M -> B/d l V/t", h, weights.unembed, dtype=f32)
+    place = (first + jnp.arange(inputs.shape[1])).astype(u32.dtype)
+    position = jnp.broadcast_to(place, inputs.shape)
+    x, new = train.decoder(weights, inputs, position, attend, cache, config.model, whole)
+    # All layers' at once, after the loop, so that the cache is written in place.
+    at = (0, 0, first, 0, 0)
+    return x, jax.tree.map(lambda old, x: lax.dynamic_update_slice(old, x, at), cache, new)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -202,13 +183,13 @@ def sample(logits: jax.Array, draws: jax.Array, how: Sampling) -> jax.Array:
     falling, ids = lax.sort((-logits, ids), num_keys=1)
     if how.top_k:
         falling, ids = falling[:, : how.top_k], ids[:, : how.top_k]
-    shares = jax.nn.softmax(-falling / how.temperature, axis=-1)
-    upto = jnp.cumsum(shares, axis=-1)
-    shares = jnp.where(upto - shares < how.top_p, shares, 0)
-    upto = jnp.cumsum(shares, axis=-1)
+    probabilities = jax.nn.softmax(-falling / how.temperature, axis=-1)
+    upto = jnp.cumsum(probabilities, axis=-1)
+    probabilities = jnp.where(upto - probabilities < how.top_p, probabilities, 0)
+    upto = jnp.cumsum(probabilities, axis=-1)
     passed = (upto <= draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
     # Rounding may take the draw beyond all: the last that has a share is meant.
-    last = (shares > 0).sum(axis=-1, keepdims=True) - 1
+    last = (probabilities > 0).sum(axis=-1, keepdims=True) - 1
     chosen = jnp.arange(ids.shape[1]) == jnp.minimum(passed, last)
     return jnp.where(chosen, ids, 0).sum(axis=-1)
 
@@ -218,7 +199,7 @@ def sample(logits: jax.Array, draws: jax.Array, how: Sampling) -> jax.Array:
 def prefill(
     weights: Weights,
     cache: Stacked["layers", Cache],
-    inputs: u32["B/d l"],
+    inputs: u32["B/d L"],
     first: i32[""],
     config: train.Config,
 ) -> Stacked["layers", Cache]:
@@ -241,7 +222,7 @@ def decode(
     """The next ids, by the draws at the position of those given, and what the next step takes with
     them. `vocabulary` is each id that may come, and 0 in the place of one that may not."""
     x, cache = extend(weights, cache, ids[:, None], position, config)
-    logits = logits_of(weights, x, config.model.norm_eps)[:, 0]
+    logits = train.logits(train.head(weights, whole), x, config.model)[:, 0]
     logits = jnp.where(vocabulary > 0, logits, -jnp.inf)
     logits = ops.all_gather("B/d V/t -> B/d V", logits)
     draw = lax.dynamic_index_in_dim(draws, position, keepdims=False)
@@ -361,19 +342,6 @@ class Stream:
         return found
 
 
-def find_tokenizer(dataset: str | None, config: train.Config) -> tuple[str, int] | None:
-    """The name and the offset of its ids: a dataset's, which may be the one of the training. None
-    where that isn't there, or doesn't say."""
-    if dataset is None and config.hf_dataset:
-        return config.hf_dataset.tokenizer, config.hf_dataset.id_offset
-    path = dataset or (config.flat_tokens.filespec if config.flat_tokens else "")
-    try:
-        about: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
-        return about["settings"]["tokenizer"], about["settings"]["id_offset"]
-    except Exception:  # each store raises its own
-        return None
-
-
 # --- Program --------------------------------------------------------------------------------------
 
 
@@ -434,8 +402,9 @@ def evaluate(
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
         read = data.read(first, min(first + size, data.token_count))
-        padded = (np.pad(part, (0, size - len(part))).reshape(rows, -1) for part in read)
-        batch = jax.device_put(TokenBatch(*padded), make_shardings(TokenBatch))
+        ids, starts = (np.pad(part, (0, size - len(part))).reshape(rows, -1) for part in read)
+        batch = TokenBatch.of(ids, starts, config.model.start_token)
+        batch = jax.device_put(batch, make_shardings(TokenBatch))
         loss, count = summed_loss(weights, batch, config)
         nats, targets = nats + float(loss), targets + int(count)
         size_of_text += by.count_bytes(*read) if by else 0
@@ -512,7 +481,10 @@ def run(given: argparse.Namespace) -> None:
         checkpoints, config = open_checkpoint(given.checkpoint)
         config = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
         named = (given.tokenizer, given.id_offset) if given.tokenizer else None
-        named = named or find_tokenizer(given.evaluate, config)
+        if given.evaluate:
+            named = named or flat_tokens.tokenizer_of(given.evaluate)
+        elif config.flat_tokens or config.hf_dataset:
+            named = named or config.source().tokenizer_used()
         if not named and not given.evaluate:
             raise ValueError(
                 "the run's dataset isn't here, or doesn't say by which tokenizer it was made: "

@@ -122,7 +122,8 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
         whole = SOURCE[slice(*span(call))]
         if name == "save_for_backward":
             yield Mutation(call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
-        module, _, op = name.partition(".")
+        # What makes a weight whole is ops.all_gather, handed in.
+        module, _, op = {"gather": "ops.all_gather"}.get(name, name).partition(".")
         if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
             continue
         signature = str(call.args[0].value)
@@ -171,9 +172,8 @@ def numbers(source: str, config: Any, meshes: Any = MESHES) -> list[Any]:
     module = load(source.replace("bf16", "f32"))
     size, rng = module.dimensions(config), np.random.default_rng(0)
     shape = size["B"], size["L"]
-    batch = module.TokenBatch(
-        rng.integers(1, size["V"], shape).astype(np.uint32), rng.random(shape) < 0.2
-    )
+    ids = rng.integers(1, size["V"], shape).astype(np.uint32)
+    batch = module.TokenBatch.of(ids, rng.random(shape) < 0.2, config.model.start_token)
     results = []
     for axes in meshes:
         with jax.set_mesh(make_mesh(axes)):

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
+from data.huggingface import HuggingFaceConfig, StreamError
+from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import SMALL, arrays, batches_on_hosts, rows, train_here
+from tests.helpers import SMALL, arrays, batches_on_hosts, rows, starts_of, train_here
 
 LENGTH = 8
 
@@ -33,7 +34,7 @@ def documents(folder, files=range(4)):
     return [[json.loads(line)["text"] for line in of_file] for of_file in lines]
 
 
-def open_loader(folder, batch=4, split="train", vocab=300, **changes):
+def open_loader(folder, batch=4, split="train", vocab=300, skip=(), **changes):
     settings = {
         "path": str(folder),
         "name": None,
@@ -46,13 +47,14 @@ def open_loader(folder, batch=4, split="train", vocab=300, **changes):
         "sequences_packed_per_batch": 5,
     } | changes
     with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
-        return StreamLoader(HuggingFaceConfig(**settings), batch, LENGTH, vocab, split)
+        spec = BatchSpec(batch, LENGTH, vocab, 0, skip)
+        return HuggingFaceConfig(**settings).open(spec, split)
 
 
 def flat(batches):
-    batches = list(batches)
+    batches = [batch for _, batch in batches]
     ids = np.concatenate([np.asarray(batch.targets).ravel() for batch in batches])
-    starts = np.concatenate([np.asarray(batch.is_start).ravel() for batch in batches])
+    starts = np.concatenate([starts_of(batch).ravel() for batch in batches])
     return ids, starts
 
 
@@ -67,7 +69,7 @@ def test_each_token_once_and_then_from_the_start(folder):
     opened = open_loader(folder)
     wanted, is_start = expected([text for part in documents(folder) for text in part] * 2)
     count = len(wanted) // (4 * LENGTH)
-    ids, starts = flat(opened.batches(0, count))
+    ids, starts = flat(opened.from_step(0, count))
     np.testing.assert_array_equal(ids, wanted[: len(ids)])
     np.testing.assert_array_equal(starts, is_start[: len(ids)])
     assert count > 50
@@ -83,7 +85,7 @@ def in_turns(*lanes):
 def test_two_workers_take_turns(folder):
     first, second = (itertools.chain(*documents(folder, files)) for files in ((0, 1), (2, 3)))
     wanted, _ = expected(in_turns(list(first), list(second)))
-    ids, _ = flat(open_loader(folder, num_workers=2).batches(0, len(wanted) // (4 * LENGTH)))
+    ids, _ = flat(open_loader(folder, num_workers=2).from_step(0, len(wanted) // (4 * LENGTH)))
     np.testing.assert_array_equal(ids, wanted[: len(ids)])
 
 
@@ -91,28 +93,29 @@ def test_two_workers_take_turns(folder):
 def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder, documents_at_a_time):
     opened = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
     batches, positions = [], [None]
-    for batch in opened.batches(0, 60):  # more than an epoch
+    for _, batch in opened.from_step(0, 60):  # more than an epoch
         batches.append(jax.device_get(batch))
         positions.append(json.loads(json.dumps(opened.position)))
     for stop in *range(1, 60, 9), 58:
         again = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
         again.position = positions[stop]
-        for found, wanted in zip(again.batches(stop, 60), batches[stop:], strict=True):
+        for (_, found), wanted in zip(again.from_step(stop, 60), batches[stop:], strict=True):
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
 
 
 def test_batches_that_are_left_out(folder):
-    every = [jax.device_get(batch) for batch in open_loader(folder).batches(0, 9)]
-    opened = open_loader(folder)
-    found = list(opened.batches(0, 3, [1, 2]))
-    again = open_loader(folder)
+    every = [jax.device_get(batch) for _, batch in open_loader(folder).from_step(0, 9)]
+    opened = open_loader(folder, skip=(1, 2))
+    found = list(opened.from_step(0, 3))
+    again = open_loader(folder, skip=(1, 2, 6))
     again.position = opened.position
-    found += again.batches(3, 5, [1, 2, 6])
-    for batch, number in zip(found, [0, 3, 4, 5, 7], strict=True):
+    found += again.from_step(3, 5)
+    for (_, batch), number in zip(found, [0, 3, 4, 5, 7], strict=True):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), every[number])
     with pytest.raises(StreamError, match="skip_steps lacks one that was left out already"):
+        again = open_loader(folder, skip=(1,))
         again.position = opened.position
-        list(again.batches(3, 5, [1]))
+        list(again.from_step(3, 5))
 
 
 def test_hosts_read_shards_of_their_own_and_go_on(folder):
@@ -172,16 +175,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_streamed(folder, case):
     with pytest.raises(StreamError) as error:
-        list(open_loader(**({"folder": folder} | REFUSED[case])).batches(0, 1))
+        list(open_loader(**({"folder": folder} | REFUSED[case])).from_step(0, 1))
     message = str(error.value).replace(str(folder), "FOLDER").split("\n")[0]
     golden.check("datasets.txt", f"stream: {case}", message)
 
 
 def test_another_number_of_workers_can_not_go_on(folder):
     opened = open_loader(folder)
-    list(opened.batches(0, 2))
+    list(opened.from_step(0, 2))
     again = open_loader(folder, num_workers=2)
     again.position = opened.position
     with pytest.raises(StreamError) as error:
-        next(again.batches(2, 3))
+        next(again.from_step(2, 3))
     golden.check("datasets.txt", "stream: other workers", str(error.value))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from data import loader
 from data.flat_tokens import FlatTokens, FlatTokensError, Writer
-from data.loader import FlatTokensConfig, Loader, permutation
+from data.loader import BatchSpec, FlatTokensConfig, Loader, permutation
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import batches_on_hosts
+from tests.helpers import batches_on_hosts, starts_of
 
 LENGTH = 4
 
@@ -33,7 +33,7 @@ def path(tmp_path_factory):
     return path
 
 
-def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, **changes):
+def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), **changes):
     settings = {
         "filespec": path,
         "streams": 1,
@@ -43,7 +43,8 @@ def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, **changes):
         "sequence_packing": True,
     } | changes
     with jax.set_mesh(make_mesh(dict(zip("dt", mesh, strict=True)))):
-        return Loader(FlatTokensConfig(**settings), 2, batch, LENGTH, vocab, "train")
+        spec = BatchSpec(batch, LENGTH, vocab, 0, skip, io_threads=2)
+        return Loader(FlatTokensConfig(**settings), spec, "train")
 
 
 def row_numbers(ids):
@@ -113,18 +114,17 @@ def test_starts_are_those_of_the_dataset(path):
 def test_a_batch_depends_on_the_step_alone(path, packing):
     """Whatever was read before, on whatever mesh, by however many hosts."""
     opened = open_loader(path, streams=2, sequence_packing=packing)
-    in_turn = [jax.device_get(batch) for batch in opened.batches(0, 9)]
+    in_turn = [jax.device_get(batch) for _, batch in opened.from_step(0, 9)]
     for mesh in (1, 1), (8, 1), (2, 4):
         fresh = open_loader(path, mesh=mesh, streams=2, sequence_packing=packing)
         for step in 8, 3:
             batch = fresh.load(step)
             assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
-            np.testing.assert_array_equal(batch.targets, in_turn[step].targets)
-            np.testing.assert_array_equal(batch.is_start, in_turn[step].is_start)
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), in_turn[step])
     # A host that holds rows 3 to 7 only.
     ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, 3, 7)
     np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
-    np.testing.assert_array_equal(is_start, in_turn[5].is_start[3:7])
+    np.testing.assert_array_equal(is_start, starts_of(in_turn[5])[3:7])
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -142,10 +142,10 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
 
 
 def test_batches_that_are_left_out(path):
-    opened = open_loader(path)
-    every = [batch.targets for batch in opened.batches(0, 9)]
-    found = [batch.targets for batch in opened.batches(0, 4, [1, 2, 5])]
-    found += [batch.targets for batch in opened.batches(4, 6, [1, 2, 5])]
+    every = [batch.targets for _, batch in open_loader(path).from_step(0, 9)]
+    opened = open_loader(path, skip=(5, 2, 1, 2))
+    found = [batch.targets for _, batch in opened.from_step(0, 4)]
+    found += [batch.targets for _, batch in opened.from_step(4, 6)]
     for batch, number in zip(found, [0, 3, 4, 6, 7, 8], strict=True):
         np.testing.assert_array_equal(batch, every[number])
 
@@ -155,7 +155,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(path, hosts):
     opened = open_loader(path, streams=2)
     asked = {"config": vars(opened.config), "shape": (8, LENGTH, 1000), "mesh": {"d": 4, "t": 2}}
     found, _ = batches_on_hosts(hosts, **asked, steps=(11, 15))
-    for batch, wanted in zip(found, opened.batches(11, 15), strict=True):
+    for batch, (_, wanted) in zip(found, opened.from_step(11, 15), strict=True):
         np.testing.assert_array_equal(batch, wanted.targets)
 
 
@@ -225,7 +225,7 @@ def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
             true(self, step),
         )[1],
     )  # fmt: skip
-    batches = open_loader(path).batches(3, 6)
+    batches = open_loader(path).from_step(3, 6)
     next(batches)
     next(batches)
     assert asked[:2] == [3, 4]

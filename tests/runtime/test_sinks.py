@@ -26,7 +26,7 @@ def test_norms_are_those_of_each_tensor_and_layer():
     config = small_config("model.vocab=128", "metrics.norms_interval=1", "mesh={d: 2, t: 4}")
     with jax.set_mesh(mesh(2, 4)):
         loader, _ = train.make_loaders(config)
-        (batch,) = loader.batches(0, 1)
+        ((_, batch),) = loader.from_step(0, 1)
         state = train.init_state(config)
         before = jax.device_get(state.weights)
         grads = jax.device_get(train.gradients(state.weights, batch, config))

@@ -48,7 +48,7 @@ BY_HAND = {
     "one place": "gate * up[..., 3, None]",
     "taken places": "gate * jnp.take(up, jnp.array([3]), axis=-1)",
     "a place set": "(gate * up).at[..., 0].set(0)",
-    "a slice at a variable place": "gate * lax.dynamic_slice_in_dim(up, document[0, 0], 1, axis=2)",
+    "a slice at a variable place": "gate * lax.dynamic_slice_in_dim(up, position[0, 0], 1, axis=2)",
     "a slice set": "lax.dynamic_update_slice_in_dim(gate * up, up[..., :1] * 0, 0, axis=2)",
     "concatenation": "jnp.concatenate([gate, up], axis=-1)[..., : up.shape[-1]]",
     "padding": "jnp.pad(gate * up, ((0, 0), (0, 0), (1, 0)))[..., 1:]",
@@ -56,7 +56,7 @@ BY_HAND = {
     "jnp.moveaxis(up, -1, 0))[1], 0, -1)",
     "sum of a reshaped array": "gate * jnp.sum(up.reshape(up.shape[0], -1), axis=1)[:, None, None]",
     "dropout": "gate * up * jax.random.bernoulli(jax.random.key(0), 0.5, up.shape)",
-    "a permutation of the batch": "gate * up[(document[:, 0] + 1) % up.shape[0]]",
+    "a permutation of the batch": "gate * up[(position[:, 0] + 1) % up.shape[0]]",
     "a Fourier transform": "jnp.fft.fft(gate.astype(f32.dtype)).real.astype(bf16.dtype) * up",
     "a convolution": "lax.conv_general_dilated(gate.reshape(-1, 1, gate.shape[-1]), "
     'jnp.ones((1, 1, 3), gate.dtype), (1,), "SAME").reshape(gate.shape) * up',

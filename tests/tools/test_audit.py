@@ -199,7 +199,7 @@ def test_the_page(tmp_path, capsys, monkeypatch):
     ]
     assert len(page.links) > 90 and {link.lstrip("#") for link in page.links} <= set(page.rows)
     beside = {row[1].strip(): row[2:] for row in page.rows.values()}
-    gather = 'w_up = ops.all_gather("M/d F/t -> M F/t", w.w_up)'
+    gather = 'w_up = gather("M/d F/t -> M F/t", w.w_up)'
     assert beside[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))'
     assert beside[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]

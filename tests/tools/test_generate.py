@@ -43,11 +43,11 @@ def in_f32():
     )
 
 
-def random_weights(config):
+def random_weights(config, module=train):
     """As numpy arrays, in a dict: gains are not one, and logits not small."""
     with jax.set_mesh(mesh(1, 1)):
         rng = np.random.default_rng(7)
-        shapes = make_shapes(train.Weights, train.dimensions(config))
+        shapes = make_shapes(module.Weights, train.dimensions(config))
         weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
     return vars(weights) | {"layers": vars(weights.layers)}
 
@@ -79,11 +79,11 @@ def cached_logits(tool, config, weights, inputs, on):
     def step(
         weights: tool.Weights,
         cache: Stacked["layers", tool.Cache],
-        inputs: u32["B/d l"],
+        inputs: u32["B/d L"],
         first: i32[""],
-    ) -> tuple[f32["B/d l V/t"], Stacked["layers", tool.Cache]]:
+    ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
         x, cache = tool.extend(weights, cache, inputs, first, config)
-        return tool.logits_of(weights, x, config.model.norm_eps), cache
+        return tool.train.logits(tool.train.head(weights, tool.whole), x, config.model), cache
 
     with jax.set_mesh(on):
         kind = Stacked["layers", tool.Cache]
@@ -111,6 +111,48 @@ def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, len
     assert_close(found, oracle_logits(weights, inputs, length), 1e-5)
 
 
+# Edits of train.py's block: one that changes what is computed, and one that adds a weight.
+SILU = "jax.nn.silu(gate)"
+EDITS = {
+    "squared ReLU": [(SILU, "jnp.square(jax.nn.relu(gate))")],
+    "another norm": [
+        ("    mlp_norm: f32", '    second_norm: f32["M/t/d"]\n    mlp_norm: f32'),
+        ("            mlp_norm=gain", "            second_norm=gain,\n            mlp_norm=gain"),
+        (f"hidden = {SILU} * up", f"hidden = {SILU} * up * w_second.mean()"),
+        (
+            "        w_gate = gather",
+            '        w_second = gather("M/t/d -> M", w.second_norm)\n        w_gate = gather',
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_an_edit_of_trains_block_is_an_edit_of_generation(in_f32, case):
+    """The logits are those of the edited forward pass, and no longer those of before."""
+    module = edited("train.py", IN_F32, *EDITS[case])
+    importing = ("import train\n", f"import {module.__name__} as train\n")
+    tool = edited("tools/generate.py", IN_F32, importing)
+    config, inputs = small_config(), random_inputs()
+    weights = random_weights(config, module)
+
+    @jax.jit
+    @typed_shard_map
+    def whole_row(weights: module.Weights, batch: module.TokenBatch) -> f32["B/d L V/t"]:
+        x = module.forward(weights, batch, config.model)
+        return module.logits(module.head(weights), x, config.model)
+
+    with jax.set_mesh(mesh(4, 2)):
+        one_document = np.broadcast_to(np.arange(12) == 0, inputs.shape)
+        batch = module.TokenBatch.of(inputs, one_document, 0)
+        batch = dataclasses.replace(batch, inputs=inputs)
+        wanted = np.asarray(whole_row(placed(module.Weights, weights), batch))
+    found = cached_logits(tool, config, weights, inputs, mesh(4, 2))
+    assert_close(found, wanted, 1e-5)
+    before = oracle_logits(weights, inputs)
+    assert np.abs(found - before).max() > 0.1 * np.abs(before).max()
+
+
 def test_bf16_is_close():
     """Some thirty roundings in a row, of 2**-9 at most each."""
     config = small_config()
@@ -120,7 +162,7 @@ def test_bf16_is_close():
 
 
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
-    names = ["B", "l", "S", "M", "Q", "K", "D", "F", "V", "layers"]
+    names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = devices.probe_mesh(("d", "t"), names)
     config = small_config(f"model.layers={sizes['layers']}")
     cache = Stacked["layers", generate.Cache]
@@ -128,7 +170,7 @@ def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     def traced(on):
         programs = []
         with jax.sharding.use_abstract_mesh(on):
-            hint = tuple[generate.Weights, cache, u32["B/d l"], i32[""]]
+            hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""]]
             programs.append(generate.prefill.trace(*make_shapes(hint, sizes), config))
             hint = tuple[generate.Weights, cache, u32["B/d"], i32[""], f32["S B/d"], u32["V/t"]]
             for how in generate.Sampling(0, 0, 1), generate.Sampling(0.8, 5, 0.9):

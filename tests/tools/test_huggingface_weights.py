@@ -230,7 +230,8 @@ def our_logits(module, checkpoints, targets):
     with jax.set_mesh(mesh(2, 2)):
         weights = found.restore(module.Weights, tool.sizes(model), text, "weights/")
         starts = np.arange(targets.shape[1]) == 0
-        batch = TokenBatch(targets.astype(np.uint32), np.tile(starts, (len(targets), 1)))
+        starts = np.tile(starts, (len(targets), 1))
+        batch = TokenBatch.of(targets.astype(np.uint32), starts, 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         return np.asarray(jax.jit(typed_shard_map(logits))(weights, batch))
 

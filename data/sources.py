@@ -1,0 +1,25 @@
+"""Where a config's tokens come from."""
+
+import dataclasses
+from typing import Any
+
+from data.huggingface import HuggingFaceConfig
+from data.loader import FlatTokensConfig
+from shardlib.errors import UserError
+
+
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class DataConfig:
+    """The sources of tokens, of which a config has one, and null for the others. A new one is a
+    field here; its section has `open` and `tokenizer_used`."""
+
+    flat_tokens: FlatTokensConfig | None
+    hf_dataset: HuggingFaceConfig | None
+
+    def source(self) -> Any:
+        """The section of the source that the config has."""
+        keys = [field.name for field in dataclasses.fields(DataConfig)]
+        given = [section for key in keys if (section := getattr(self, key))]
+        if len(given) != 1:
+            raise UserError(f"set one of {' and '.join(keys)}, and the others to null")
+        return given[0]
