@@ -216,9 +216,9 @@ def run(capsys, monkeypatch, *arguments):
 
 def our_logits(module, checkpoints, targets):
     """f32[B, L, V] at each of targets[B, L], made of those before it, by the newest checkpoint."""
-    found = Checkpoints(str(checkpoints), 4)
-    text = checkpoint_config(found.newest)
-    model = tool.model_of(tool.newest(str(checkpoints)))[0]
+    found = checkpoint.newest(str(checkpoints))
+    model = tool.model_of(found)[0]
+    told = module.State, tool.sizes(model), checkpoint_config(found.path), 4
 
     def logits(weights: module.Weights, batch: TokenBatch) -> f32["B/d L V/t"]:
         x = module.forward(weights, batch, model)
@@ -228,7 +228,7 @@ def our_logits(module, checkpoints, targets):
         return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed)
 
     with jax.set_mesh(mesh(2, 2)):
-        weights = found.restore(module.Weights, tool.sizes(model), text, "weights/")
+        weights = Checkpoints(found.path, *told).restore("weights")
         starts = np.arange(targets.shape[1]) == 0
         batch = TokenBatch(targets.astype(np.uint32), np.tile(starts, (len(targets), 1)))
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
@@ -284,9 +284,10 @@ def trained(tmp_path_factory):
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
         state = jax.tree.map(jax.device_put, state, make_shardings(train.State))
-        checkpoints = Checkpoints(str(path), 4, say=lambda _: None)
+        told = train.State, train.dimensions(config), train.to_yaml(config), 4
+        checkpoints = Checkpoints(str(path), *told, say=lambda _: None)
         for step in 6, 7:
-            checkpoints.save(step, state, train.State, train.to_yaml(config))
+            checkpoints.save(step, state)
         checkpoints.wait()
     return path
 
@@ -384,7 +385,7 @@ def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, capsys, monkeypatch
     folder = write_folder(tmp_path / "hf", LLAMA_3, random_tensors(LLAMA_3))
     ours = tmp_path / "ours"
     assert not run(capsys, monkeypatch, "import", folder, ours, "--id-offset=2")[1]
-    assert tool.model_of(tool.newest(str(ours)))[0].start_token == 42
+    assert tool.model_of(checkpoint.newest(str(ours)))[0].start_token == 42
     targets = draw_targets(LLAMA_3)
     found = our_logits(in_f32, ours, targets)
     wanted = paper_logits(folder, inputs((targets - 2) % 48, 40))
@@ -416,8 +417,10 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
         "training={steps: 3, steps_for_lr: 3, warmup_steps: 1, learning_rate: 1e-2}",
     ]  # fmt: skip
     start = compose_config("local_test_synthetic", *overrides)
+    told = train.State, train.dimensions(start), train.to_yaml(start), 4
     with jax.set_mesh(mesh(2, 2)):
-        state, _ = train.begin(start, Checkpoints(str(tmp_path / "none"), 4), None)
+        none = Checkpoints(str(tmp_path / "none"), *told)
+        state, _ = train.begin(start, none, None)
         found = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: found.pop(name) for name in wanted} == wanted
@@ -425,7 +428,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
 
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
-            train.begin(start, Checkpoints(str(tmp_path / "none"), 4), None)
+            train.begin(start, none, None)
         message = str(error.value).replace(str(tmp_path), "...")
         golden.check("huggingface_weights.txt", "a clone of a whole state", message)
 
@@ -617,9 +620,8 @@ def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, capsys, monkeypatc
         path = tmp_path / str(number)
         out, message = run(capsys, monkeypatch, "import", folder, path)
         assert not out and "No space left on device" in message and "\n" not in message
-        assert Checkpoints(str(path), 4).newest_step == 0
-        with pytest.raises(ValueError, match="has no complete checkpoint"):
-            tool.newest(str(path))
+        with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+            checkpoint.newest(str(path))
     _, message = run(capsys, monkeypatch, "import", folder, path)
     assert message == f"error: {path} isn't empty: name a folder that is, or isn't there yet"
 
