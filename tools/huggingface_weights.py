@@ -36,6 +36,7 @@ import train
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, CheckpointError, show_entry
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 
 SHARD_BYTES = 4 * 10**9  # of a file of weights, at most, unless one tensor is larger
 READ_BYTES = 2**31  # of a checkpoint's layers, read at once at most, unless one is larger
@@ -105,17 +106,27 @@ def entries(model: train.ModelConfig) -> dict[str, Any]:
 
 
 def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
-    """All of a model, an array's layers one after the other."""
-    made, size = [], sizes(model)
-    for array, entry in entries(model).items():
-        name, text = TENSORS[array.removeprefix("weights/")]
+    """All of a model, an array's layers one after the other. Raises UserError unless Llama's files
+    have a tensor for each array of train.Weights, and no more."""
+    made, size, arrays = [], sizes(model), entries(model)
+    for array in dict.fromkeys([*arrays, *(f"weights/{name}" for name in TENSORS)]):
+        name, text = TENSORS.get(array.removeprefix("weights/"), ("", ""))
+        if not name:
+            raise UserError(f"{array}: Llama's files have no tensor for it")
+        if array not in arrays:
+            raise UserError(f"{array}: Llama's files need it, and train.py's model lacks it")
+        entry, stacked = arrays[array], "{}" in name
         groups = [group.split() for group in text.split(", ")]
-        theirs = list(itertools.chain(*groups))
-        ours = [dim for dim in entry["dimensions"] if dim != "layers"]
+        theirs, ours = list(itertools.chain(*groups)), entry["dimensions"][stacked:]
+        if sorted(theirs) != sorted(ours) or entry["dtype"] != "float32":
+            raise UserError(
+                f"{array} is {show_entry(entry)}; Llama's files have float32[{text}] for it"
+                + (", of each layer" if stacked else "")
+            )
         shape = tuple(math.prod(size[dim] for dim in group) for group in groups)
         split, order = tuple(size[dim] for dim in theirs), tuple(theirs.index(dim) for dim in ours)
         rolled = id_offset if theirs[0] == "V" else 0
-        for i in range(model.layers) if "layers" in entry["dimensions"] else [None]:
+        for i in range(model.layers) if stacked else [None]:
             made.append(Tensor(name.format(i), shape, array, i, split, order, rolled))
     return made
 
@@ -269,13 +280,13 @@ def export_weights(
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
         raise ValueError("LlamaConfig wants model.d_model to be a multiple of its query heads")
-    folder = pathlib.Path(output)
+    wanted, folder = tensors(model, id_offset), pathlib.Path(output)
     if tokenizer:
         save_tokenizer(tokenizer, model.vocab, folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tied = is_tied(source)
-        wanted = [t for t in tensors(model, id_offset) if not tied or t.name != UNEMBED]
+        wanted = [t for t in wanted if not tied or t.name != UNEMBED]
         values, parts = stored(source, wanted), shards(wanted, dtype)
         places: dict[str, str] = {}
         with progress(wanted, dtype) as bar:

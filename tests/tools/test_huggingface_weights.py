@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib import ops
-from shardlib.types import f32, make_shardings, typed_shard_map
+from shardlib.types import f32, make_shapes, make_shardings, typed_shard_map
 from tests import golden
 from tests.helpers import (
     IN_F32,
@@ -583,6 +584,36 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, capsys, mo
     assert not out and message.startswith("error: ") and "\n" not in message
     assert not (tmp_path / "hf/config.json").exists()
     check_message(case, message)
+
+
+EDITS = {
+    "a weight that no Llama has": ('    w_v: f32["M', '    q_norm: f32["M/t/d"]\n    w_v: f32["M'),
+    "a weight that is no more": ('    final_norm: f32["M/t/d"]\n', ""),
+    "a weight of other dimensions": ('    w_v: f32["M/d K/t D"]', '    w_v: f32["M/d Q K/t D"]'),
+    "a weight of another dtype": ('    unembed: f32["V/t M/d"]', '    unembed: bf16["V/t M/d"]'),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_model_that_llamas_files_can_not_say_is_refused(case, tmp_path, capsys, monkeypatch):
+    """Of an edited train.py, whose checkpoint is exported, and which a Llama is imported to."""
+    module = edited("train.py", EDITS[case])
+    imported = ("import train\n", f"import {module.__name__} as train\n")
+    edited_tool = edited("tools/huggingface_weights.py", imported)
+    monkeypatch.setattr(sys.modules[__name__], "tool", edited_tool)
+    config = small_config()
+    told = module.State, train.dimensions(config), train.to_yaml(config), 4
+    with jax.set_mesh(mesh(1, 1)):
+        shapes = make_shapes(*told[:2])
+        checkpoints = Checkpoints(str(tmp_path / "ours"), *told, say=lambda _: None)
+        checkpoints.save(7, jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes))
+        checkpoints.wait()
+    folder = write_folder(tmp_path / "llama", LLAMA_2, random_tensors(LLAMA_2))
+    for command in ("export", tmp_path / "ours", "out"), ("import", folder, "out"):
+        monkeypatch.chdir(tmp_path)
+        out, message = run(capsys, monkeypatch, *command)
+        assert not out and not (tmp_path / "out").exists()
+        golden.check("huggingface_weights.txt", f"{case}: {command[0]}", message)
 
 
 def test_a_tokenizer_goes_along(trained, tmp_path, capsys, monkeypatch):
