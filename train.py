@@ -710,8 +710,9 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
     from; and a line on where it is from. The initial one has none."""
     source, fresh, path = checkpoints, False, config.paths.clone_from
     if path and not checkpoints.newest_step:
-        source = Checkpoints(path, config.io.max_io_threads)
-        source.key, fresh = "paths.clone_from", config.paths.clone_weights_only
+        told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
+        source = Checkpoints(path, *told, key="paths.clone_from")
+        fresh = config.paths.clone_weights_only
         if not source.newest_step:
             raise CheckpointError(
                 f"paths.clone_from={path} has no complete checkpoint; name a run's folder of "
@@ -720,10 +721,10 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
     if not source.newest_step:
         return init_state(config), ""
     if fresh:
-        weights = source.restore(Weights, dimensions(config), to_yaml(config), "weights/")
+        weights = source.restore("weights")
         make = jax.jit(first_state, donate_argnums=0, out_shardings=make_shardings(State))
         return make(weights), f"weights from {source.newest}"
-    state = source.restore(State, dimensions(config), to_yaml(config))
+    state = source.restore()
     if config.hf_dataset:
         loader.position = source.position()
     return state, f"resumed at step {source.newest_step} from {source.newest}"
@@ -829,10 +830,10 @@ def train(
     run = Run(config.paths.root_working_dir, config.paths.model_name, config.metrics.to)
     root, name = config.checkpoints.root, config.paths.model_name
     path = f"{root}/{name}/checkpoints" if root else f"{run.folder}/checkpoints"
-    threads = config.io.max_io_threads
-    checkpoints = Checkpoints(path, threads, config.checkpoints, run.say, stops.ask)
+    told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
+    checkpoints = Checkpoints(path, *told, config.checkpoints, run.say, stops.ask)
     if checkpoints.newest_step >= hyper.steps:
-        checkpoints.check_model(State, dimensions(config), to_yaml(config))
+        checkpoints.check_model()
         run.say(
             f"{run.folder} is complete: {checkpoints.newest_step} steps are done. To go on, set "
             "training.steps above that; to start anew, choose another paths.model_name"
@@ -893,7 +894,7 @@ def train(
                 or due(config.checkpoint_interval, step, hyper.steps)
             ):
                 meter.settle()
-                checkpoints.save(done, state, State, to_yaml(config), loader.position)
+                checkpoints.save(done, state, loader.position)
                 meter.restart()
             watchdog.beat()
             if stopping:

@@ -3,6 +3,7 @@
 docs/checkpoints.md is the specification.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -15,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,9 @@ from zarr.codecs import Crc32cCodec
 from runtime import storage
 from runtime.storage import DamageError
 from shardlib.errors import UserError
-from shardlib.types import ArrayType, make_shapes, make_shardings, type_tree
+from shardlib.types import make_shapes, make_shardings, type_tree
 
+C = TypeVar("C")
 FORMAT = 1
 NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and the start of the run in milliseconds
 CHUNK_BYTES = 2**26  # a chunk is read, and its checksum taken, as a whole
@@ -69,17 +71,14 @@ def named(tree: Any) -> dict[str, Any]:
     }
 
 
-def _entry(kind: ArrayType, shape: tuple[int, ...]) -> dict[str, Any]:
-    """What the manifest says of an array, whatever its chunks."""
-    dims = [dim.name for dim in kind.spec.dims]
-    return {"dtype": kind.dtype.name, "dimensions": dims, "shape": list(shape)}
-
-
-def entries(hint: Any, sizes: dict[str, int], prefix: str = "") -> dict[str, dict[str, Any]]:
+def entries(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
     """What the manifest says of the arrays of a tree of type `hint`, whatever their chunks. Needs a
     mesh in context, be it without devices."""
-    kinds, shapes = named(type_tree(hint)), named(make_shapes(hint, sizes))
-    return {prefix + name: _entry(kinds[name], shape.shape) for name, shape in shapes.items()}
+    kinds, made = named(type_tree(hint)), {}
+    for name, shape in named(make_shapes(hint, sizes)).items():
+        dims = [dim.name for dim in kinds[name].spec.dims]
+        made[name] = {"dtype": shape.dtype.name, "dimensions": dims, "shape": list(shape.shape)}
+    return made
 
 
 def show_entry(entry: dict[str, Any] | None) -> str:
@@ -145,19 +144,60 @@ def complete(group: Any, positions: list[Any]) -> None:
 
 
 class Checkpoint:
-    """A complete one, opened for reading. Raises DamageError if it isn't what was written."""
+    """A zarr group `<step>.<start>`, complete or not. Nothing is read before it is asked for."""
 
-    def __init__(self, path: str, step: int):
+    def __init__(self, path: str):
         self.path = path
+        step, start = path.rpartition("/")[2].split(".")
+        self.which = self.step, self.start = int(step), int(start)
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, Any] | None:
+        """As they are there; none if its writer was killed early; None if they are damaged."""
         try:
-            self.about: dict[str, Any] = storage.attributes(path) or {}
-            self.group: Any = zarr.open_group(path, mode="r", zarr_format=3)
+            return storage.attributes(self.path) or {}
         except DamageError:
-            raise
+            return None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is complete, or damaged and may have been: to read it says what is wrong."""
+        about = self.attributes
+        # A checksum and a mark are written at once, so one without the other is damage.
+        return about is None or about.get("write_completed", "checksum" in about) is True
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """The attributes of a complete one. Raises DamageError if they aren't what was written, and
+        CheckpointError if it has another format."""
+        about = storage.attributes(self.path) or {}
+        try:
+            self.group: Any = zarr.open_group(self.path, mode="r", zarr_format=3)
         except Exception as error:  # whatever is left of the file
             raise DamageError(f"it can't be opened: {error!r}") from None
-        if self.about.get("step") != step or self.about.get("checksum") != _checksum(self.about):
+        if about.get("step") != self.step or about.get("checksum") != _checksum(about):
             raise DamageError("its attributes aren't those that were written")
+        if (found := about["format"]) != FORMAT:
+            raise CheckpointError(f"{self.path} has format {found}; this program reads {FORMAT}")
+        return about
+
+    def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
+        """Its config, or a section, as `schema`, a dataclass; `defaults` has what it may not say.
+        Raises CheckpointError if it is damaged, or has other keys or types."""
+        try:
+            text = self.about["config"]
+        except DamageError as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}; name another one") from None
+        try:
+            said = OmegaConf.create(text)
+            said = OmegaConf.select(said, section) if section else said
+            merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
+            return cast(C, OmegaConf.to_object(merged))
+        except Exception as error:  # OmegaConf's, or of whatever is in the text
+            problem = str(error).split("\n")[0]
+            raise CheckpointError(
+                f"{self.path}: its config is of another version: {problem}"
+            ) from None
 
     def array(self, name: str) -> zarr.Array:
         """With all of its chunks there, as the manifest describes it."""
@@ -173,6 +213,13 @@ class Checkpoint:
         storage.check_chunks(array, self.files)
         return array
 
+    def read(self, array: zarr.Array, index: Any = ...) -> np.ndarray:
+        """A part of an array, as `storage.read`; an OSError names the checkpoint."""
+        try:
+            return storage.read(array, index)
+        except OSError as error:  # it may be whole, and readable again soon
+            raise OSError(f"{self.path}: {error}") from error
+
     @functools.cached_property
     def files(self) -> set[str]:
         return storage.files(self.path)
@@ -184,36 +231,62 @@ class Checkpoint:
                 array = self.array(name)
                 rows = array.chunks[0] if array.shape else 1
                 for first in range(0, array.shape[0] if array.shape else 1, rows):
-                    storage.read(array, slice(first, first + rows) if array.shape else ...)
+                    self.read(array, slice(first, first + rows) if array.shape else ...)
             except DamageError as error:
                 yield str(error)
+
+
+def listed(path: str) -> list[Checkpoint]:
+    """Those in a folder or bucket, by step and start; or the one that the path names, be it there
+    or not. Raises OSError where the store can't be had."""
+    path = path.rstrip("/")
+    if re.fullmatch(NAME, path.rpartition("/")[2]):
+        return [Checkpoint(path)]
+    names = [name for name in storage.names(path) if re.fullmatch(NAME, name)]
+    return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.which)
+
+
+def newest(path: str, below: tuple[int, int] | None = None) -> Checkpoint:
+    """The last one of a path that counts; if given, below a step and start. Raises CheckpointError
+    if there is none."""
+    for each in reversed(listed(path)):
+        if (not below or each.which < below) and each.counts:
+            return each
+    raise CheckpointError(
+        f"{path} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
+    )
 
 
 class Checkpoints:
     """The checkpoints of one run: zarr groups `<step>.<start>` in a folder or a bucket. `path` may
     also be one of them, to read that one.
 
+    Each has a tree of arrays of type `hint`, and the run's config, YAML text, which has a section
+    `model`. To restore one of another model is an error, which says to choose another `key`.
+
     A start of the run writes under names of its own. So nothing that is there is written to again,
     whoever may be writing to it still. All hosts make this object, and call its methods, at the
     same steps.
 
-    A save that fails calls `failed`, in its thread, and `wait` raises its error, unless the config
+    A save that fails calls `failed`, in its thread, and `wait` raises its error, unless the policy
     says that it is only reported.
     """
 
     def __init__(
         self,
         path: str,
+        hint: Any,
+        sizes: dict[str, int],
+        config: str,
         io_threads: int,
-        config: CheckpointsConfig | None = None,
+        policy: CheckpointsConfig | None = None,
         say: Callable[[str], None] = print,
         failed: Callable[[], None] = lambda: None,
+        key: str = "paths.model_name",
     ):
-        one = re.fullmatch(rf"(.+)/({NAME})/?", path)
-        self.path = one[1] if one else path.rstrip("/")
-        self.only = one and one[2]
-        self.config = config or CheckpointsConfig("", 0, 0, True)
-        self.say, self.failed, self.key = say, failed, "paths.model_name"
+        self.path, self.hint, self.sizes, self.config = path.rstrip("/"), hint, sizes, config
+        self.policy = policy or CheckpointsConfig("", 0, 0, True)
+        self.say, self.failed, self.key = say, failed, key
         self.threads, self.background = ThreadPoolExecutor(io_threads), ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
@@ -222,40 +295,29 @@ class Checkpoints:
     def _choose(self, below: tuple[int, int] | None) -> None:
         """The newest, or the one before it. The first host looks for all: a shared file system may
         be late to another."""
-        newest = 0, 0
-        for which, about in self._groups() if jax.process_index() == 0 else ():
-            # One whose attributes are damaged may be complete: to open it says what is wrong.
-            # So may one with a checksum and no mark, which are written at once.
-            if about is None or about.get("write_completed", "checksum" in about) is True:
-                newest = max(newest, which) if not below or which < below else newest
+        which = 0, 0
+        if jax.process_index() == 0:
+            with contextlib.suppress(CheckpointError):
+                which = newest(self.path, below).which
         # As bytes, for JAX would cut 64 bits to 32.
-        seen = np.array([*newest, self.start]).view(np.uint8)
+        seen = np.array([*which, self.start]).view(np.uint8)
         told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
         self.newest_step, self.newest_start, self.start = told.tolist()  # step 0: none
         self.newest = self._path(self.newest_step, self.newest_start)
 
     def _path(self, step: int, start: int) -> str:
-        return f"{self.path}/{step:08d}.{start}"
+        folder = re.sub(rf"(^|/){NAME}$", "", self.path) or "."
+        return f"{folder}/{step:08d}.{start}"
 
-    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
-        """Step and start of each, complete or not, and its attributes; None if they are damaged."""
-        for name in storage.names(self.path):
-            if re.fullmatch(NAME, name) and self.only in (None, name):
-                step, start = map(int, name.split("."))
-                try:  # none: its writer was killed early
-                    yield (step, start), storage.attributes(f"{self.path}/{name}") or {}
-                except DamageError:
-                    yield (step, start), None
-
-    def save(self, step: int, tree: Any, hint: Any, config: str, position: Any = None) -> None:
-        """Copies the parts of a tree of arrays typed by `hint` that this host's devices hold, and
-        writes them in a thread, after the save before, if that is still at work. The config, YAML
-        text, goes with it, and each host's `position` in its stream, JSON.
+    def save(self, step: int, tree: Any, position: Any = None) -> None:
+        """Copies the parts of a tree that this host's devices hold, and writes them in a thread,
+        after the save before, if that is still at work. Each host's `position` in its stream, JSON,
+        goes with it.
 
         Raises CheckpointError as `wait` does.
         """
         self.wait()
-        leaves, kinds = named(tree), named(type_tree(hint))
+        leaves, described = named(tree), entries(self.hint, self.sizes)
         shards = [
             (name, shard.index, shard.data)
             for name, leaf in leaves.items()
@@ -268,10 +330,10 @@ class Checkpoints:
         # donated to other memory (AcquireDonation, in its PjRt client).
         parts = [(name, index, np.asarray(part)) for name, index, part in shards]
         arrays = {
-            name: (_entry(kinds[name], leaf.shape), leaf.sharding.shard_shape(leaf.shape))
+            name: (described[name], leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()
         }
-        about = {"step": step, "config": config, "hosts": jax.process_count()}
+        about = {"step": step, "config": self.config, "hosts": jax.process_count()}
         path = self._path(step, self.start)
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
 
@@ -309,7 +371,7 @@ class Checkpoints:
             self.say(f"saved {path}")
             return
         message = f"{path} can't be written: {problem}"
-        if self.config.stop_on_error:
+        if self.policy.stop_on_error:
             self.failed()
             raise CheckpointError(message)
         self.say(f"warning: {message}; the run goes on")
@@ -319,23 +381,22 @@ class Checkpoints:
             group.update_attributes({"write_failed": failed[0]})
             return
         complete(group, positions)
-        if self.config.keep_last:
+        if self.policy.keep_last:
             self._remove_old(group.attrs["step"])
 
     def _remove_old(self, written: int) -> None:
         """And those whose removal was begun. Later steps than the one just written are of
         checkpoints that were damaged: they don't count, and are left."""
         try:
-            groups = {which: about for which, about in sorted(self._groups()) if about}
+            groups = {each: about for each in listed(self.path) if (about := each.attributes)}
         except OSError as error:
             self.say(f"warning: nothing is removed: {error}")
             return
-        complete = [which for which in groups if groups[which].get("write_completed") is True]
-        older = [which for which in complete if which <= (written, self.start)]
-        every = self.config.keep_every
-        old = [which for which in older[: -self.config.keep_last] if not every or which[0] % every]
-        for which in old + [which for which in groups if groups[which].get("removed")]:
-            path = self._path(*which)
+        complete = [each for each in groups if groups[each].get("write_completed") is True]
+        older = [each for each in complete if each.which <= (written, self.start)]
+        every = self.policy.keep_every
+        old = [each for each in older[: -self.policy.keep_last] if not every or each.step % every]
+        for path in [each.path for each in groups if each in old or groups[each].get("removed")]:
             try:  # it is none from here on, so that all of it may go
                 mark = {"write_completed": False, "removed": True}
                 zarr.open_group(path, mode="r+").update_attributes(mark)
@@ -361,45 +422,45 @@ class Checkpoints:
             time.sleep(pause)
             pause = min(2 * pause, 2)
 
-    def restore(self, hint: Any, sizes: dict[str, int], config: str, prefix: str = "") -> Any:
-        """The newest checkpoint that is undamaged, which becomes `newest`, as a tree of type `hint`
-        on the mesh in context; each host reads its devices' parts. Says which ones are damaged.
-        With the prefix `weights/`, only what is there under that name is read, and must be whole.
+    def restore(self, part: str = "") -> Any:
+        """The newest checkpoint that is undamaged, which becomes `newest`, as a tree on the mesh in
+        context; each host reads its devices' parts. Says which ones are damaged. Of the part
+        `weights`, only the field of that name is read, and must be whole.
 
         Raises CheckpointError if there is none, and for another model's, naming the first
         difference between the `model` sections of the configs, or between the arrays.
         """
-        damaged = []
+        damaged = 0
         while self.newest_step:
             tree, problem = None, None
             try:
-                tree = self._restore(hint, sizes, config, prefix)
+                tree = self._restore(part)
             except DamageError as error:
                 problem = f"{self.newest} is damaged: {error}"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
-            except OSError as error:  # it may be whole, and readable again soon
-                raise OSError(f"{self.newest}: {error}") from error
             if not multihost_utils.process_allgather(np.array(problem is not None)).any():
                 return tree
-            damaged.append(self.newest)
+            damaged += 1
             self._choose((self.newest_step, self.newest_start))
         raise CheckpointError(
-            f"{self.path} has no undamaged checkpoint, of {len(damaged)}; to start anew, choose "
-            f"another {self.key}"
+            f"{self.path} has no undamaged checkpoint, of {damaged}; to start anew, choose another "
+            f"{self.key}"
         )
 
-    def _restore(self, hint: Any, sizes: dict[str, int], config: str, prefix: str) -> Any:
-        found = Checkpoint(self.newest, self.newest_step)
-        self.check_model(hint, sizes, config, prefix)
-        shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
+    def _restore(self, part: str) -> Any:
+        found, prefix = Checkpoint(self.newest), f"{part}/" if part else ""
+        self._check(found, prefix)
+        shapes, shardings = make_shapes(self.hint, self.sizes), make_shardings(self.hint)
+        if part:
+            shapes, shardings = getattr(shapes, part), getattr(shardings, part)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
             array = found.array(prefix + name)
 
-            def part(index: Any) -> np.ndarray:
-                return storage.read(array, index).view(shape.dtype)
+            def values(index: Any) -> np.ndarray:
+                return found.read(array, index).view(shape.dtype)
 
-            return jax.make_array_from_callback(shape.shape, sharding, part)
+            return jax.make_array_from_callback(shape.shape, sharding, values)
 
         leaves = named(shapes)
         made = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
@@ -408,7 +469,7 @@ class Checkpoints:
     def position(self) -> Any:
         """This host's position in its stream, as the newest checkpoint has it. Raises
         CheckpointError if other hosts than today's wrote it."""
-        about = Checkpoint(self.newest, self.newest_step).about
+        about = Checkpoint(self.newest).about
         if (hosts := about["hosts"]) != jax.process_count():
             raise CheckpointError(
                 f"{self.newest} was written by {hosts} hosts, who share the stream; there are "
@@ -416,31 +477,29 @@ class Checkpoints:
             )
         return about["positions"][jax.process_index()]
 
-    def check_model(self, hint: Any, sizes: dict[str, int], config: str, prefix: str = "") -> None:
+    def check_model(self) -> None:
         """Raises CheckpointError if the newest checkpoint is another model's, or none any more."""
         try:
-            about = Checkpoint(self.newest, self.newest_step).about
+            self._check(Checkpoint(self.newest))
         except DamageError as error:
             problem = f"{self.newest} is damaged: {error}"
             raise CheckpointError(f"{problem}; delete it to go on from the one before") from None
-        if about["format"] != FORMAT:
-            raise CheckpointError(
-                f"{self.newest} has format {about['format']}; this program reads {FORMAT}"
-            )
-        here, there = OmegaConf.create(config).model, OmegaConf.create(about["config"]).model
-        wanted = entries(hint, sizes, prefix)
-        arrays = {k: v for k, v in about["arrays"].items() if k.startswith(prefix)}
+
+    def _check(self, found: Checkpoint, prefix: str = "") -> None:
+        here, there = (OmegaConf.create(t).model for t in (self.config, found.about["config"]))
+        wanted, arrays = entries(self.hint, self.sizes), found.about["arrays"]
         if not prefix and all(name.startswith("weights/") for name in arrays):
             raise CheckpointError(
-                f"{self.newest} has weights alone: a new run starts from them by paths.clone_from, "
+                f"{found.path} has weights alone: a new run starts from them by paths.clone_from, "
                 "with paths.clone_weights_only=true"
             )
         pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
         for name in dict.fromkeys([*wanted, *arrays]):
-            pairs.append((name, show_entry(arrays.get(name)), show_entry(wanted.get(name))))
-        for name, found, expected in pairs:
-            if found != expected:
+            if name.startswith(prefix):
+                pairs.append((name, show_entry(arrays.get(name)), show_entry(wanted.get(name))))
+        for name, other, own in pairs:
+            if other != own:
                 raise CheckpointError(
-                    f"{self.newest} is of another model: {name} is {found} there, {expected} here; "
+                    f"{found.path} is of another model: {name} is {other} there, {own} here; "
                     f"choose another {self.key}, or the config it was made by"
                 )

@@ -105,8 +105,8 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     config = compose_config("local_test_synthetic", "paths.model_name=x")
     with jax.set_mesh(mesh(4, 2)):
         weights = train.init_state(config).weights
-        checkpoints = Checkpoints("checkpoints", 4)
-        checkpoints.save(50, weights, train.Weights, "")
+        checkpoints = Checkpoints("checkpoints", train.Weights, train.dimensions(config), "", 4)
+        checkpoints.save(50, weights)
         checkpoints.wait()
     scope = {}
     example = page.split("```python\n")[1].split("```")[0]

@@ -163,8 +163,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
     wanted = arrays(checkpoint(runs / "whole", 6))
+    told = train.State, train.dimensions(config), train.to_yaml(config), 4
     with jax.set_mesh(mesh(2, 2)):
-        own = Checkpoints(str(runs / "new"), 4)
+        own = Checkpoints(str(runs / "new"), *told)
         state, line = train.begin(config, own, None)
         for name, found in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
@@ -175,13 +176,11 @@ def test_a_clone_starts_from_anothers_weights(runs):
         assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.State)
 
         # Once it has a checkpoint of its own, that is what counts.
-        own.save(
-            5, dataclasses.replace(state, step=jnp.uint32(5)), train.State, train.to_yaml(config)
-        )
+        own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.begin(config, Checkpoints(str(runs / "new"), 4), None)
+        state, line = train.begin(config, Checkpoints(str(runs / "new"), *told), None)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.begin(nowhere, Checkpoints(str(runs / "newer"), 4), None)
+            train.begin(nowhere, Checkpoints(str(runs / "newer"), *told), None)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))

@@ -90,17 +90,17 @@ class Plain:
 
 class Ours:
     def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
-        self.path, self.state, self.size = str(folder), state, size
-        self.checkpoints = Checkpoints(self.path, THREADS, say=lambda _: None)
+        self.told, self.state = (str(folder), State, size, CONFIG, THREADS), state
+        self.checkpoints = Checkpoints(*self.told, say=lambda _: None)
 
     def save(self) -> None:
-        self.checkpoints.save(1, self.state, State, CONFIG)
+        self.checkpoints.save(1, self.state)
 
     def wait(self) -> None:
         self.checkpoints.wait()
 
     def restore(self) -> State:
-        return Checkpoints(self.path, THREADS).restore(State, self.size, CONFIG)
+        return Checkpoints(*self.told).restore()
 
 
 class Orbax:
@@ -161,16 +161,16 @@ def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
             raise ValueError("what was restored isn't what was saved")
 
 
-def memory_of_save(folder: pathlib.Path, state: State) -> int:
+def memory_of_save(folder: pathlib.Path, state: State, size: dict[str, int]) -> int:
     """Bytes more, at the peak, for a save beside steps that write to the state's own memory. The
     state is gone after."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     state = jax.block_until_ready(step(state))
-    checkpoints = Checkpoints(str(folder), THREADS, say=lambda _: None)
+    checkpoints = Checkpoints(str(folder), State, size, CONFIG, THREADS, say=lambda _: None)
     ctypes.CDLL(None).malloc_trim(0)  # so that what was freed before doesn't count
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     before = status("VmRSS")
-    checkpoints.save(1, state, State, CONFIG)
+    checkpoints.save(1, state)
     for _ in range(2):
         state = jax.block_until_ready(step(state))
     checkpoints.wait()
@@ -196,7 +196,7 @@ def benchmark(folder: pathlib.Path, total: int, rounds: int) -> None:
     kinds = [Plain, Ours, Orbax]
     seconds: dict[Any, list[list[float]]] = {kind: [] for kind in kinds}
     with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
-        memory = memory_of_save(folder / "memory", make_state(size))
+        memory = memory_of_save(folder / "memory", make_state(size), size)
         state = make_state(size)
         for i in range(rounds + 1):
             for kind in kinds[i % 3 :] + kinds[: i % 3]:

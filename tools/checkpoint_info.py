@@ -10,48 +10,27 @@ the last one.
 import argparse
 import datetime
 import math
-import re
 import sys
-from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from runtime import storage
-from runtime.checkpoint import NAME, Checkpoint, show_entry
+from runtime.checkpoint import Checkpoint, CheckpointError, listed, show_entry
 from runtime.storage import DamageError
 
 
-def found(path: str) -> Iterator[tuple[str, int, int]]:
-    """The path, step and start of one checkpoint, or of each in a folder of them."""
-    path = path.rstrip("/")
-    folder, _, last = path.rpartition("/")
-    one = re.fullmatch(NAME, last)
-    for name in [last] if one else sorted(storage.names(path)):
-        if re.fullmatch(NAME, name):
-            step, start = map(int, name.split("."))
-            yield f"{folder if one else path}/{name}", step, start
-
-
-def describe(path: str, step: int, start: int) -> tuple[str, Checkpoint | None]:
-    """A line, and the checkpoint if it is whole."""
-    when = datetime.datetime.fromtimestamp(start / 1000).isoformat(" ", "seconds")
-    line = f"{path}: step {step:,}, by the run started {when}"
+def describe(found: Checkpoint) -> tuple[str, bool]:
+    """A line, and whether it is complete: its attributes are there."""
+    when = datetime.datetime.fromtimestamp(found.start / 1000).isoformat(" ", "seconds")
+    line = f"{found.path}: step {found.step:,}, by the run started {when}"
+    if not found.counts:
+        about = found.attributes or {"write_failed": "it has no attributes"}
+        reason = f": {about['write_failed']}" if "write_failed" in about else ""
+        return f"{line}; not complete{reason}", False
     try:
-        attributes = storage.attributes(path)
+        damage = list(found.damage())
     except DamageError as error:
-        return f"{line}; DAMAGED: {error}", None
-    if attributes is None:
-        return f"{line}; not complete: it has no attributes", None
-    if reason := attributes.get("write_failed"):
-        return f"{line}; not complete: {reason}", None
-    if attributes.get("write_completed") is not True:
-        return f"{line}; not complete", None
-    try:
-        checkpoint = Checkpoint(path, step)
-    except DamageError as error:
-        return f"{line}; DAMAGED: {error}", None
-    damage = list(checkpoint.damage())
-    return f"{line}; " + ("DAMAGED: " + "; ".join(damage) if damage else "whole"), checkpoint
+        return f"{line}; DAMAGED: {error}", False
+    return f"{line}; " + ("DAMAGED: " + "; ".join(damage) if damage else "whole"), True
 
 
 def show(checkpoint: Checkpoint) -> None:
@@ -75,11 +54,11 @@ def main() -> None:
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one of them")
     path, last, whole = parser.parse_args().path, None, True
     try:
-        for each in found(path):
-            line, checkpoint = describe(*each)
+        for each in listed(path):
+            line, complete = describe(each)
             print(line)
-            last, whole = checkpoint or last, whole and "DAMAGED" not in line
-    except OSError as error:
+            last, whole = each if complete else last, whole and "DAMAGED" not in line
+    except (OSError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     if not last and whole:
         sys.exit(f"error: {path} has no complete checkpoint")

@@ -39,16 +39,13 @@ import jax.numpy as jnp
 import numpy as np
 from hydra import compose, initialize_config_dir
 from jax import lax
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import train
 from data import flat_tokens, text
 from data.flat_tokens import FlatTokens, FlatTokensError
 from data.loader import TokenBatch
-from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
-from runtime.storage import DamageError
 from shardlib import devices, ops
 from shardlib.types import (
     ArrayType,
@@ -347,28 +344,12 @@ class Stream:
 
 def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     """The checkpoints, and the config of the newest. Raises CheckpointError."""
-    checkpoints = Checkpoints(path, 32)
-    checkpoints.key = "folder"
-    if not checkpoints.newest_step:
-        raise CheckpointError(
-            f"{path} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
-        )
-    newest = checkpoints.newest
-    try:
-        about = Checkpoint(newest, checkpoints.newest_step).about
-    except DamageError as error:
-        raise CheckpointError(f"{newest} is damaged: {error}; name another one") from None
     # What a checkpoint doesn't say, from before a key was there, or of imported weights.
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         other = compose("local_test_synthetic", ["paths.model_name=none", "flat_tokens=null"])
-    try:
-        said = OmegaConf.create(about["config"])
-        merged = OmegaConf.merge(OmegaConf.structured(train.Config), other, said)
-        config: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        problem = str(error).splitlines()[0]
-        raise CheckpointError(f"{newest}: its config is of another version: {problem}") from None
-    return checkpoints, config
+    config = newest(path).config(train.Config, defaults=other)
+    told = train.State, train.dimensions(config), train.to_yaml(config)
+    return Checkpoints(path, *told, io_threads=32, key="folder"), config
 
 
 def parse_mesh(mesh: str) -> dict[str, int]:
@@ -491,12 +472,11 @@ def run(given: argparse.Namespace) -> None:
                 "name it by --tokenizer, which is bytes_utf8 or one of transformers'"
             )
         by = Text(*named) if named else None
-        sizes = train.dimensions(config)
         try:
-            make_shapes(train.Weights, sizes)
+            make_shapes(train.Weights, train.dimensions(config))
         except ValueError as error:
             raise ValueError(f"--mesh {given.mesh}: {error}") from None
-        weights = checkpoints.restore(train.Weights, sizes, train.to_yaml(config), "weights/")
+        weights = checkpoints.restore("weights")
         print(f"{checkpoints.newest}", file=sys.stderr)
         if given.evaluate:
             data = FlatTokens(given.evaluate, "validation")

@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 import train
 from runtime import checkpoint, storage
-from runtime.checkpoint import FORMAT, Checkpoint, show_entry
+from runtime.checkpoint import Checkpoint, CheckpointError, show_entry
 from runtime.storage import DamageError
-from tools.checkpoint_info import found
+from shardlib.errors import UserError
 
 SHARD_BYTES = 4 * 10**9  # of a file of weights, at most, unless one tensor is larger
 READ_BYTES = 2**31  # of a checkpoint's layers, read at once at most, unless one is larger
@@ -101,21 +101,32 @@ def sizes(model: train.ModelConfig) -> dict[str, int]:
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """The arrays of a checkpoint of the weights."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, 1), ("d", "t"))):
-        return checkpoint.entries(train.Weights, sizes(model), "weights/")
+        found = checkpoint.entries(train.State, sizes(model))
+    return {name: entry for name, entry in found.items() if name.startswith("weights/")}
 
 
 def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
-    """All of a model, an array's layers one after the other."""
-    made, size = [], sizes(model)
-    for array, entry in entries(model).items():
-        name, text = TENSORS[array.removeprefix("weights/")]
+    """All of a model, an array's layers one after the other. Raises UserError unless Llama's files
+    have a tensor for each array of train.Weights, and no more."""
+    made, size, arrays = [], sizes(model), entries(model)
+    for array in dict.fromkeys([*arrays, *(f"weights/{name}" for name in TENSORS)]):
+        name, text = TENSORS.get(array.removeprefix("weights/"), ("", ""))
+        if not name:
+            raise UserError(f"{array}: Llama's files have no tensor for it")
+        if array not in arrays:
+            raise UserError(f"{array}: Llama's files need it, and train.py's model lacks it")
+        entry, stacked = arrays[array], "{}" in name
         groups = [group.split() for group in text.split(", ")]
-        theirs = list(itertools.chain(*groups))
-        ours = [dim for dim in entry["dimensions"] if dim != "layers"]
+        theirs, ours = list(itertools.chain(*groups)), entry["dimensions"][stacked:]
+        if sorted(theirs) != sorted(ours) or entry["dtype"] != "float32":
+            raise UserError(
+                f"{array} is {show_entry(entry)}; Llama's files have float32[{text}] for it"
+                + (", of each layer" if stacked else "")
+            )
         shape = tuple(math.prod(size[dim] for dim in group) for group in groups)
         split, order = tuple(size[dim] for dim in theirs), tuple(theirs.index(dim) for dim in ours)
         rolled = id_offset if theirs[0] == "V" else 0
-        for i in range(model.layers) if "layers" in entry["dimensions"] else [None]:
+        for i in range(model.layers) if stacked else [None]:
             made.append(Tensor(name.format(i), shape, array, i, split, order, rolled))
     return made
 
@@ -139,37 +150,16 @@ def check_empty(path: str) -> None:
 # --- Export ---------------------------------------------------------------------------------------
 
 
-def newest(path: str) -> Checkpoint:
-    """Raises ValueError if there is none, or if it is damaged."""
-    for each, step, _ in sorted(found(path), key=lambda one: one[1:], reverse=True):
-        try:
-            about = storage.attributes(each) or {}
-            # With a checksum and no mark, which are written at once, it is damaged.
-            if about.get("write_completed", "checksum" in about) is True:
-                return Checkpoint(each, step)
-        except DamageError as error:
-            raise ValueError(f"{each} is damaged: {error}") from None
-    raise ValueError(f"{path} has no complete checkpoint")
-
-
 def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """The model whose weights are in a checkpoint, and the length of the rows it was trained on.
-    Raises ValueError for another model than train.py's."""
-    if source.about["format"] != FORMAT:
-        raise ValueError(f"{source.path} has format {source.about['format']}, not {FORMAT}")
-    try:
-        config = OmegaConf.create(source.about["config"])
-        schema = OmegaConf.structured(train.ModelConfig)
-        model: Any = OmegaConf.to_object(OmegaConf.merge(schema, config.model))
-        length = int(config.training.tokens.len)
-    except Exception as error:  # OmegaConf's, or of whatever is in the text
-        problem = str(error).split("\n")[0]
-        raise ValueError(f"{source.path} is of another model: its config: {problem}") from None
+    Raises CheckpointError for another model than train.py's."""
+    model = source.config(train.ModelConfig, "model")
+    length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
     wanted, arrays = entries(model), source.about["arrays"]
     for name in dict.fromkeys([*wanted, *(n for n in arrays if n.startswith("weights/"))]):
         there, here = show_entry(arrays.get(name)), show_entry(wanted.get(name))
         if there != here:
-            raise ValueError(
+            raise CheckpointError(
                 f"{source.path} is of another model: {name} is {there} there, {here} in train.py"
             )
     return model, length
@@ -180,7 +170,7 @@ def is_tied(source: Checkpoint) -> bool:
     one, other = (source.array(f"weights/{name}") for name in ("embed", "unembed"))
 
     def rows(array: Any, first: int) -> np.ndarray:
-        return storage.read(array, slice(first, first + one.chunks[0])).view(np.uint32)
+        return source.read(array, slice(first, first + one.chunks[0])).view(np.uint32)
 
     starts = range(0, one.shape[0], one.chunks[0])
     return all(np.array_equal(rows(one, i), rows(other, i)) for i in starts)
@@ -191,12 +181,12 @@ def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
     for name, group in itertools.groupby(wanted, key=lambda tensor: tensor.array):
         array, layers = source.array(name), list(group)
         if layers[0].layer is None:
-            yield storage.read(array)
+            yield source.read(array)
             continue
         # A chunk may span layers, and is read whole.
         count = min(array.chunks[0], max(1, READ_BYTES // size_of(layers[0], array.dtype)))
         for first in range(0, len(layers), count):
-            yield from storage.read(array, slice(first, first + count))
+            yield from source.read(array, slice(first, first + count))
 
 
 def shards(wanted: list[Tensor], dtype: str) -> list[list[Tensor]]:
@@ -286,17 +276,17 @@ def export_weights(
     if "://" in output:
         raise ValueError(f"{output}: the output is a local folder")
     check_empty(output)
-    source = newest(path)
+    source = checkpoint.newest(path)
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
         raise ValueError("LlamaConfig wants model.d_model to be a multiple of its query heads")
-    folder = pathlib.Path(output)
+    wanted, folder = tensors(model, id_offset), pathlib.Path(output)
     if tokenizer:
         save_tokenizer(tokenizer, model.vocab, folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tied = is_tied(source)
-        wanted = [t for t in tensors(model, id_offset) if not tied or t.name != UNEMBED]
+        wanted = [t for t in wanted if not tied or t.name != UNEMBED]
         values, parts = stored(source, wanted), shards(wanted, dtype)
         places: dict[str, str] = {}
         with progress(wanted, dtype) as bar:

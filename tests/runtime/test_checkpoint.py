@@ -72,19 +72,22 @@ def assert_same_bits(found, wanted):
 CONFIG = "model: {size: small, rope: 100}\n"
 
 
-def save(path, step=7, tree=None, hint=Tree):
-    checkpoints = Checkpoints(str(path), 4)
-    return written(checkpoints, step, tree or on_mesh(values()), hint)
+def opened(path, hint=Tree, sizes=SIZES, **more):
+    return Checkpoints(str(path), hint, sizes, CONFIG, 4, **more)
 
 
-def written(checkpoints, step, tree, hint=Tree):
-    checkpoints.save(step, tree, hint, CONFIG)
+def save(path, step=7, tree=None, hint=Tree, sizes=SIZES):
+    return written(opened(path, hint, sizes), step, tree or on_mesh(values()))
+
+
+def written(checkpoints, step, tree):
+    checkpoints.save(step, tree)
     checkpoints.wait()
     return pathlib.Path(f"{checkpoints.path}/{step:08d}.{checkpoints.start}")
 
 
-def restore(path, hint=Tree, sizes=SIZES, config=CONFIG):
-    return Checkpoints(str(path), 4).restore(hint, sizes, config)
+def restore(path, hint=Tree, sizes=SIZES):
+    return opened(path, hint, sizes).restore()
 
 
 @pytest.mark.parametrize("written", MESHES)
@@ -171,11 +174,11 @@ def test_whichever_write_fails_the_checkpoint_is_not_complete(tmp_path, monkeypa
                 save(tmp_path, 3, tree)
             assert count[0] >= number
             failing[0] = count[0] = 0
-            assert Checkpoints(str(tmp_path), 4).newest_step == 2
+            assert opened(tmp_path).newest_step == 2
         assert len(list(tmp_path.iterdir())) > 20, "what was begun is left alone"
         save(tmp_path, 3, tree)
         assert_same_bits(restore(tmp_path), values())
-    assert Checkpoints(str(tmp_path), 4).newest_step == 3
+    assert opened(tmp_path).newest_step == 3
 
 
 def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
@@ -184,7 +187,7 @@ def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
         tree.gain.delete()
         with pytest.raises((CheckpointError, RuntimeError), match="deleted"):
             save(tmp_path, 3, tree)
-    assert Checkpoints(str(tmp_path), 4).newest_step == 0
+    assert opened(tmp_path).newest_step == 0
 
 
 DAMAGE = {
@@ -257,27 +260,31 @@ def test_another_model_is_refused(case, tmp_path, monkeypatch):
     golden.check("checkpoints.txt", case, str(error.value))
 
 
+@pytree_dataclass
+class OtherLayers:
+    layers: Known
+
+
 def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
     with jax.set_mesh(mesh(4, 2)):
         path = save(tmp_path)
         (path / "embed/c/1/2").unlink()
-        part = Stacked["layers", Layer]
-        found = Checkpoints(str(tmp_path), 4).restore(part, SIZES, CONFIG, "layers/")
+        found = opened(tmp_path).restore("layers")
         assert_same_bits(found, values().layers)
-        assert jax.tree.map(lambda leaf: leaf.sharding, found) == make_shardings(part)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found) == make_shardings(Tree).layers
         with pytest.raises(CheckpointError, match="layers/step is missing there, uint32"):
-            Checkpoints(str(tmp_path), 4).restore(Known, SIZES, CONFIG, "layers/")
+            opened(tmp_path, OtherLayers).restore("layers")
         (path / "layers/w/c/0/1/1").unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
-            Checkpoints(str(tmp_path), 4).restore(part, SIZES, CONFIG, "layers/")
+            opened(tmp_path).restore("layers")
     assert "is damaged: layers/w: chunk 0.1.1 is missing" in capsys.readouterr().err
 
 
 def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
     with jax.set_mesh(mesh(4, 2)):
-        assert Checkpoints(str(tmp_path / "none"), 4).newest_step == 0
+        assert opened(tmp_path / "none").newest_step == 0
         tree = on_mesh(values())
-        first = Checkpoints(str(tmp_path), 4)
+        first = opened(tmp_path)
         written(first, 5, tree)
         ten = written(first, 10, tree)
         with pytest.raises(CheckpointError, match=re.escape(ten.name)):
@@ -288,15 +295,15 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         zarr.open_group(tmp_path / "00000020.1").attrs.update({"write_completed": False})
         zarr.open_group(tmp_path / "notes").create_group("x")
         (tmp_path / "00000022.1").write_text("")
-        second = Checkpoints(str(tmp_path), 4)
+        second = opened(tmp_path)
         time.sleep(0.002)  # their names tell milliseconds apart
-        third = Checkpoints(str(tmp_path), 4)
+        third = opened(tmp_path)
         assert pathlib.Path(second.newest) == ten and second.newest_step == 10
         # Two starts don't write to one place, and the later one's counts.
         assert len({first.start, second.start, third.start}) == 3
         written(third, 10, tree)
         written(second, 10, tree)
-        assert Checkpoints(str(tmp_path), 4).newest == f"{tmp_path}/00000010.{third.start}"
+        assert opened(tmp_path).newest == f"{tmp_path}/00000010.{third.start}"
 
 
 def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
@@ -305,8 +312,8 @@ def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_
         raise OSError("killed")
 
     with jax.set_mesh(mesh(4, 2)):
-        config = CheckpointsConfig("", 2, 10, True)
-        tree, first = on_mesh(values()), Checkpoints(str(tmp_path), 4, config)
+        policy = CheckpointsConfig("", 2, 10, True)
+        tree, first = on_mesh(values()), opened(tmp_path, policy=policy)
         for step in 10, 11, 12:
             written(first, step, tree)
         with monkeypatch.context() as patched:
@@ -314,10 +321,10 @@ def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_
             written(first, 13, tree)
         half = tmp_path / f"00000011.{first.start}"
         assert not (half / "embed").exists() and (half / "gain").exists()
-        assert Checkpoints(str(half), 4).newest_step == 0
+        assert opened(half).newest_step == 0
         unfinished = shutil.copytree(tmp_path / f"00000013.{first.start}", tmp_path / "00000009.1")
         del zarr.open_group(unfinished).attrs["write_completed"]
-        second = Checkpoints(str(tmp_path), 4, config)
+        second = opened(tmp_path, policy=policy)
         written(second, 14, tree)
     left = ["00000009.1", f"00000010.{first.start}", f"00000013.{first.start}"]
     left.append(f"00000014.{second.start}")
@@ -384,11 +391,11 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         text = file.read_text()
         file.write_text(ATTRIBUTES[change](text))
         assert file.read_text() != text
-        keeping = Checkpoints("checkpoints", 4, CheckpointsConfig("", 1, 0, True))
+        keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest_step == 7
         with pytest.raises(CheckpointError, match=r"is damaged: .*; delete it to go on from"):
-            keeping.check_model(Tree, SIZES, CONFIG)
-        assert_same_bits(keeping.restore(Tree, SIZES, CONFIG), values())
+            keeping.check_model()
+        assert_same_bits(keeping.restore(), values())
         assert keeping.newest_step == 5
         said = capsys.readouterr().err
         assert said.startswith(f"warning: {file.parent} is damaged: it") and said.count("\n") == 1

@@ -20,12 +20,12 @@ import zarr
 import zarr.storage._local
 
 from runtime import storage
-from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig
+from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointsConfig
 from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
 from tests.bucket import Proxy
 from tests.helpers import ROOT, mesh
 from tests.runtime import test_checkpoint
-from tests.runtime.test_checkpoint import CONFIG, Tree, assert_same_bits, on_mesh, restore
+from tests.runtime.test_checkpoint import CONFIG, assert_same_bits, on_mesh, opened, restore
 from tools import checkpoint_info
 
 
@@ -53,8 +53,12 @@ def one_device():
         yield
 
 
-def config(keep_last=0, keep_every=0, stop_on_error=True):
+def keeping(keep_last=0, keep_every=0, stop_on_error=True):
     return CheckpointsConfig("", keep_last, keep_every, stop_on_error)
+
+
+def opened_tiny(path, *more):
+    return Checkpoints(str(path), Tiny, TINY, CONFIG, 4, *more)
 
 
 def end(checkpoints):
@@ -64,9 +68,9 @@ def end(checkpoints):
     checkpoints.wait()
 
 
-def saved(checkpoints, step, tree, hint):
+def saved(checkpoints, step, tree):
     """Where, and the error, if there was one."""
-    checkpoints.save(step, tree, hint, CONFIG)
+    checkpoints.save(step, tree)
     path = checkpoints._path(step, checkpoints.start)
     try:
         end(checkpoints)
@@ -137,7 +141,7 @@ def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
     for number in range(1, total + 1):
         new = test_checkpoint.values(number)
         writes.failing, writes.files[:] = number, []
-        path, error = saved(Checkpoints(str(tmp_path), 1), 2, on_mesh(new), Tree)
+        path, error = saved(opened(tmp_path), 2, on_mesh(new))
         assert len(writes.files) >= number
         writes.failing, _ = 0, capsys.readouterr()
         found, said = restore(tmp_path), capsys.readouterr().err
@@ -181,8 +185,8 @@ def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_de
         tree, wanted = on_mesh(test_checkpoint.values(number)), test_checkpoint.values(number)
         writes.failing, writes.files[:] = number, []
         gone_on.clear()
-        checkpoints = Checkpoints(str(tmp_path), 1)
-        checkpoints.save(2, tree, Tree, CONFIG)
+        checkpoints = opened(tmp_path)
+        checkpoints.save(2, tree)
         tree = jax.block_until_ready(step(tree))
         for leaf in jax.tree.leaves(tree):
             leaf.delete()
@@ -195,17 +199,16 @@ def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_de
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_device, tmp_path):
     said, failed = [], []
-    checkpoints = Checkpoints(
-        str(tmp_path), 4, config(stop_on_error=stops), said.append, lambda: failed.append(1)
-    )
-    checkpoints.save(1, tiny_on_mesh(1), Tiny, CONFIG)
+    policy = keeping(stop_on_error=stops)
+    checkpoints = opened_tiny(tmp_path, policy, said.append, lambda: failed.append(1))
+    checkpoints.save(1, tiny_on_mesh(1))
     end(checkpoints)
     total, writes.fault = len(writes.files), cut_with_an_error
     for step, number in enumerate([1, total // 2, total], 2):
         writes.failing, writes.files[:] = number, []
         said.clear()
         failed.clear()
-        checkpoints.save(step, tiny_on_mesh(step), Tiny, CONFIG)
+        checkpoints.save(step, tiny_on_mesh(step))
         if stops:
             with pytest.raises(CheckpointError, match=r"can't be written: .*Input/output error"):
                 end(checkpoints)
@@ -219,7 +222,7 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
         checkpoints.wait()  # of which there is nothing more to say
         assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1))
     writes.failing = 0
-    checkpoints.save(9, tiny_on_mesh(9), Tiny, CONFIG)
+    checkpoints.save(9, tiny_on_mesh(9))
     end(checkpoints)
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(9))
 
@@ -230,17 +233,17 @@ import resource, signal, sys
 from tests import conftest
 import jax
 from runtime.checkpoint import CheckpointError, Checkpoints
-from tests.runtime.test_checkpoint import CONFIG, Tree, on_mesh, values
+from tests.runtime.test_checkpoint import CONFIG, SIZES, Tree, on_mesh, values
 from tests.helpers import mesh
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 with jax.set_mesh(mesh(1, 1)):
     for step, limit in enumerate(map(int, sys.argv[2:]), 2):
-        checkpoints = Checkpoints(sys.argv[1], 4)
+        checkpoints = Checkpoints(sys.argv[1], Tree, SIZES, CONFIG, 4)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         try:
-            checkpoints.save(step, on_mesh(values(step)), Tree, CONFIG)
+            checkpoints.save(step, on_mesh(values(step)))
             checkpoints.wait()
         except CheckpointError as error:
             print(error)
@@ -290,8 +293,8 @@ def test_a_full_disk_gets_one_message(small_disk, one_device):
         filler.write_bytes(bytes((free.f_bavail - number) * free.f_frsize))
         new = test_checkpoint.values(number + 1)
         said = []
-        checkpoints = Checkpoints(str(small_disk), 4, say=said.append)
-        path, error = saved(checkpoints, 2, on_mesh(new), Tree)
+        checkpoints = opened(small_disk, say=said.append)
+        path, error = saved(checkpoints, 2, on_mesh(new))
         if not error:
             break
         assert error.startswith(f"{path} can't be written: ") and "No space left" in error
@@ -321,7 +324,7 @@ def check_flips(folder, capsys, count=None):
         file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
         capsys.readouterr()
         found, said = restore(folder, Tiny, TINY), capsys.readouterr().err
-        told, _ = checkpoint_info.describe(str(path), 2, 0)
+        told, _ = checkpoint_info.describe(Checkpoint(str(path)))
         if same_bits(found, tiny(2)):
             assert said == "" and told.endswith("; whole"), (file, place, said, told)
         else:
@@ -337,7 +340,7 @@ def check_flips(folder, capsys, count=None):
 @pytest.fixture
 def two_tiny_ones(one_device, tmp_path):
     for step in 1, 2:
-        test_checkpoint.save(tmp_path, step, tiny_on_mesh(step), Tiny)
+        test_checkpoint.save(tmp_path, step, tiny_on_mesh(step), Tiny, TINY)
     return tmp_path
 
 
@@ -391,9 +394,9 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
     (tmp_path / "00000005.1").write_text("")
     foreign = contents(tmp_path)
     for steps in ALL[:2], ALL[2:]:  # two starts of the run
-        checkpoints = Checkpoints(str(tmp_path), 4, config(keep_last, keep_every))
+        checkpoints = opened_tiny(tmp_path, keeping(keep_last, keep_every))
         for step in steps:
-            saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+            saved(checkpoints, step, tiny_on_mesh(step))
     assert foreign.items() <= contents(tmp_path).items()
     names = {p.name for p in tmp_path.iterdir()} - {p.name for p in foreign}
     assert sorted(int(name.split(".")[0]) for name in names) == KEPT[keep_last, keep_every]
@@ -403,14 +406,14 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
 
 
 def test_what_is_newer_and_damaged_is_not_one_of_those_kept(two_tiny_ones):
-    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1))
-    damaged, _ = saved(checkpoints, 5, tiny_on_mesh(5), Tiny)
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1))
+    damaged, _ = saved(checkpoints, 5, tiny_on_mesh(5))
     os.truncate(f"{damaged}/half/c/0/0", 8)
-    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1))
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1))
     with pytest.raises(CheckpointError):
-        checkpoints.restore(Tiny, TINY, CONFIG)
+        checkpoints.restore()
     for step in 3, 4:
-        path, _ = saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+        path, _ = saved(checkpoints, step, tiny_on_mesh(step))
         assert {str(p) for p in two_tiny_ones.iterdir()} == {path, damaged}
         assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(step))
 
@@ -422,9 +425,9 @@ def test_a_save_whose_removals_fail_is_one_all_the_same(two_tiny_ones, monkeypat
         raise OSError(f"{path} can't be opened: slow down")
 
     said = []
-    checkpoints = Checkpoints(str(two_tiny_ones), 4, config(keep_last=1), said.append)
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1), said.append)
     monkeypatch.setattr(storage, "names", fail)
-    path, error = saved(checkpoints, 3, tiny_on_mesh(3), Tiny)
+    path, error = saved(checkpoints, 3, tiny_on_mesh(3))
     monkeypatch.undo()
     warning = f"warning: nothing is removed: {two_tiny_ones} can't be opened: slow down"
     assert (error, said) == ("", [warning, f"saved {path}"])
@@ -466,9 +469,9 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
         folder, said = tmp_path_factory.mktemp("copy") / "checkpoints", []
         shutil.copytree(two_tiny_ones, folder)
         first, second = sorted(folder.iterdir())
-        checkpoints = Checkpoints(str(folder), 4, config(keep_last=2), said.append)
+        checkpoints = opened_tiny(folder, keeping(keep_last=2), said.append)
         count, killed = 0, False
-        checkpoints.save(3, tiny_on_mesh(3), Tiny, CONFIG)
+        checkpoints.save(3, tiny_on_mesh(3))
         try:
             end(checkpoints)
         except Killed:
@@ -484,7 +487,7 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
         assert capsys.readouterr().err == ""
         assert_same_bits(restore(second, Tiny, TINY), tiny(2))
         if first.exists():
-            assert Checkpoints(str(first), 4).newest_step == 0
+            assert opened_tiny(first).newest_step == 0
         failing += 1
     assert failing > 10
     assert not first.exists() and second.exists()
@@ -505,10 +508,10 @@ REMOTE_DAMAGE = {
 
 
 def test_checkpoints_in_a_bucket(remote, capsys):
-    assert Checkpoints(remote, 4).newest_step == 0
-    checkpoints = Checkpoints(remote, 4, config(keep_last=2))
+    assert opened_tiny(remote).newest_step == 0
+    checkpoints = opened_tiny(remote, keeping(keep_last=2))
     for step in 1, 2, 3:
-        _, error = saved(checkpoints, step, tiny_on_mesh(step), Tiny)
+        _, error = saved(checkpoints, step, tiny_on_mesh(step))
         assert not error
     names = sorted(storage.names(remote))
     assert [name.split(".")[0] for name in names] == ["00000002", "00000003"]
@@ -546,32 +549,35 @@ def test_what_a_bucket_fails_to_do_is_tried_again(remote):
         return None
 
     Proxy.trouble = staticmethod(trouble)
-    _, error = saved(Checkpoints(remote, 4), 1, tiny_on_mesh(1), Tiny)
+    _, error = saved(opened_tiny(remote), 1, tiny_on_mesh(1))
     assert not error
     assert_same_bits(restore(remote, Tiny, TINY), tiny(1))
     assert {"GET", "PUT", "HEAD"} <= set(failed)
 
 
-def test_a_bucket_that_fails_for_good_gets_one_message(remote):
+def test_a_bucket_that_fails_for_good_gets_one_message(remote, capsys):
     def fails(part):
         Proxy.trouble = staticmethod(lambda method, path: 503 if part in path else None)
 
-    checkpoints = Checkpoints(remote, 4)
-    saved(checkpoints, 1, tiny_on_mesh(1), Tiny)
-    reader = Checkpoints(remote, 4)
+    checkpoints = opened_tiny(remote)
+    saved(checkpoints, 1, tiny_on_mesh(1))
+    reader = opened_tiny(remote)
     fails("half/c/0/0")
-    path, error = saved(checkpoints, 2, tiny_on_mesh(2), Tiny)
+    path, error = saved(checkpoints, 2, tiny_on_mesh(2))
     assert error.startswith(f"{path} can't be written: half: ") and "Unavailable" in error
     fails("half/c/0/0")  # it isn't taken for a damaged one
     with pytest.raises(
         OSError, match=rf"^{remote}/.*: half: chunk 0.0 can't be read: .*Unavailable"
     ):
-        reader.restore(Tiny, TINY, CONFIG)
+        reader.restore()
     fails("00000001.")  # it isn't taken for one that isn't there
     with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
-        Checkpoints(remote, 4)
+        opened_tiny(remote)
     fails("")
+    with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
+        reader.restore()
+    assert "is damaged" not in capsys.readouterr().err
     with pytest.raises(OSError, match=rf"^{remote} can't be opened: .*Unavailable$"):
-        reader.restore(Tiny, TINY, CONFIG)
-    path, error = saved(checkpoints, 3, tiny_on_mesh(3), Tiny)
+        opened_tiny(remote)
+    path, error = saved(checkpoints, 3, tiny_on_mesh(3))
     assert error.startswith(f"{path} can't be written: ") and "Unavailable" in error

@@ -33,10 +33,11 @@ def saved(tmp_path_factory):
     with jax.set_mesh(mesh(4, 2)):
         zeros = Tree(jnp.uint32(0), jnp.zeros((8, 4)), jnp.zeros((4, 8), jnp.bfloat16))
         tree = jax.tree.map(jax.device_put, zeros, make_shardings(Tree))
-        checkpoints = Checkpoints(str(path), 4, say=lambda _: None)
+        sizes, config = {"M": 8, "F": 4}, "model: {size: small}\ntraining: {steps: 2}\n"
+        checkpoints = Checkpoints(str(path), Tree, sizes, config, 4, say=lambda _: None)
         checkpoints.start = START
         for step in 1, 2:
-            checkpoints.save(step, tree, Tree, "model: {size: small}\ntraining: {steps: 2}\n")
+            checkpoints.save(step, tree)
         checkpoints.wait()
     return path
 
@@ -148,5 +149,5 @@ def test_what_it_says(case, folder, capsys, monkeypatch):
 
 def test_the_versions_are_those_that_wrote(folder, capsys, monkeypatch):
     out, _, _ = info(capsys, monkeypatch, "some")
-    made = Checkpoint(f"some/{LAST}", 2).about["versions"]
+    made = Checkpoint(f"some/{LAST}").about["versions"]
     assert made["jax"] == jax.__version__ and f"jax {made['jax']}, " in out

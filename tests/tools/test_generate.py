@@ -387,11 +387,12 @@ def run(tmp_path_factory):
     with jax.set_mesh(mesh(4, 2)):
         for name, vocab in ("bytes", 264), ("nameless", 128):
             config = small_config(f"flat_tokens.filespec={name}.zarr", f"model.vocab={vocab}")
-            checkpoints = Checkpoints(str(folder / name), 4, say=lambda _: None)
+            told = train.State, train.dimensions(config), train.to_yaml(config), 4
+            checkpoints = Checkpoints(str(folder / name), *told, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))
             state = train.State(step, weights, weights, weights)
-            checkpoints.save(3, state, train.State, train.to_yaml(config))
+            checkpoints.save(3, state)
             checkpoints.wait()
     return folder
 

@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib import ops
-from shardlib.types import f32, make_shardings, typed_shard_map
+from shardlib.types import f32, make_shapes, make_shardings, typed_shard_map
 from tests import golden
 from tests.helpers import (
     IN_F32,
@@ -216,9 +217,9 @@ def run(capsys, monkeypatch, *arguments):
 
 def our_logits(module, checkpoints, targets):
     """f32[B, L, V] at each of targets[B, L], made of those before it, by the newest checkpoint."""
-    found = Checkpoints(str(checkpoints), 4)
-    text = checkpoint_config(found.newest)
-    model = tool.model_of(tool.newest(str(checkpoints)))[0]
+    found = checkpoint.newest(str(checkpoints))
+    model = tool.model_of(found)[0]
+    told = module.State, tool.sizes(model), checkpoint_config(found.path), 4
 
     def logits(weights: module.Weights, batch: TokenBatch) -> f32["B/d L V/t"]:
         x = module.forward(weights, batch, model)
@@ -228,7 +229,7 @@ def our_logits(module, checkpoints, targets):
         return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed)
 
     with jax.set_mesh(mesh(2, 2)):
-        weights = found.restore(module.Weights, tool.sizes(model), text, "weights/")
+        weights = Checkpoints(found.path, *told).restore("weights")
         starts = np.arange(targets.shape[1]) == 0
         starts = np.tile(starts, (len(targets), 1))
         batch = TokenBatch.of(targets.astype(np.uint32), starts, 0)
@@ -285,9 +286,10 @@ def trained(tmp_path_factory):
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
         state = jax.tree.map(jax.device_put, state, make_shardings(train.State))
-        checkpoints = Checkpoints(str(path), 4, say=lambda _: None)
+        told = train.State, train.dimensions(config), train.to_yaml(config), 4
+        checkpoints = Checkpoints(str(path), *told, say=lambda _: None)
         for step in 6, 7:
-            checkpoints.save(step, state, train.State, train.to_yaml(config))
+            checkpoints.save(step, state)
         checkpoints.wait()
     return path
 
@@ -385,7 +387,7 @@ def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, capsys, monkeypatch
     folder = write_folder(tmp_path / "hf", LLAMA_3, random_tensors(LLAMA_3))
     ours = tmp_path / "ours"
     assert not run(capsys, monkeypatch, "import", folder, ours, "--id-offset=2")[1]
-    assert tool.model_of(tool.newest(str(ours)))[0].start_token == 42
+    assert tool.model_of(checkpoint.newest(str(ours)))[0].start_token == 42
     targets = draw_targets(LLAMA_3)
     found = our_logits(in_f32, ours, targets)
     wanted = paper_logits(folder, inputs((targets - 2) % 48, 40))
@@ -417,8 +419,10 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
         "training={steps: 3, steps_for_lr: 3, warmup_steps: 1, learning_rate: 1e-2}",
     ]  # fmt: skip
     start = compose_config("local_test_synthetic", *overrides)
+    told = train.State, train.dimensions(start), train.to_yaml(start), 4
     with jax.set_mesh(mesh(2, 2)):
-        state, _ = train.begin(start, Checkpoints(str(tmp_path / "none"), 4), None)
+        none = Checkpoints(str(tmp_path / "none"), *told)
+        state, _ = train.begin(start, none, None)
         found = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: found.pop(name) for name in wanted} == wanted
@@ -426,7 +430,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
 
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
-            train.begin(start, Checkpoints(str(tmp_path / "none"), 4), None)
+            train.begin(start, none, None)
         message = str(error.value).replace(str(tmp_path), "...")
         golden.check("huggingface_weights.txt", "a clone of a whole state", message)
 
@@ -583,6 +587,36 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, capsys, mo
     check_message(case, message)
 
 
+EDITS = {
+    "a weight that no Llama has": ('    w_v: f32["M', '    q_norm: f32["M/t/d"]\n    w_v: f32["M'),
+    "a weight that is no more": ('    final_norm: f32["M/t/d"]\n', ""),
+    "a weight of other dimensions": ('    w_v: f32["M/d K/t D"]', '    w_v: f32["M/d Q K/t D"]'),
+    "a weight of another dtype": ('    unembed: f32["V/t M/d"]', '    unembed: bf16["V/t M/d"]'),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_model_that_llamas_files_can_not_say_is_refused(case, tmp_path, capsys, monkeypatch):
+    """Of an edited train.py, whose checkpoint is exported, and which a Llama is imported to."""
+    module = edited("train.py", EDITS[case])
+    imported = ("import train\n", f"import {module.__name__} as train\n")
+    edited_tool = edited("tools/huggingface_weights.py", imported)
+    monkeypatch.setattr(sys.modules[__name__], "tool", edited_tool)
+    config = small_config()
+    told = module.State, train.dimensions(config), train.to_yaml(config), 4
+    with jax.set_mesh(mesh(1, 1)):
+        shapes = make_shapes(*told[:2])
+        checkpoints = Checkpoints(str(tmp_path / "ours"), *told, say=lambda _: None)
+        checkpoints.save(7, jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes))
+        checkpoints.wait()
+    folder = write_folder(tmp_path / "llama", LLAMA_2, random_tensors(LLAMA_2))
+    for command in ("export", tmp_path / "ours", "out"), ("import", folder, "out"):
+        monkeypatch.chdir(tmp_path)
+        out, message = run(capsys, monkeypatch, *command)
+        assert not out and not (tmp_path / "out").exists()
+        golden.check("huggingface_weights.txt", f"{case}: {command[0]}", message)
+
+
 def test_a_tokenizer_goes_along(trained, tmp_path, capsys, monkeypatch):
     from transformers import AutoTokenizer
 
@@ -618,9 +652,8 @@ def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, capsys, monkeypatc
         path = tmp_path / str(number)
         out, message = run(capsys, monkeypatch, "import", folder, path)
         assert not out and "No space left on device" in message and "\n" not in message
-        assert Checkpoints(str(path), 4).newest_step == 0
-        with pytest.raises(ValueError, match="has no complete checkpoint"):
-            tool.newest(str(path))
+        with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+            checkpoint.newest(str(path))
     _, message = run(capsys, monkeypatch, "import", folder, path)
     assert message == f"error: {path} isn't empty: name a folder that is, or isn't there yet"
 
