@@ -35,9 +35,8 @@ from omegaconf import MISSING, OmegaConf
 from data.flat_tokens import FlatTokensError
 from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
 from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
-from runtime import compiled, hlo
+from runtime import cache, hlo
 from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
-from runtime.compiled import CompiledStepError
 from runtime.config import by_key, program
 from runtime.run import MetricsError, Run
 from runtime.sinks import Row, check_destinations
@@ -176,7 +175,6 @@ class Config:
     profile: bool  # a few steps into profile/
     hlo_svg: bool  # the compiled step, drawn
     compiler_options: bool  # those of devices.COMPILER_OPTIONS
-    compiled_step: str  # a file of tools.compile, to start without compiling
     num_hosts: int
     coordinator: str  # address:port of the first host, where JAX can't find out; else empty
     process_id: int  # of this host, from 0, if a coordinator is named
@@ -797,10 +795,7 @@ def train(
         )
         return 0
     lowered = lower_step(config)
-    if config.compiled_step:
-        step_once = compiled.load(config.compiled_step, lowered, config)
-    else:
-        step_once = compile_step(config, lowered)
+    step_once = compile_step(config, lowered)
     state, origin = begin(config, checkpoints, loader)
     first = int(state.step)
     run.open(to_yaml(config), first)
@@ -886,8 +881,8 @@ def main(config: Config) -> None:
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
         root = config.paths.root_working_dir
-        compiled.unless_passed_before(root, config, lambda: check_types(config))
-        compiled.use_cache(root)
+        cache.unless_passed_before(root, config, lambda: check_types(config))
+        cache.use_cache(root)
     except (ValueError, OSError) as error:
         stop(config, str(error))
     try:
@@ -896,7 +891,6 @@ def main(config: Config) -> None:
             if code := train(config, *loaders, stops, lease):
                 sys.exit(code)
     except (
-        CompiledStepError,
         FlatTokensError,
         StreamError,
         CheckpointError,

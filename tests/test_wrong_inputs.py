@@ -133,7 +133,6 @@ CASES = {
     "an empty name": (nothing, ["paths.model_name="]),
     "a name that leads elsewhere": (nothing, ["paths.model_name=../other"]),
     "a name from the root on": (nothing, ["paths.model_name=/run"]),
-    "a compiled step that isn't there": (nothing, ["compiled_step=step.zip"]),
     "a run on a remote store": (nothing, ["paths.root_working_dir=gs://bucket/runs"]),
     "a run below a file": (partial(is_text, "file"), ["paths.root_working_dir=file"]),
     "more devices than there are": (nothing, ["mesh={d: 8, t: 2}"]),
