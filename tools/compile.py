@@ -91,7 +91,6 @@ def summed_whole(text: str) -> Iterator[tuple[str, int]]:
 def main(config: CompileConfig) -> None:
     axes = dataclasses.asdict(config.mesh)
     try:
-        train.check_config(config)
         probed = probe(config)
         mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
         kind = mesh.devices.flat[0].device_kind

@@ -392,7 +392,9 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
         raise CheckpointError(f"{newest} is damaged: {error}; name another one") from None
     # What a checkpoint doesn't say, from before a key was there, or of imported weights.
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        other = compose("local_test_synthetic", ["paths.model_name=none", "flat_tokens=null"])
+        other = compose(
+            "local_test_synthetic", ["paths.model_name=none", "flat_tokens.filespec=none"]
+        )
     try:
         said = OmegaConf.create(about["config"])
         merged = OmegaConf.merge(OmegaConf.structured(train.Config), other, said)
@@ -510,7 +512,8 @@ def run(given: argparse.Namespace) -> None:
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
         checkpoints, config = open_checkpoint(given.checkpoint)
-        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
+        hyper = dataclasses.replace(config.training, microbatches=1)  # any mesh will do
+        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes), training=hyper)
         named = (given.tokenizer, given.id_offset) if given.tokenizer else None
         named = named or find_tokenizer(given.evaluate, config)
         if not named and not given.evaluate:
