@@ -19,12 +19,11 @@ import math
 import operator
 import os
 import pathlib
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +34,17 @@ from data.flat_tokens import FlatTokensError
 from data.huggingface import StreamError
 from data.loader import Batches, BatchSpec, TokenBatch
 from data.sources import DataConfig
-from runtime import compiled, hlo
+from runtime import cache, hlo
 from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
-from runtime.compiled import CompiledStepError
-from runtime.config import by_key, program
+from runtime.config import (
+    Bound,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    program,
+)
 from runtime.run import MetricsError, Run
 from runtime.sinks import Row, check_destinations
 from runtime.supervise import Lease, LeaseError, Stop, Watchdog
@@ -71,92 +77,121 @@ IMPORTED = time.perf_counter()
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class RopeScalingConfig:
+class RopeScalingConfig(Section, key="model.rope_scaling"):
     """Llama 3.1's, for longer rows than those of the first training."""
 
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_len: int  # tokens in a row of the first training
+    factor: NonNegativeFloat
+    low_frequency_factor: NonNegativeFloat
+    high_frequency_factor: NonNegativeFloat
+    original_len: PositiveInt  # tokens in a row of the first training
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class ModelConfig:
-    d_model: int
-    n_q_per_kv: int
-    n_kv: int
-    d_head: int
-    layers: int
-    vocab: int
-    d_ff: int
-    rope_max_timescale: int
+class ModelConfig(Section, key="model"):
+    d_model: PositiveInt
+    n_q_per_kv: PositiveInt
+    n_kv: PositiveInt
+    d_head: PositiveInt
+    layers: PositiveInt
+    vocab: PositiveInt
+    d_ff: PositiveInt
+    rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
-    norm_eps: float
-    start_token: int  # stands before a document's first one
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class TokensConfig:
-    batch: int  # rows
-    len: int  # tokens in a row
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class TrainingConfig:
-    warmup_steps: int
-    steps: int
-    steps_for_lr: int
-    learning_rate: float
-    cosine_learning_rate_final_fraction: float
-    adam_b1: float
-    adam_b2: float
-    adam_eps: float
-    adam_eps_root: float
-    weight_decay: float
-    grad_clip: float
-    seed: int
-    tokens: TokensConfig
-    microbatches: int  # parts of a device's rows, one after the other
-    loss_chunks: int  # parts of a row, whose logits are there one after the other
-    validation_interval: int  # steps; 0: never
-    validation_batches: int
-    skip_steps: tuple[int, ...]  # whose batches are left out; later steps get later ones
-    max_skipped_updates: int  # in a row, as loss or gradient isn't finite, before the run stops
+    norm_eps: NonNegativeFloat
+    start_token: NonNegativeInt  # stands before a document's first one
 
     def __post_init__(self) -> None:
-        if isinstance(self.skip_steps, list):  # as OmegaConf has it, but for an interpolation
-            self.skip_steps = tuple(self.skip_steps)
+        super().__post_init__()
+        if self.start_token >= self.vocab:
+            raise UserError(f"model.start_token={self.start_token}: it must be below model.vocab")
+        if self.d_head % 2:
+            raise UserError(f"model.d_head={self.d_head}: RoPE rotates pairs, so it is even")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class MeshConfig:
+class TokensConfig(Section, key="training.tokens"):
+    batch: PositiveInt  # rows
+    len: PositiveInt  # tokens in a row
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class TrainingConfig(Section, key="training"):
+    warmup_steps: NonNegativeInt
+    steps: PositiveInt
+    steps_for_lr: PositiveInt
+    learning_rate: NonNegativeFloat
+    cosine_learning_rate_final_fraction: NonNegativeFloat
+    adam_b1: Annotated[float, Bound(0, below=1)]
+    adam_b2: Annotated[float, Bound(0, below=1)]
+    adam_eps: NonNegativeFloat
+    adam_eps_root: NonNegativeFloat
+    weight_decay: NonNegativeFloat
+    grad_clip: float  # inf: none
+    seed: NonNegativeInt
+    tokens: TokensConfig
+    microbatches: PositiveInt  # parts of a device's rows, one after the other
+    loss_chunks: PositiveInt  # parts of a row, whose logits are there one after the other
+    validation_interval: NonNegativeInt  # steps; 0: never
+    validation_batches: PositiveInt
+    skip_steps: tuple[int, ...]  # whose batches are left out; later steps get later ones
+    max_skipped_updates: NonNegativeInt  # in a row, not being finite, before the run stops
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.grad_clip > 0:
+            raise UserError(
+                f"training.grad_clip={self.grad_clip}: it must be above 0; inf clips none"
+            )
+        if not all(isinstance(step, int) and step >= 0 for step in self.skip_steps):
+            raise UserError("training.skip_steps is a list of steps, which are at least 0")
+        if self.tokens.len % self.loss_chunks:
+            raise UserError(
+                f"training.loss_chunks={self.loss_chunks} doesn't divide "
+                f"training.tokens.len={self.tokens.len}"
+            )
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MeshConfig(Section, key="mesh"):
     """The mesh axes, outermost first. This is their one declaration."""
 
-    d: int
-    t: int
+    d: PositiveInt
+    t: PositiveInt
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class PathsConfig:
+class PathsConfig(Section, key="paths"):
     root_working_dir: str
     clone_from: str  # a folder of checkpoints, or one of them, that a new run starts from
     clone_weights_only: bool  # from step 0, or else with its whole state, from its step
-    model_name: str = MISSING
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class IoConfig:
-    max_io_threads: int
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class MetricsConfig:
-    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
-    norms_interval: int  # steps between norms of each tensor; 0: never
+    model_name: Name = MISSING
 
     def __post_init__(self) -> None:
-        if isinstance(self.to, list):
-            self.to = tuple(self.to)
+        super().__post_init__()
+        folder = pathlib.PurePath(self.model_name)
+        if folder.is_absolute() or ".." in folder.parts or not folder.parts:
+            raise UserError(
+                f"paths.model_name={self.model_name}: it names a folder in paths.root_working_dir"
+            )
+        if "://" in self.root_working_dir:
+            raise UserError(
+                f"paths.root_working_dir={self.root_working_dir}: runs write to a local folder"
+            )
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class IoConfig(Section, key="io"):
+    max_io_threads: PositiveInt
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MetricsConfig(Section, key="metrics"):
+    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
+    norms_interval: NonNegativeInt  # steps between norms of each tensor; 0: never
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_destinations(self.to)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -167,19 +202,28 @@ class Config(DataConfig):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    checkpoint_interval: int  # steps; 0: at the end only
+    checkpoint_interval: NonNegativeInt  # steps; 0: at the end only
     checkpoints: CheckpointsConfig
-    hang_timeout_seconds: float  # for a step, before it counts as hung; 0: none
+    hang_timeout_seconds: NonNegativeFloat  # for a step, before it counts as hung; 0: none
     hang_ends: bool  # a step that hangs ends the run, or else is only reported
     profile: bool  # a few steps into profile/
     hlo_svg: bool  # the compiled step, drawn
     compiler_options: bool  # those of devices.COMPILER_OPTIONS
-    compiled_step: str  # a file of tools.compile, to start without compiling
-    num_hosts: int
+    num_hosts: PositiveInt
     coordinator: str  # address:port of the first host, where JAX can't find out; else empty
-    process_id: int  # of this host, from 0, if a coordinator is named
-    heartbeat_timeout_seconds: int  # without a sign of a host, after which the others end
+    process_id: NonNegativeInt  # of this host, from 0, if a coordinator is named
+    heartbeat_timeout_seconds: PositiveInt  # without a sign of a host, after which the others end
     simulate_devices: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.source()
+        rows = self.training.tokens.batch // self.mesh.d
+        parts = self.training.microbatches
+        if rows % parts:
+            raise UserError(
+                f"training.microbatches={parts} doesn't divide training.tokens.batch/mesh.d={rows}"
+            )
 
 
 # Where the config says the size of each dimension that the type strings name.
@@ -578,7 +622,9 @@ def probe(config: Config) -> Any:
     to agree, and returns its jaxpr there. Raises ShardTypeError; takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     hyper = config.training
-    halves = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
+    halves: Any = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
+    rows = 2 * math.prod(dataclasses.astuple(config.mesh))
+    halves["tokens"] = dataclasses.replace(hyper.tokens, batch=rows, len=2)
     config = dataclasses.replace(config, training=dataclasses.replace(hyper, **halves))
     jaxpr = trace_step(config, mesh, sizes)
     audit.check(jaxpr, dict(mesh.shape), sizes)
@@ -596,53 +642,6 @@ def check_types(config: Config) -> Any:
 
 
 # --- Loop -----------------------------------------------------------------------------------------
-
-
-def check_config(config: Config) -> None:
-    """Raises ValueError for a number that is too small or too large, or a name that is empty."""
-    may_be_zero = "(seed|warmup_steps|interval|_id|_token|offset|updates|last|every)$"
-    names = ("model_name", "filespec", "dataset.path", "column", "tokenizer", "train_split")
-    hyper, paths = config.training, config.paths
-    for key, value in by_key(config).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low = 0 if isinstance(value, float) or re.search(may_be_zero, key) else 1
-            if not value >= low:
-                raise ValueError(f"{key}={value}: it must be at least {low}")
-            if value >= 2**31 and (key, value) != ("training.grad_clip", math.inf):
-                raise ValueError(f"{key}={value}: it must be below 2**31")
-        if isinstance(value, str) and not value.strip() and key.endswith(names):
-            raise ValueError(f"{key} is empty: it must name something")
-    skip: Any = hyper.skip_steps
-    if not isinstance(skip, tuple) or not all(isinstance(n, int) and n >= 0 for n in skip):
-        raise ValueError("training.skip_steps is a list of steps, which are at least 0")
-    if hyper.grad_clip == 0:
-        raise ValueError("training.grad_clip=0 would clip all gradients to 0; inf clips none")
-    if max(hyper.adam_b1, hyper.adam_b2) >= 1:
-        raise ValueError("training.adam_b1 and training.adam_b2 must be below 1")
-    if config.model.start_token >= config.model.vocab:
-        raise ValueError(
-            f"model.start_token={config.model.start_token}: it must be below model.vocab"
-        )
-    if config.model.d_head % 2:
-        raise ValueError(f"model.d_head={config.model.d_head}: RoPE rotates pairs, so it is even")
-    parts = [
-        ("microbatches", "training.tokens.batch/mesh.d", hyper.tokens.batch // config.mesh.d),
-        ("loss_chunks", "training.tokens.len", hyper.tokens.len),
-    ]
-    for key, whole, size in parts:
-        if size % (count := getattr(hyper, key)):
-            raise ValueError(f"training.{key}={count} doesn't divide {whole}={size}")
-    check_destinations(config.metrics.to)
-    config.source()
-    folder = pathlib.PurePath(paths.model_name)
-    if folder.is_absolute() or ".." in folder.parts or not folder.parts:
-        raise ValueError(
-            f"paths.model_name={paths.model_name}: it names a folder in paths.root_working_dir"
-        )
-    if "://" in paths.root_working_dir:
-        raise ValueError(
-            f"paths.root_working_dir={paths.root_working_dir}: runs write to a local folder"
-        )
 
 
 def make_mesh(config: Config) -> jax.sharding.Mesh:
@@ -840,10 +839,7 @@ def train(
         )
         return 0
     lowered = lower_step(config)
-    if config.compiled_step:
-        step_once = compiled.load(config.compiled_step, lowered, config)
-    else:
-        step_once = compile_step(config, lowered)
+    step_once = compile_step(config, lowered)
     state, origin = begin(config, checkpoints, loader)
     first = int(state.step)
     run.open(to_yaml(config), first)
@@ -923,13 +919,12 @@ def stop(config: Config, message: str) -> NoReturn:
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> None:
     try:
-        check_config(config)
         mesh = make_mesh(config)
         with jax.set_mesh(mesh):
             loaders = make_loaders(config)
         root = config.paths.root_working_dir
-        compiled.unless_passed_before(root, config, lambda: check_types(config))
-        compiled.use_cache(root)
+        cache.unless_passed_before(root, config, lambda: check_types(config))
+        cache.use_cache(root)
     except (ValueError, OSError) as error:
         stop(config, str(error))
     try:
@@ -938,7 +933,6 @@ def main(config: Config) -> None:
             if code := train(config, *loaders, stops, lease):
                 sys.exit(code)
     except (
-        CompiledStepError,
         FlatTokensError,
         StreamError,
         CheckpointError,

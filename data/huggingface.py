@@ -17,6 +17,7 @@ import numpy as np
 from data import text
 from data.flat_tokens import decode
 from data.loader import Batches, BatchSpec, TokenBatch
+from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
 
 
@@ -25,16 +26,16 @@ class StreamError(UserError):
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class HuggingFaceConfig:
-    path: str  # of datasets.load_dataset, as is name
+class HuggingFaceConfig(Section, key="hf_dataset"):
+    path: Name  # of datasets.load_dataset, as is name
     name: str | None
-    train_split: str
+    train_split: Name
     validation_split: str | None
-    column: str  # holds the text
-    tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
-    id_offset: int  # added to a tokenizer's ids: 1 where it uses id 0
-    num_workers: int  # of a host: processes that read shards of their own, or one thread
-    sequences_packed_per_batch: int  # documents that a worker reads and tokenizes at a time
+    column: Name  # holds the text
+    tokenizer: Name  # bytes_utf8, or what transformers.AutoTokenizer opens
+    id_offset: NonNegativeInt  # added to a tokenizer's ids: 1 where it uses id 0
+    num_workers: PositiveInt  # of a host: processes that read shards of their own, or one thread
+    sequences_packed_per_batch: PositiveInt  # documents that a worker reads and tokenizes at a time
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Batches of a split, train or validation, for the mesh in context."""

@@ -23,16 +23,17 @@ import numpy as np
 
 from data.flat_tokens import FlatTokens, FlatTokensError, decode, tokenizer_of
 from data.text import ahead
+from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class FlatTokensConfig:
-    filespec: str
-    streams: int
-    read_blocks_per_shuffle_buffer: int
-    sequences_per_read_block: int
-    seed: int
+class FlatTokensConfig(Section, key="flat_tokens"):
+    filespec: Name
+    streams: PositiveInt
+    read_blocks_per_shuffle_buffer: PositiveInt
+    sequences_per_read_block: PositiveInt
+    seed: NonNegativeInt
     sequence_packing: bool
 
     def open(self, spec: "BatchSpec", split: str) -> "Loader":

@@ -5,11 +5,12 @@ from typing import Any
 
 from data.huggingface import HuggingFaceConfig
 from data.loader import FlatTokensConfig
+from runtime.config import Section
 from shardlib.errors import UserError
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The sources of tokens, of which a config has one, and null for the others. A new one is a
     field here; its section has `open` and `tokenizer_used`."""
 
@@ -21,5 +22,5 @@ class DataConfig:
         keys = [field.name for field in dataclasses.fields(DataConfig)]
         given = [section for key in keys if (section := getattr(self, key))]
         if len(given) != 1:
-            raise UserError(f"set one of {' and '.join(keys)}, and the others to null")
+            raise UserError(f"set one of {' and '.join(keys)}, and the other one to null")
         return given[0]

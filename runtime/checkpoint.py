@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from zarr.codecs import Crc32cCodec
 
 from runtime import storage
+from runtime.config import NonNegativeInt, Section
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, type_tree
@@ -42,10 +43,10 @@ class CheckpointError(UserError):
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class CheckpointsConfig:
+class CheckpointsConfig(Section, key="checkpoints"):
     root: str  # a folder, or gs:// or s3://, for all runs; empty: paths.root_working_dir
-    keep_last: int  # so many; 0: all
-    keep_every: int  # steps; those of their multiples are kept too; 0: none
+    keep_last: NonNegativeInt  # so many; 0: all
+    keep_every: NonNegativeInt  # steps; those of their multiples are kept too; 0: none
     stop_on_error: bool  # stop the run if one can't be written, or else only say so
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,8 +25,67 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from shardlib.errors import UserError
+
 C = TypeVar("C")
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Bound(NamedTuple):
+    """From `low` to less than `below`; a NaN is never."""
+
+    low: float
+    below: float = 2**31
+
+
+NOT_EMPTY = "not empty"
+PositiveInt = Annotated[int, Bound(1)]
+NonNegativeInt = Annotated[int, Bound(0)]
+NonNegativeFloat = Annotated[float, Bound(0)]
+Name = Annotated[str, NOT_EMPTY]
+
+
+class Section:
+    """Base of the dataclasses that a config is made of: a config that is there has been checked.
+
+    `key` says where it stands in the whole. Raises UserError for a number that isn't within the
+    bound in its type, a name that is empty, and what isn't the section that its type says:
+    interpolations may put anything there. What else a section demands, its own __post_init__ checks
+    after this one.
+    """
+
+    prefix = ""
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        cls.prefix = f"{key}." if key else ""
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            key, value, parts = self.prefix + name, getattr(self, name), [*_parts(hint)]
+            if value is None and type(None) in parts:
+                continue
+            sections: Any = tuple(filter(dataclasses.is_dataclass, parts))
+            if sections and not isinstance(value, sections):
+                raise UserError(f"{key} is a section, not {value!r}")
+            if tuple in parts:
+                if not isinstance(value, list | tuple):
+                    raise UserError(f"{key} is a list: {key}=[...]")
+                setattr(self, name, tuple(value))  # OmegaConf has a list
+            if NOT_EMPTY in parts and not value.strip():
+                raise UserError(f"{key} is empty: it must name something")
+            for low, below in (part for part in parts if isinstance(part, Bound)):
+                if not value >= low:
+                    raise UserError(f"{key}={value}: it must be at least {low}")
+                if value >= below:
+                    shown = "2**31" if below == 2**31 else below
+                    raise UserError(f"{key}={value}: it must be below {shown}")
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """`Annotated[int, Bound(1)] | None` -> all that it is made of, down to int."""
+    yield from (hint, typing.get_origin(hint))
+    for part in typing.get_args(hint):
+        yield from _parts(part)
 
 
 def program(
@@ -53,7 +112,6 @@ def program(
             try:
                 typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
                 config = cast(C, OmegaConf.to_object(typed))
-                _check_sections(config)
                 given = HydraConfig.get()
                 if given.mode == RunMode.MULTIRUN:
                     named = f"{names}='{OmegaConf.select(typed, names)}/{len(jobs)}'"
@@ -110,17 +168,6 @@ def _sweep(module: str, jobs: list[list[str]]) -> None:
         sys.exit(f"error: of {len(jobs)} jobs, these failed: {', '.join(failed)}")
 
 
-def _check_sections(config: Any, prefix: str = "") -> None:
-    """An interpolation may put anything in the place of a section."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        kinds: Any = tuple(filter(dataclasses.is_dataclass, (hint, *typing.get_args(hint))))
-        if isinstance(value, kinds):
-            _check_sections(value, f"{prefix}{name}.")
-        elif kinds and value is not None:
-            raise ValueError(f"{prefix}{name} is a section, not {value!r}")
-
-
 def by_key(config: Any, prefix: str = "") -> dict[str, Any]:
     """The values of a typed config by their keys with dots."""
     values: dict[str, Any] = {}
@@ -145,6 +192,8 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name = str(error.missing_cfg_file)
         there = ", ".join(error.options) if error.options else _names(folder)

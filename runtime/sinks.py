@@ -13,6 +13,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from shardlib.errors import UserError
+
 Row = dict[str, float]
 
 
@@ -66,11 +68,9 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_destinations(names: tuple[str, ...]) -> None:
-    """Raises ValueError for a destination that doesn't exist, or needs what isn't installed."""
+    """Raises UserError for a destination that doesn't exist, or needs what isn't installed."""
     for name in names:
         if name not in DESTINATIONS:
-            raise ValueError(f"metrics.to has {name}; there are {', '.join(DESTINATIONS)}")
+            raise UserError(f"metrics.to has {name}; there are {', '.join(DESTINATIONS)}")
         if not importlib.util.find_spec(PACKAGES[name]):
-            raise ValueError(
-                f"metrics.to has {name}: pip install {PACKAGES[name]}, or leave it out"
-            )
+            raise UserError(f"metrics.to has {name}: pip install {PACKAGES[name]}, or leave it out")

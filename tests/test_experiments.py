@@ -40,7 +40,7 @@ APPLY = BLOCK.search(HEAD)[2]
 def tree(tmp_path, monkeypatch):
     """A copy of the source to edit."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as edits within a second look alike
-    for folder in ("data", "shardlib", "tools", "configs", "docs"):
+    for folder in ("data", "shardlib", "runtime", "tools", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
     return tmp_path / "tree"
@@ -51,7 +51,9 @@ def imported_from(tree):
     """Within it, the project's modules are those of the tree."""
 
     def take_ours():
-        names = [name for name in sys.modules if re.match(r"(train|data|shardlib|tools)\b", name)]
+        names = [
+            name for name in sys.modules if re.match(r"(train|data|shardlib|runtime|tools)\b", name)
+        ]
         return {name: sys.modules.pop(name) for name in names}
 
     ours = take_ours()

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import socket
 from functools import partial
+from typing import get_args, get_type_hints
 
 import fsspec
 import pytest
@@ -16,6 +17,7 @@ import zarr
 import train
 from data.flat_tokens import Writer
 from runtime import supervise
+from runtime.config import Section
 from tests import golden
 from tests.helpers import ROOT, SMALL, train_here
 from tools import huggingface_to_flat_tokens
@@ -101,6 +103,7 @@ CASES = {
     "a list for a section that may be null": (nothing, ["hf_dataset=[x]"]),
     "a number for a section, by a reference": (nothing, ["flat_tokens=${training.steps}"]),
     "a number for a list": (nothing, ["training.skip_steps=5"]),
+    "a number for a list, by a reference": (nothing, ["metrics.to=${training.steps}"]),
     "a list with a name": (nothing, ["training.skip_steps=[first]"]),
     "a list in a list": (nothing, ["training.skip_steps=[[1]]"]),
     "a step below 0": (nothing, ["training.skip_steps=[3,-1]"]),
@@ -133,7 +136,6 @@ CASES = {
     "an empty name": (nothing, ["paths.model_name="]),
     "a name that leads elsewhere": (nothing, ["paths.model_name=../other"]),
     "a name from the root on": (nothing, ["paths.model_name=/run"]),
-    "a compiled step that isn't there": (nothing, ["compiled_step=step.zip"]),
     "a run on a remote store": (nothing, ["paths.root_working_dir=gs://bucket/runs"]),
     "a run below a file": (partial(is_text, "file"), ["paths.root_working_dir=file"]),
     "more devices than there are": (nothing, ["mesh={d: 8, t: 2}"]),
@@ -305,6 +307,21 @@ def test_converting(case, folder, capsys, monkeypatch):
         capsys, monkeypatch, *CONVERSIONS[case], program=huggingface_to_flat_tokens.main
     )
     check(case, message, before, folder)
+
+
+def test_a_number_without_a_bound_says_why():
+    """A new key is checked from the start."""
+
+    def plain_numbers(section):
+        for name, hint in get_type_hints(section, include_extras=True).items():
+            if hint in (int, float, int | None, float | None):
+                yield section.prefix + name
+            for part in hint, *get_args(hint):
+                if isinstance(part, type) and issubclass(part, Section):
+                    yield from plain_numbers(part)
+
+    assert [*plain_numbers(train.Config)] == ["training.grad_clip"], "which checks itself"
+    assert not [*plain_numbers(huggingface_to_flat_tokens.ConvertConfig)]
 
 
 def test_there_are_at_least_40():

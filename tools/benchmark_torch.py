@@ -99,11 +99,10 @@ def main(config: TorchConfig) -> None:
     except ImportError as error:
         sys.exit(f"error: this needs PyTorch ({error}): pip install torch")
     jax.config.update("jax_platforms", "cpu")  # the GPU is PyTorch's
-    config.mesh = train.MeshConfig(1, 1)
+    config = dataclasses.replace(config, mesh=train.MeshConfig(1, 1))
     size, rows, cuda = config.model, config.training.tokens.batch, torch.cuda.is_available()
     device, kind = ("cuda", torch.cuda.get_device_name()) if cuda else ("cpu", "cpu")
     try:
-        train.check_config(config)
         if size.d_model % (size.n_q_per_kv * size.n_kv):
             raise ValueError("LlamaConfig wants model.d_model to be a multiple of its query heads")
         model = make_model(config).to(device)

@@ -1,12 +1,11 @@
 """Compiles a config's training step ahead of time, and says whether it fits.
 
     python -m tools.compile --config-name=c4_tpux8_270m topology=v5e:2x4
-    python -m tools.compile --config-name=c4_a100x8_1b mesh.d=256 topology=v5p:8x8x4 output=step.zip
+    python -m tools.compile --config-name=c4_a100x8_1b mesh.d=256 topology=v5p:8x8x4
     python -m tools.compile --config-name=local_test_synthetic
 
 For a slice of TPUs, on a machine that has none but `libtpu`, from requirements-tpu.txt. Or, without
-a topology, for the devices that are here. It may take some minutes. `output` names a file for
-`python -m train ... compiled_step=step.zip`, which then starts without compiling.
+a topology, for the devices that are here. It may take some minutes.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 import train
-from runtime import compiled, hlo
+from runtime import hlo
 from runtime.config import program
 from shardlib import devices
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
@@ -33,7 +32,6 @@ from tools.overlap import share_hidden
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
     topology: str = ""  # a slice of TPUs, v5e:16x16; the local devices if there is none
-    output: str = ""  # a file to write the compiled step to
 
 
 def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
@@ -91,11 +89,8 @@ def summed_whole(text: str) -> Iterator[tuple[str, int]]:
 
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
-    axes, folder = dataclasses.asdict(config.mesh), os.path.dirname(config.output) or "."
+    axes = dataclasses.asdict(config.mesh)
     try:
-        train.check_config(config)
-        if config.output and (os.path.isdir(config.output) or not os.access(folder, os.W_OK)):
-            raise ValueError(f"output={config.output}: give a file in a folder that exists")
         probed = probe(config)
         mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
         kind = mesh.devices.flat[0].device_kind
@@ -149,10 +144,6 @@ def main(config: CompileConfig) -> None:
     if sums := [(what, show(size)) for what, size in found if size > 1e6]:
         print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
         print(f"takes up to twice the bytes:\n\n{table(('array', 'size'), sums)}")
-    if config.output:
-        with jax.set_mesh(mesh):
-            compiled.save(config.output, step, lowered, config)
-        print(f"\nwrote {config.output}")
 
 
 if __name__ == "__main__":

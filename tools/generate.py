@@ -346,7 +346,9 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     """The checkpoints, and the config of the newest. Raises CheckpointError."""
     # What a checkpoint doesn't say, from before a key was there, or of imported weights.
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        other = compose("local_test_synthetic", ["paths.model_name=none", "flat_tokens=null"])
+        other = compose(
+            "local_test_synthetic", ["paths.model_name=none", "flat_tokens.filespec=none"]
+        )
     config = newest(path).config(train.Config, defaults=other)
     told = train.State, train.dimensions(config), train.to_yaml(config)
     return Checkpoints(path, *told, io_threads=32, key="folder"), config
@@ -460,7 +462,8 @@ def run(given: argparse.Namespace) -> None:
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
         checkpoints, config = open_checkpoint(given.checkpoint)
-        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes))
+        hyper = dataclasses.replace(config.training, microbatches=1)  # any mesh will do
+        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes), training=hyper)
         named = (given.tokenizer, given.id_offset) if given.tokenizer else None
         if given.evaluate:
             named = named or flat_tokens.tokenizer_of(given.evaluate)

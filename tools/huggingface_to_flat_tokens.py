@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import zarr
@@ -26,25 +26,32 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import program
+from runtime.config import Bound, Name, NonNegativeInt, PositiveInt, Section, program
+from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed
 
 
 @dataclasses.dataclass
-class ConvertConfig:
+class ConvertConfig(Section):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split
-    column: str  # holds the text
-    tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
-    id_offset: int  # added to a tokenizer's ids: 1 where it uses id 0, which the format reserves
-    train_split: str
+    column: Name  # holds the text
+    tokenizer: Name  # bytes_utf8, or what transformers.AutoTokenizer opens
+    id_offset: NonNegativeInt  # added to ids: 1 where it uses 0, which the format reserves
+    train_split: Name
     validation_split: str | None  # null: `validation_share` of the documents of train_split
-    validation_share: float
-    max_tokens: (
-        int | None
-    )  # a split ends with the document that reaches so many; null: with the last
-    processes: int | None  # that read and tokenize; null: one for every four cores
-    output: str = MISSING
+    validation_share: Annotated[float, Bound(0, below=1)]
+    # A split ends with the document that reaches so many; null: with the last.
+    max_tokens: PositiveInt | None
+    processes: PositiveInt | None  # that read and tokenize; null: one for every four cores
+    output: Name = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.validation_split or self.validation_share):
+            raise UserError(
+                "validation_share=0, and no validation_split: a dataset has both splits"
+            )
 
 
 def python_stdlib() -> list[str]:
@@ -156,13 +163,6 @@ def progress_bar(conversion: Conversion, source: int) -> tqdm:
 
 def convert(config: ConvertConfig) -> None:
     """Raises ValueError or OSError for what can't be read, tokenized or written."""
-    if not 0 <= config.validation_share < 1:
-        raise ValueError(f"validation_share={config.validation_share}: it is from 0 to below 1")
-    for name in "max_tokens", "processes":
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"{name}={value}: it must be at least 1, or null")
-    if not (config.validation_split or config.validation_share):
-        raise ValueError("validation_share=0, and no validation_split: a dataset has both splits")
     # Most mistakes show here, before anything is written.
     text.Tokenizer(config.tokenizer, config.id_offset)
     names = [config.train_split, *filter(None, [config.validation_split])]

@@ -1,12 +1,11 @@
-"""A check that is left out where it has passed before. What tools.compile writes and train.py reads
-is tested in tests/tools/test_compile.py."""
+"""A check that is left out where it has passed before."""
 
 import sys
 import types
 
 import pytest
 
-from runtime.compiled import unless_passed_before
+from runtime.cache import unless_passed_before
 from tests.helpers import small_config
 
 
