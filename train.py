@@ -13,41 +13,31 @@ Dimensions:
 """
 
 import dataclasses
-import datetime
 import functools
 import math
 import operator
-import os
-import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from omegaconf import MISSING, OmegaConf
 
-from data.flat_tokens import FlatTokensError
-from data.huggingface import StreamError
 from data.loader import Batches, BatchSpec, TokenBatch
 from data.sources import DataConfig
 from runtime import cache, hlo
-from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
+from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.config import (
     Bound,
-    Name,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
     program,
+    to_yaml,
 )
-from runtime.run import MetricsError, Run
-from runtime.sinks import Row, check_destinations
-from runtime.supervise import Lease, LeaseError, Stop, Watchdog
+from runtime.run import Run, RunConfig, due, make_mesh
 from shardlib import audit, devices, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -69,8 +59,6 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
-
-IMPORTED = time.perf_counter()
 
 # --- Config ---------------------------------------------------------------------------------------
 # Hashable, so that a jitted function can take one as a static argument.
@@ -159,61 +147,11 @@ class MeshConfig(Section, key="mesh"):
     t: PositiveInt
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class PathsConfig(Section, key="paths"):
-    root_working_dir: str
-    clone_from: str  # a folder of checkpoints, or one of them, that a new run starts from
-    clone_weights_only: bool  # from step 0, or else with its whole state, from its step
-    model_name: Name = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        folder = pathlib.PurePath(self.model_name)
-        if folder.is_absolute() or ".." in folder.parts or not folder.parts:
-            raise UserError(
-                f"paths.model_name={self.model_name}: it names a folder in paths.root_working_dir"
-            )
-        if "://" in self.root_working_dir:
-            raise UserError(
-                f"paths.root_working_dir={self.root_working_dir}: runs write to a local folder"
-            )
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class IoConfig(Section, key="io"):
-    max_io_threads: PositiveInt
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class MetricsConfig(Section, key="metrics"):
-    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
-    norms_interval: NonNegativeInt  # steps between norms of each tensor; 0: never
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_destinations(self.to)
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class Config(DataConfig):
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class Config(RunConfig, DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    paths: PathsConfig
-    io: IoConfig
-    metrics: MetricsConfig
-    checkpoint_interval: NonNegativeInt  # steps; 0: at the end only
-    checkpoints: CheckpointsConfig
-    hang_timeout_seconds: NonNegativeFloat  # for a step, before it counts as hung; 0: none
-    hang_ends: bool  # a step that hangs ends the run, or else is only reported
-    profile: bool  # a few steps into profile/
-    hlo_svg: bool  # the compiled step, drawn
-    compiler_options: bool  # those of devices.COMPILER_OPTIONS
-    num_hosts: PositiveInt
-    coordinator: str  # address:port of the first host, where JAX can't find out; else empty
-    process_id: NonNegativeInt  # of this host, from 0, if a coordinator is named
-    heartbeat_timeout_seconds: PositiveInt  # without a sign of a host, after which the others end
-    simulate_devices: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -644,39 +582,25 @@ def check_types(config: Config) -> Any:
 # --- Loop -----------------------------------------------------------------------------------------
 
 
-def make_mesh(config: Config) -> jax.sharding.Mesh:
-    """Raises ValueError if the devices or hosts that the config asks for can't be had."""
-    axes = dataclasses.asdict(config.mesh)
-    if config.simulate_devices:
-        devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
-    if config.num_hosts > 1:
-        try:
-            found = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
-            if config.coordinator:
-                found |= {"coordinator_address": config.coordinator}
-                found |= {"num_processes": config.num_hosts, "process_id": config.process_id}
-            jax.distributed.initialize(**found)
-        except ValueError as error:
-            raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
-    if jax.process_count() != config.num_hosts:
-        raise ValueError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
-    return devices.make_mesh(axes)
-
-
-def make_loaders(config: Config) -> tuple[Batches, Batches | None]:
-    """Batches of the training and, if used, the validation split. Raises ValueError where a
+def open_batches(config: Config) -> tuple[Batches, Batches | None]:
+    """Batches of the training and, if used, the validation split. Raises UserError where a
     dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
-    size = dimensions(config)
+    hyper, size = config.training, dimensions(config)
     try:
         make_shapes(tuple[State, TokenBatch], size)
-    except ValueError as error:
+    except UserError as error:
         keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
-        raise ValueError(f"{error}; {', '.join(keys)}") from None
-    hyper, source = config.training, config.source()
-    spec = BatchSpec(size["B"], size["L"], size["V"], config.model.start_token)
-    spec = dataclasses.replace(spec, io_threads=config.io.max_io_threads)
-    held_out = source.open(spec, "validation") if hyper.validation_interval else None
-    return source.open(dataclasses.replace(spec, skip=hyper.skip_steps), "train"), held_out
+        raise UserError(f"{error}; {', '.join(keys)}") from None
+    spec = BatchSpec(
+        rows=size["B"],
+        length=size["L"],
+        vocab=size["V"],
+        start_token=config.model.start_token,
+        io_threads=config.io.max_io_threads,
+    )
+    open_split = config.source().open
+    held_out = open_split(spec, "validation") if hyper.validation_interval else None
+    return open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train"), held_out
 
 
 def step_flops(config: Config) -> tuple[int, int]:
@@ -700,18 +624,13 @@ def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-class NotFiniteError(UserError):
-    """A loss or gradient that is no number, more often than the config allows."""
-
-
-def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[State, str]:
+def begin(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
-    source, fresh, path = checkpoints, False, config.paths.clone_from
-    if path and not checkpoints.newest_step:
+    source, path = saved, config.paths.clone_from
+    if path and not saved.newest_step:
         told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
         source = Checkpoints(path, *told, key="paths.clone_from")
-        fresh = config.paths.clone_weights_only
         if not source.newest_step:
             raise CheckpointError(
                 f"paths.clone_from={path} has no complete checkpoint; name a run's folder of "
@@ -719,132 +638,53 @@ def begin(config: Config, checkpoints: Checkpoints, loader: Batches) -> tuple[St
             )
     if not source.newest_step:
         return init_state(config), ""
-    if fresh:
+    if source is not saved and config.paths.clone_weights_only:
         weights = source.restore("weights")
         make = jax.jit(first_state, donate_argnums=0, out_shardings=make_shardings(State))
         return make(weights), f"weights from {source.newest}"
     state = source.restore()
-    if config.hf_dataset:
-        loader.position = source.position()
+    if data.is_stream:
+        data.position = source.position()
     return state, f"resumed at step {source.newest_step} from {source.newest}"
 
 
-def to_yaml(config: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def not_finite(config: Config, state: State, batch: TokenBatch, number: int, data: Batches) -> str:
+def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
     """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
-    grads = named(gradients(state.weights, batch, config))
+    grads = named(gradients(weights, batch, config))
     bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
     found = ", ".join(bad) or "none, with the weights of now"
-    return f"gradients that are not finite: {found}; batch {number} is of {data.origin(number)}"
+    return f"gradients that are not finite: {found}; {origin}"
 
 
-class Meter:
-    """Logs each step while the next one is at work, for to read a step's metrics is to wait for it.
-    `settle` does so at once, before something else follows: its time is not the step's then, and a
-    checkpoint's steps all have their rows, and no NaN.
-
-    Raises NotFiniteError after too many updates in a row that were left out; `explain` says more of
-    a step and its batch."""
-
-    def __init__(
-        self, config: Config, run: Run, first: int, explain: Callable[[int, TokenBatch], str]
-    ):
-        self.config, self.run, self.first, self.explain = config, run, first, explain
-        self.tokens = config.training.tokens.batch * config.training.tokens.len
-        self.kind, self.seconds = jax.devices()[0].device_kind, list[float]()
-        self.skipped = 0  # updates, in a row
-        self.unread: tuple[int, Metrics, float, TokenBatch] | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """What was done since the last step isn't the next one's."""
-        self.since = time.perf_counter()
-
-    def add(self, step: int, metrics: Metrics, waited: float, batch: TokenBatch) -> None:
-        self.settle()
-        self.unread = step, metrics, waited, batch
-
-    def settle(self, validate: Callable[[], float] | None = None) -> None:
-        if not self.unread:
-            return
-        (step, metrics, waited, batch), self.unread = self.unread, None
-        *scalars, norms = vars(metrics).items()
-        row = {"step": step} | {name: float(value) for name, value in scalars}
-        now = time.perf_counter()
-        self.seconds.append(now - self.since)
-        if step == self.first:
-            self.run.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
-        row |= {"tokens_per_second": self.tokens / self.seconds[-1], "data_wait_seconds": waited}
-        if validate:
-            row["validation_loss"] = validate()
-        if due(self.config.metrics.norms_interval, step, self.config.training.steps):
-            row |= zip(norm_names(self.config), norms[1].tolist(), strict=True)
-        self.run.log(row)
-        self.show(row)
-        self.skipped = self.skipped + 1 if row["skipped"] else 0
-        if self.skipped:
-            found = f"step {step}: loss {row['loss']:.5g}, gradient norm {row['grad_norm']:.5g}"
-            if self.skipped > self.config.training.max_skipped_updates:
-                raise NotFiniteError(
-                    f"{found}; {self.explain(step, batch)}. No checkpoint has it. "
-                    "training.skip_steps leaves batches out, training.max_skipped_updates lets "
-                    "some be"
-                )
-            self.run.say(f"warning: {found}; the update is left out, {self.skipped} in a row")
-        self.restart()
-
-    def show(self, row: Row) -> None:
-        """The progress, of which every fiftieth of the run's stays, and each validation's."""
-        step, steps = row["step"], self.config.training.steps
-        typical = statistics.median(self.seconds[-20:])
-        left = datetime.timedelta(seconds=round(typical * (steps - step - 1)))
-        shown = [f"step {step}/{steps}", f"loss {row['loss']:.4f}"]
-        if "validation_loss" in row:
-            shown.append(f"validation loss {row['validation_loss']:.4f}")
-        shown += [f"{self.tokens / typical:,.0f} tokens/s"]
-        shown += [f"MFU {self.mfu(typical)}"] * bool(devices.find_chip(self.kind))
-        stays = step % max(1, steps // 50) == 0 or "validation_loss" in row
-        self.run.show("  ".join([*shown, f"{left} left"]), stays)
-
-    def mfu(self, seconds: float) -> str:
-        count = math.prod(dataclasses.astuple(self.config.mesh))
-        return devices.mfu(self.kind, count, sum(step_flops(self.config)) / seconds)
+def row(config: Config, step: int, metrics: Metrics) -> dict[Any, jax.Array]:
+    """What is logged of a step: arrays by name, or by names where it is a vector."""
+    values: dict[Any, jax.Array] = dict(vars(metrics))
+    norms = values.pop("norms")
+    if due(config.metrics.norms_interval, step, config.training.steps):
+        values[tuple(norm_names(config))] = norms
+    return values
 
 
-def due(interval: int, step: int, steps: int) -> bool:
-    """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
-    it is never due."""
-    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
-
-
-def train(
-    config: Config, loader: Batches, validation: Batches | None, stops: Stop, lease: Lease
-) -> int:
+def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> int:
     """Trains from the newest checkpoint, or the first step, to the last, or until a signal says to
     stop; returns the exit code."""
     hyper = config.training
-    run = Run(config.paths.root_working_dir, config.paths.model_name, config.metrics.to)
-    root, name = config.checkpoints.root, config.paths.model_name
-    path = f"{root}/{name}/checkpoints" if root else f"{run.folder}/checkpoints"
     told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
-    checkpoints = Checkpoints(path, *told, config.checkpoints, run.say, stops.ask)
-    if checkpoints.newest_step >= hyper.steps:
-        checkpoints.check_model()
+    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
+    if saved.newest_step >= hyper.steps:
+        saved.check_model()
         run.say(
-            f"{run.folder} is complete: {checkpoints.newest_step} steps are done. To go on, set "
+            f"{run.folder} is complete: {saved.newest_step} steps are done. To go on, set "
             "training.steps above that; to start anew, choose another paths.model_name"
         )
         return 0
     lowered = lower_step(config)
     step_once = compile_step(config, lowered)
-    state, origin = begin(config, checkpoints, loader)
-    first = int(state.step)
-    run.open(to_yaml(config), first)
+    state, origin = begin(config, saved, data)
+    first, tokens = int(state.step), hyper.tokens.batch * hyper.tokens.len
+    flops, skipped = sum(step_flops(config)), hyper.max_skipped_updates
+    run.begin(first, hyper.steps, tokens, flops, skipped, step_once)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-    tokens = hyper.tokens.batch * hyper.tokens.len
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
     if origin:
         run.say(origin)
@@ -853,99 +693,38 @@ def train(
         run.say(f"drew {drawn}")
 
     def explain(step: int, batch: TokenBatch) -> str:
-        checkpoints.wait()
-        return not_finite(config, state, batch, loader.number(step), loader)
+        saved.wait()
+        number = data.number(step)
+        where = f"batch {number} is of {data.origin(number)}"
+        return not_finite(config, state.weights, batch, where)
 
-    def validation_loss() -> float:
-        assert validation
-        return float(validate(config, state.weights, validation))
-
-    meter = Meter(config, run, first, explain)
-    profiled = min(first + 2, hyper.steps - 1), min(first + 4, hyper.steps - 1)
-    profile = run.folder / f"profile/host_{jax.process_index()}"
-    hangs = run.folder / f"hang.host_{jax.process_index()}.txt"
-    batches = loader.from_step(first, hyper.steps)
-    done, stopping = first, False
-    with Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs) as watchdog:
-        for step, batch in batches:
-            if config.profile and step == profiled[0]:
-                jax.block_until_ready(state)
-                hlo.start_profile(profile, f"steps_{profiled[0]}_to_{profiled[1]}")
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, metrics = step_once(state, batch)
-            meter.add(step, metrics, loader.waited, batch)
-            stopping, done = stops.after(step), step + 1
-            if due(hyper.validation_interval, step, hyper.steps):
-                meter.settle(validation_loss)
-            if config.profile and step == profiled[1]:
-                meter.settle()
-                jax.block_until_ready(state)
-                run.say(f"profiled {hlo.stop_profile(profile, step_once)}")
-                meter.restart()
-            if lease.lost():
-                raise LeaseError(f"{run.folder} was taken over by another run")
-            if (
-                stopping
-                or done == hyper.steps
-                or due(config.checkpoint_interval, step, hyper.steps)
-            ):
-                meter.settle()
-                checkpoints.save(done, state, loader.position)
-                meter.restart()
-            watchdog.beat()
-            if stopping:
-                break
-    checkpoints.wait()
-    if stopping and done < hyper.steps:
-        run.say(f"stopped after step {done} by {stops.signal.name}; the same command goes on there")
-        return 128 + stops.signal
-    typical = statistics.median(meter.seconds[1:] or meter.seconds)
-    run.say(
-        f"done: {hyper.steps - first} steps, {typical:.3f} s per step (median), "
-        f"{tokens / typical:,.0f} tokens/s, MFU {meter.mfu(typical)}"
-    )
-    return 0
-
-
-def stop(config: Config, message: str) -> NoReturn:
-    """Ends the program. One of several hosts doesn't say goodbye to JAX: it would wait for the
-    others, which may be waiting for it."""
-    if config.num_hosts == 1:
-        sys.exit(f"error: {message}")
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    for step, batch in data.from_step(first, hyper.steps):
+        with run.step(step):
+            state, metrics = step_once(state, batch)
+        values = row(config, step, metrics) | {"data_wait_seconds": data.waited}
+        run.log(step, values, functools.partial(explain, step, batch))
+        if held_out and due(hyper.validation_interval, step, hyper.steps):
+            run.log(step, {"validation_loss": validate(config, state.weights, held_out)})
+        if run.saves_after(step):
+            run.flush()  # raises where a loss is no number, so that no checkpoint has it
+            saved.save(step + 1, state, data.position)
+        if run.stopping:
+            break
+    saved.wait()
+    return run.end()
 
 
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> None:
-    try:
-        mesh = make_mesh(config)
-        with jax.set_mesh(mesh):
-            loaders = make_loaders(config)
-        root = config.paths.root_working_dir
-        cache.unless_passed_before(root, config, lambda: check_types(config))
-        cache.use_cache(root)
-    except (ValueError, OSError) as error:
-        stop(config, str(error))
-    try:
-        folder = Run(root, config.paths.model_name).folder
-        with jax.set_mesh(mesh), Stop() as stops, Lease(folder, jax.process_index() == 0) as lease:
-            if code := train(config, *loaders, stops, lease):
-                sys.exit(code)
-    except (
-        FlatTokensError,
-        StreamError,
-        CheckpointError,
-        MetricsError,
-        LeaseError,
-        NotFiniteError,
-        OSError,
-    ) as error:
-        stop(config, str(error))
-    except jax.errors.JaxRuntimeError as error:
-        if config.num_hosts == 1:
-            raise
-        stop(config, f"a step failed, perhaps as another host is lost: {error}")
+    root = config.paths.root_working_dir
+    mesh = make_mesh(config, dataclasses.asdict(config.mesh))
+    with jax.set_mesh(mesh):
+        batches = open_batches(config)
+    cache.unless_passed_before(root, config, lambda: check_types(config))
+    cache.use_cache(root)
+    with jax.set_mesh(mesh), Run(config) as run:
+        if code := train(config, *batches, run):
+            sys.exit(code)
 
 
 if __name__ == "__main__":

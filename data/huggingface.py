@@ -51,6 +51,8 @@ class StreamLoader(Batches):
     first one again. Raises StreamError if the dataset, its column or its tokenizer can't be had, or
     its shards are too few for all hosts' workers."""
 
+    is_stream = True
+
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
         self.config = config

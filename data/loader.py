@@ -159,6 +159,7 @@ class Batches(abc.ABC):
     """The batches of a split, each made while the one before is in use, and laid out on the mesh
     that was in context at first."""
 
+    is_stream = False  # whether a batch depends on `position`, not on its number alone
     waited = 0.0  # seconds, for the batch given last
     position: Any = None  # JSON: where a stream goes on after that batch
 

@@ -177,6 +177,11 @@ def by_key(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def to_yaml(config: Any) -> str:
+    """The YAML text of a typed config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
 def _names(folder: str) -> str:
     files = (ROOT / folder).glob("*.yaml")
     return ", ".join(sorted(file.stem for file in files if file.stem != "base"))

@@ -1,42 +1,339 @@
-"""A run's folder: what made it, and its metrics, one JSON object per line and step; and what a run
-says on the way."""
+"""What surrounds the steps of a run: its folder and what stands there, its progress, its clock, and
+all that may end it."""
 
+import contextlib
+import dataclasses
+import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
-from runtime.config import ROOT
-from runtime.sinks import DESTINATIONS, Row, json_lines
+from runtime import hlo
+from runtime.checkpoint import CheckpointsConfig
+from runtime.config import (
+    ROOT,
+    Name,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    to_yaml,
+)
+from runtime.sinks import DESTINATIONS, Row, check_destinations, json_lines
+from runtime.supervise import Lease, LeaseError, Stop, Watchdog
+from shardlib import devices
 from shardlib.errors import UserError
+
+IMPORTED = time.perf_counter()
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class PathsConfig(Section, key="paths"):
+    root_working_dir: str
+    clone_from: str  # a folder of checkpoints, or one of them, that a new run starts from
+    clone_weights_only: bool  # from step 0, or else with its whole state, from its step
+    model_name: Name = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        folder = pathlib.PurePath(self.model_name)
+        if folder.is_absolute() or ".." in folder.parts or not folder.parts:
+            raise UserError(
+                f"paths.model_name={self.model_name}: it names a folder in paths.root_working_dir"
+            )
+        if "://" in self.root_working_dir:
+            raise UserError(
+                f"paths.root_working_dir={self.root_working_dir}: runs write to a local folder"
+            )
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class IoConfig(Section, key="io"):
+    max_io_threads: PositiveInt
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MetricsConfig(Section, key="metrics"):
+    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
+    norms_interval: NonNegativeInt  # steps between norms of each tensor; 0: never
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_destinations(self.to)
+
+
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class RunConfig(Section):
+    """What a config says of a run, whatever it trains."""
+
+    paths: PathsConfig
+    io: IoConfig
+    metrics: MetricsConfig
+    checkpoint_interval: NonNegativeInt  # steps; 0: at the end only
+    checkpoints: CheckpointsConfig
+    hang_timeout_seconds: NonNegativeFloat  # for a step, before it counts as hung; 0: none
+    hang_ends: bool  # a step that hangs ends the run, or else is only reported
+    profile: bool  # a few steps into profile/
+    hlo_svg: bool  # the compiled step, drawn
+    compiler_options: bool  # those of devices.COMPILER_OPTIONS
+    num_hosts: PositiveInt
+    coordinator: str  # address:port of the first host, where JAX can't find out; else empty
+    process_id: NonNegativeInt  # of this host, from 0, if a coordinator is named
+    heartbeat_timeout_seconds: PositiveInt  # without a sign of a host, after which the others end
+    simulate_devices: bool
+
+
+def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
+    """Raises UserError if the devices or hosts that the config asks for can't be had."""
+    if config.simulate_devices:
+        devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
+    if config.num_hosts > 1:
+        try:
+            found = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
+            if config.coordinator:
+                found |= {"coordinator_address": config.coordinator}
+                found |= {"num_processes": config.num_hosts, "process_id": config.process_id}
+            jax.distributed.initialize(**found)
+        except ValueError as error:
+            raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
+    if jax.process_count() != config.num_hosts:
+        raise UserError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
+    return devices.make_mesh(axes)
 
 
 class MetricsError(UserError):
     """An earlier metrics.jsonl that can't be read."""
 
 
+class NotFiniteError(UserError):
+    """A loss or gradient that is no number, more often than the config allows."""
+
+
+def due(interval: int, step: int, steps: int) -> bool:
+    """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
+    it is never due."""
+    return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
+
+
 class Run:
-    """`<root>/<name>/` with config.yaml, starts.jsonl and metrics.jsonl, written by the first host
-    alone. Metrics go to the destinations that `to` names, too."""
+    """One start of a run, in the folder `<root>/<name>/`, in which no other runs beside it.
 
-    def __init__(self, root: str, name: str, to: tuple[str, ...] = ()):
-        self.folder = pathlib.Path(root).expanduser() / name
-        self.first_host, self.to = jax.process_index() == 0, to
+        with Run(config) as run:
+            run.begin(first, steps, ...)
+            for step in range(first, steps):
+                with run.step(step):
+                    ...
+                run.log(step, {"loss": loss})
+                if run.saves_after(step):
+                    run.flush()
+                    ...
+                if run.stopping:
+                    break
+            code = run.end()
+
+    The first host alone writes and prints. All hosts make the same calls, at the same steps.
+    """
+
+    def __init__(self, config: RunConfig):
+        self.config, self.name = config, config.paths.model_name
+        self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
+        host = jax.process_index()
+        self.first_host = host == 0
         self.on_terminal, self.shows = sys.stdout.isatty(), False
+        self.profile = self.folder / f"profile/host_{host}"
+        self.stop, self.lease = Stop(), Lease(self.folder, self.first_host)
+        hangs = self.folder / f"hang.host_{host}.txt"
+        self.watchdog = Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs)
+        self.stopping = self.profiling = False
+        self.row: dict[Any, Any] = {}  # of the last step, if it isn't written yet
+        self.seconds: list[float] = []  # of each step
+        self.skipped = 0  # updates, in a row
 
-    def open(self, config: str, first_step: int) -> None:
-        """Before `first_step`: writes the config and what else the run depends on, says what has
-        changed in the config, and keeps the metrics of the steps before.
+    def __enter__(self) -> "Run":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.stop)
+            stack.enter_context(self.lease)
+            self.held = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.held.close()
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder or bucket of its checkpoints."""
+        root = self.config.checkpoints.root
+        return f"{root}/{self.name}/checkpoints" if root else f"{self.folder}/checkpoints"
+
+    def begin(
+        self,
+        first: int,
+        steps: int,
+        tokens: int,
+        flops: int,
+        max_skipped: int,
+        program: jax.stages.Compiled,
+    ) -> None:
+        """Opens the folder before step `first` of `steps`. A step has so many tokens and model
+        FLOPs, and runs `program`; more than `max_skipped` updates in a row that are left out end
+        the run."""
+        self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
+        self.max_skipped, self.program, self.done = max_skipped, program, first
+        self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
+        self._open(first)
+        self.held.enter_context(self.watchdog)
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the call of a step's program."""
+        self.watchdog.beat()
+        if self.config.profile and step == self.profiled[0]:
+            self.flush()
+            hlo.start_profile(self.profile, f"steps_{step}_to_{self.profiled[-1]}")
+            self.profiling = True
+        elif self.profiling and step not in self.profiled:
+            self._end_profile()
+        if not self.row:  # else its step is still at work, and ends when this one can begin
+            self.since = time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def log(self, step: int, values: dict[Any, Any], explain: Callable[[], str] = str) -> None:
+        """Adds numbers to a step's row, by their names; a vector has a tuple of names.
+
+        To read a number is to wait for it. So a row is written when the next one is begun, while
+        the devices do that step, and whatever is added to a step's row before is not in its time.
+        `explain` says more of a loss that is no number.
+        """
+        if self.row and self.row["step"] == step:
+            self._read()
+            self.row |= {name: float(value) for name, value in values.items()}
+            self.flush()
+        else:
+            self.flush()
+            self.row, self.explain = {"step": step, **values}, explain
+
+    def _read(self) -> None:
+        """Waits for the values of the row: its step has ended then."""
+        row: Row = {"step": self.row.pop("step")}
+        for name, value in self.row.items():
+            if isinstance(name, tuple):
+                row |= zip(name, value.tolist(), strict=True)
+            else:
+                row[name] = float(value)
+        now = time.perf_counter()
+        self.seconds.append(now - self.since)
+        self.since = now
+        if row["step"] == self.first:
+            self.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
+        self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
+
+    def flush(self) -> None:
+        """Writes the row of the last step, if it isn't written yet, so that the time until the next
+        step is not in that one's. Raises NotFiniteError after too many updates in a row that were
+        left out."""
+        if not self.row:
+            return
+        if "tokens_per_second" not in self.row:
+            self._read()
+        row, self.row = self.row, {}
+        if self.first_host:
+            for log in self.destinations:
+                log(row)
+        self._show(row)
+        self.skipped = self.skipped + 1 if row["skipped"] else 0
+        if self.skipped:
+            loss, norm = row["loss"], row["grad_norm"]
+            found = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
+            if self.skipped > self.max_skipped:
+                raise NotFiniteError(
+                    f"{found}; {self.explain()}. No checkpoint has it. training.skip_steps leaves "
+                    "batches out, training.max_skipped_updates lets some be"
+                )
+            self.say(f"warning: {found}; the update is left out, {self.skipped} in a row")
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step: by the interval, a signal, or the run's end.
+        To be called once a step. Raises LeaseError if another run has taken the folder over."""
+        if self.lease.lost():
+            raise LeaseError(f"{self.folder} was taken over by another run")
+        self.done, self.stopping = step + 1, self.stop.after(step)
+        last = self.stopping or self.done == self.steps
+        if last:
+            self.watchdog.end()  # to save may take longer than a step
+        return last or due(self.config.checkpoint_interval, step, self.steps)
+
+    def end(self) -> int:
+        """Says how the run ended, once all is saved; returns the exit code."""
+        self.flush()
+        if self.profiling:
+            self._end_profile()
+        if self.stopping and self.done < self.steps:
+            name = self.stop.signal.name
+            self.say(f"stopped after step {self.done} by {name}; the same command goes on there")
+            return 128 + self.stop.signal
+        typical = statistics.median(self.seconds[1:] or self.seconds)
+        self.say(
+            f"done: {self.steps - self.first} steps, {typical:.3f} s per step (median), "
+            f"{self.tokens / typical:,.0f} tokens/s, MFU {self._mfu(typical)}"
+        )
+        return 0
+
+    def _end_profile(self) -> None:
+        self.flush()
+        self.profiling = False
+        self.say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
+
+    def _show(self, row: Row) -> None:
+        """Shows the progress, of which every fiftieth of the run's stays, and each validation's."""
+        step, typical = row["step"], statistics.median(self.seconds[-20:])
+        left = datetime.timedelta(seconds=round(typical * (self.steps - step - 1)))
+        shown = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
+        if "validation_loss" in row:
+            shown.append(f"validation loss {row['validation_loss']:.4f}")
+        shown += [f"{self.tokens / typical:,.0f} tokens/s"]
+        if devices.find_chip(jax.devices()[0].device_kind):
+            shown.append(f"MFU {self._mfu(typical)}")
+        stays = step % max(1, self.steps // 50) == 0 or "validation_loss" in row
+        self.show("  ".join([*shown, f"{left} left"]), stays)
+
+    def _mfu(self, seconds: float) -> str:
+        kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
+        return devices.mfu(kind, count, self.flops / seconds)
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self.first_host:
+            print("\r\x1b[K" * self.shows + text, flush=True)
+            self.shows = False
+
+    def show(self, text: str, stays: bool) -> None:
+        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
+        line if it `stays`."""
+        if stays:
+            self.say(text)
+        elif self.first_host and self.on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
+            self.shows = True
+
+    def _open(self, first_step: int) -> None:
+        """Writes the config and what else the run depends on, says what has changed in the config,
+        and keeps the metrics of the steps before.
 
         Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
         A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
@@ -44,6 +341,7 @@ class Run:
         """
         if not self.first_host:
             return
+        config = to_yaml(self.config)
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and first_step == 0:
@@ -80,30 +378,8 @@ class Run:
         part.rename(earlier)
         with (self.folder / "starts.jsonl").open("a") as starts:
             starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
-        made = [json_lines, *(DESTINATIONS[name] for name in self.to)]
+        made = [json_lines, *(DESTINATIONS[name] for name in self.config.metrics.to)]
         self.destinations = [make(self.folder, first_step, config) for make in made]
-
-    def log(self, row: Row) -> None:
-        """Appends a row to the metrics."""
-        if self.first_host:
-            for log in self.destinations:
-                log(row)
-
-    def say(self, text: str) -> None:
-        """Prints a line."""
-        if self.first_host:
-            print("\r\x1b[K" * self.shows + text, flush=True)
-            self.shows = False
-
-    def show(self, text: str, stays: bool) -> None:
-        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
-        line if it `stays`."""
-        if stays:
-            self.say(text)
-        elif self.first_host and self.on_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
-            self.shows = True
 
 
 def origin() -> dict[str, Any]:

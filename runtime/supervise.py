@@ -86,6 +86,9 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         self.over = True
         self.beat()
 

@@ -95,7 +95,7 @@ def ours(axes, host_batch):
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):
         if host_batch is None:
-            loader, _ = train.make_loaders(config)
+            loader, _ = train.open_batches(config)
             host_batch = jax.device_get(loader.load(0))
         shardings = train.make_shardings(train.TokenBatch)
         batch = jax.device_put(host_batch, shardings)

@@ -29,6 +29,7 @@ import numpy as np
 import train
 from data.loader import Batches
 from runtime.config import ROOT, program
+from runtime.run import make_mesh
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
@@ -153,9 +154,9 @@ def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no such split
     config = dataclasses.replace(config, training=hyper)
     try:
-        mesh = train.make_mesh(config)
+        mesh = make_mesh(config, dataclasses.asdict(config.mesh))
         with jax.set_mesh(mesh):
-            loader, _ = train.make_loaders(config)
+            loader, _ = train.open_batches(config)
         train.check_types(config)
     except (ValueError, OSError) as error:
         train.stop(config, str(error))

@@ -24,6 +24,7 @@ from jax.experimental import mesh_utils, topologies
 import train
 from runtime import hlo
 from runtime.config import program
+from runtime.run import make_mesh
 from shardlib import devices
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
 from tools.overlap import share_hidden
@@ -92,7 +93,7 @@ def main(config: CompileConfig) -> None:
     axes = dataclasses.asdict(config.mesh)
     try:
         probed = probe(config)
-        mesh = tpu_mesh(config.topology, axes) if config.topology else train.make_mesh(config)
+        mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)
         kind = mesh.devices.flat[0].device_kind
         chip = devices.find_chip(kind)
         predicted = audit_step(config, probed, chip)
