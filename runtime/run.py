@@ -129,6 +129,87 @@ def due(interval: int, step: int, steps: int) -> bool:
     return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
 
 
+class Log:
+    """A run's folder, with config.yaml, starts.jsonl and metrics.jsonl, and what the run prints.
+    The first host alone writes and prints. Metrics go to the destinations that `to` names, too."""
+
+    def __init__(self, folder: pathlib.Path, to: tuple[str, ...] = ()):
+        self.folder, self.to = folder, to
+        self.first_host = jax.process_index() == 0
+        self.on_terminal, self.shows = sys.stdout.isatty(), False
+
+    def open(self, config: str, first_step: int) -> None:
+        """Before `first_step`: writes the config and what else the run depends on, says what has
+        changed in the config, and keeps the metrics of the steps before.
+
+        Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
+        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
+        MetricsError for one that it can't read.
+        """
+        if not self.first_host:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and first_step == 0:
+            kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+            metrics.rename(kept_as)
+            self.say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
+        metrics.touch()
+        kept = 0
+        for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):  # the last row, cut short
+                break
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, TypeError, KeyError):
+                where = f"{metrics}, line {number}"
+                raise MetricsError(
+                    f"{where} is no row of metrics; mend it, or move it away"
+                ) from None
+            if step >= first_step:
+                break
+            kept += len(line)
+        os.truncate(metrics, kept)
+        earlier = self.folder / "config.yaml"
+        if first_step and earlier.exists():
+            before, now = (flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
+            for key in sorted({*before, *now}):
+                if before.get(key) != now.get(key):
+                    self.say(
+                        f"changed since the last start: {key}={now.get(key)}, before "
+                        f"{before.get(key)}"
+                    )
+        part = self.folder / "config.yaml.part"  # a start that is killed here leaves the one before
+        part.write_text(config)
+        part.rename(earlier)
+        with (self.folder / "starts.jsonl").open("a") as starts:
+            starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
+        made = [json_lines, *(DESTINATIONS[name] for name in self.to)]
+        self.destinations = [make(self.folder, first_step, config) for make in made]
+
+    def write(self, row: Row) -> None:
+        """Appends a row to the metrics."""
+        if self.first_host:
+            for log in self.destinations:
+                log(row)
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self.first_host:
+            print("\r\x1b[K" * self.shows + text, flush=True)
+            self.shows = False
+
+    def show(self, text: str, stays: bool) -> None:
+        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
+        line if it `stays`."""
+        if stays:
+            self.say(text)
+        elif self.first_host and self.on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
+            self.shows = True
+
+
 class Run:
     """One start of a run, in the folder `<root>/<name>/`, in which no other runs beside it.
 
@@ -145,17 +226,17 @@ class Run:
                     break
             code = run.end()
 
-    The first host alone writes and prints. All hosts make the same calls, at the same steps.
+    All hosts make the same calls, at the same steps.
     """
 
     def __init__(self, config: RunConfig):
         self.config, self.name = config, config.paths.model_name
         self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
         host = jax.process_index()
-        self.first_host = host == 0
-        self.on_terminal, self.shows = sys.stdout.isatty(), False
+        self.output = Log(self.folder, config.metrics.to)
+        self.say = self.output.say
         self.profile = self.folder / f"profile/host_{host}"
-        self.stop, self.lease = Stop(), Lease(self.folder, self.first_host)
+        self.stop, self.lease = Stop(), Lease(self.folder, host == 0)
         hangs = self.folder / f"hang.host_{host}.txt"
         self.watchdog = Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs)
         self.stopping = self.profiling = False
@@ -194,7 +275,7 @@ class Run:
         self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
         self.max_skipped, self.program, self.done = max_skipped, program, first
         self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
-        self._open(first)
+        self.output.open(to_yaml(self.config), first)
         self.held.enter_context(self.watchdog)
 
     @contextlib.contextmanager
@@ -251,9 +332,7 @@ class Run:
         if "tokens_per_second" not in self.row:
             self._read()
         row, self.row = self.row, {}
-        if self.first_host:
-            for log in self.destinations:
-                log(row)
+        self.output.write(row)
         self._show(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
@@ -309,77 +388,11 @@ class Run:
         if devices.find_chip(jax.devices()[0].device_kind):
             shown.append(f"MFU {self._mfu(typical)}")
         stays = step % max(1, self.steps // 50) == 0 or "validation_loss" in row
-        self.show("  ".join([*shown, f"{left} left"]), stays)
+        self.output.show("  ".join([*shown, f"{left} left"]), stays)
 
     def _mfu(self, seconds: float) -> str:
         kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
         return devices.mfu(kind, count, self.flops / seconds)
-
-    def say(self, text: str) -> None:
-        """Prints a line."""
-        if self.first_host:
-            print("\r\x1b[K" * self.shows + text, flush=True)
-            self.shows = False
-
-    def show(self, text: str, stays: bool) -> None:
-        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
-        line if it `stays`."""
-        if stays:
-            self.say(text)
-        elif self.first_host and self.on_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
-            self.shows = True
-
-    def _open(self, first_step: int) -> None:
-        """Writes the config and what else the run depends on, says what has changed in the config,
-        and keeps the metrics of the steps before.
-
-        Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
-        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
-        MetricsError for one that it can't read.
-        """
-        if not self.first_host:
-            return
-        config = to_yaml(self.config)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists() and first_step == 0:
-            kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
-            metrics.rename(kept_as)
-            self.say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
-        metrics.touch()
-        kept = 0
-        for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):  # the last row, cut short
-                break
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, TypeError, KeyError):
-                where = f"{metrics}, line {number}"
-                raise MetricsError(
-                    f"{where} is no row of metrics; mend it, or move it away"
-                ) from None
-            if step >= first_step:
-                break
-            kept += len(line)
-        os.truncate(metrics, kept)
-        earlier = self.folder / "config.yaml"
-        if first_step and earlier.exists():
-            before, now = (flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
-            for key in sorted({*before, *now}):
-                if before.get(key) != now.get(key):
-                    self.say(
-                        f"changed since the last start: {key}={now.get(key)}, before "
-                        f"{before.get(key)}"
-                    )
-        part = self.folder / "config.yaml.part"  # a start that is killed here leaves the one before
-        part.write_text(config)
-        part.rename(earlier)
-        with (self.folder / "starts.jsonl").open("a") as starts:
-            starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
-        made = [json_lines, *(DESTINATIONS[name] for name in self.config.metrics.to)]
-        self.destinations = [make(self.folder, first_step, config) for make in made]
 
 
 def origin() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import yaml
 
 import train
 from data.loader import TokenBatch
-from runtime.run import Run
+from runtime.run import Log
 from shardlib import devices
 from shardlib.types import explain, make_shapes
 from tests import golden
@@ -311,9 +311,9 @@ def test_the_source_has_no_annotation_that_nobody_checks():
 
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for config in "a", "b":
-        folder = Run(str(tmp_path), "run")
-        folder.open(config, 0)
-        folder.log({"step": 0, "loss": float("nan")})
+        log = Log(tmp_path / "run")
+        log.open(config, 0)
+        log.write({"step": 0, "loss": float("nan")})
     assert (tmp_path / "run/config.yaml").read_text() == "b"
     kept = sorted((tmp_path / "run").glob("metrics*.jsonl"))
     assert len(kept) == 2

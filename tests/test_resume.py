@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from runtime.run import MetricsError, Run
+from runtime.run import Log, MetricsError
 from tests import golden
 from tests.helpers import SMALL, rows, train_here
 from tests.torture import Kill, Torture
@@ -74,7 +74,7 @@ METRICS = {
 def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, kept = METRICS[case]
-    run = Run("runs", "run")
+    run = Log(pathlib.Path("runs/run"))
     run.folder.mkdir(parents=True)
     (run.folder / "metrics.jsonl").write_text(text)
     if kept is None:
@@ -85,7 +85,7 @@ def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
     else:
         run.open("", 2)
         assert [row["step"] for row in rows(run.folder)] == list(range(kept))
-        run.log({"step": 2, "loss": 1.5})
+        run.write({"step": 2, "loss": 1.5})
         assert rows(run.folder)[-1] == {"step": 2, "loss": 1.5}
 
 
@@ -95,9 +95,9 @@ def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, 
         raise KeyboardInterrupt
 
     config = "model:\n  d_model: 32\n  n_q_per_kv: 2\n"
-    Run(str(tmp_path), "run").open(config, 0)
+    Log(tmp_path / "run").open(config, 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "write_text", killed)
-        Run(str(tmp_path), "run").open(config, 2)
-    Run(str(tmp_path), "run").open(config, 2)
+        Log(tmp_path / "run").open(config, 2)
+    Log(tmp_path / "run").open(config, 2)
     assert (tmp_path / "run/config.yaml").read_text() == config

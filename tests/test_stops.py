@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import types
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,6 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
     assert_as_whole(runs, number.name)
 
 
-class Source:
-    @staticmethod
-    def origin(number):
-        assert number == 7
-        return "the seventh page"
-
-
 def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
@@ -101,7 +95,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         state = dataclasses.replace(state, weights=weights)
         before = jax.device_get((state.weights, state.mu, state.nu))
         state, metrics = train.training_step(state, batch, config)
-        text = train.not_finite(config, state, batch, 7, Source)
+        text = train.not_finite(config, state.weights, batch, "batch 7 is of the seventh page")
     assert text.startswith("gradients that are not finite: embed, layers/")
     assert text.endswith("; batch 7 is of the seventh page")
     assert int(metrics.skipped) == 1 and not np.isfinite(metrics.loss)
@@ -159,6 +153,9 @@ def test_a_clone_starts_from_anothers_whole_state(runs, start):
     assert arrays(checkpoint(runs / "state", 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
+FLAT = types.SimpleNamespace(is_stream=False)  # batches
+
+
 def test_a_clone_starts_from_anothers_weights(runs):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
@@ -166,7 +163,7 @@ def test_a_clone_starts_from_anothers_weights(runs):
     told = train.State, train.dimensions(config), train.to_yaml(config), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *told)
-        state, line = train.begin(config, own, None)
+        state, line = train.begin(config, own, FLAT)
         for name, found in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert found.tobytes() == wanted[name]
@@ -178,9 +175,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
         # Once it has a checkpoint of its own, that is what counts.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.begin(config, Checkpoints(str(runs / "new"), *told), None)
+        state, line = train.begin(config, Checkpoints(str(runs / "new"), *told), FLAT)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.begin(nowhere, Checkpoints(str(runs / "newer"), *told), None)
+            train.begin(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))

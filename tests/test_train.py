@@ -14,7 +14,7 @@ import pytest
 
 import train
 from data.flat_tokens import FlatTokens
-from runtime.supervise import Lease, Stop
+from runtime.run import Run
 from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes, make_shardings, typed_shard_map
@@ -210,15 +210,15 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         return state, train.Metrics(Number(batch), 0.0, 0.0, 0, np.zeros(0))
 
     class Loader:
-        waited, position = 0.0, None
+        waited, position, is_stream = 0.0, None, False
 
         def from_step(self, first, last):
             return zip(range(first, last), range(first, last), strict=True)
 
     monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
-    with jax.set_mesh(mesh(4, 2)):
-        train.train(config, Loader(), None, Stop(), Lease(tmp_path, first_host=False))
+    with jax.set_mesh(mesh(4, 2)), Run(config) as run:
+        train.train(config, Loader(), None, run)
     assert events == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
 
 

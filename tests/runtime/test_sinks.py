@@ -14,7 +14,7 @@ import pytest
 
 import train
 from runtime.checkpoint import named
-from runtime.run import Run
+from runtime.run import Log
 from tests.helpers import ROOT, SMALL, edited, mesh, rows, small_config, train_here
 
 ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
@@ -79,9 +79,9 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for first_step in 0, 3, 0:
-        run = Run(str(tmp_path), "run", ("wandb",))
+        run = Log(tmp_path / "run", ("wandb",))
         run.open(CONFIG, first_step)
-        run.log({"step": first_step, "loss": 1.5})
+        run.write({"step": first_step, "loss": 1.5})
     one, resumed, anew = (settings["id"] for settings in asked)
     assert one == resumed != anew
     assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"
@@ -91,9 +91,9 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
 def test_wandb_itself(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = Run(str(tmp_path), "run", ("wandb",))
+    run = Log(tmp_path / "run", ("wandb",))
     run.open(CONFIG, 0)
-    run.log({"step": 0, "loss": 1.5})
+    run.write({"step": 0, "loss": 1.5})
     import wandb
 
     assert wandb.run.summary["loss"] == 1.5
@@ -126,15 +126,16 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     )
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
     monkeypatch.setattr("runtime.run.DESTINATIONS", module.DESTINATIONS)
-    run = Run(str(tmp_path), "run", ("printed",))
+    run = Log(tmp_path / "run", ("printed",))
     run.open(CONFIG, 0)
-    run.log({"step": 0, "loss": 1.5})
+    run.write({"step": 0, "loss": 1.5})
     assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5
 
 
 SHOWS = """
-from runtime.run import Run
-run = Run("runs", "run")
+from runtime.run import Log
+import pathlib
+run = Log(pathlib.Path("runs/run"))
 for step in range(60):
     run.show(f"step {step}/60  loss 1.5000  and so on " + 9 * "and on ", step == 30)
     if step == 40:
