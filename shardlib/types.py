@@ -36,6 +36,7 @@ import math
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -336,11 +337,15 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
     return f"its layout is {layout}"
 
 
-_LIBRARIES = os.path.dirname(__file__), os.path.dirname(jax.__file__)
+# Where code lies that isn't the user's: below these, ours first.
+_LIBRARIES = (
+    *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
+    *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
+)
 
 
 def _caller() -> str:
-    """file:line of the innermost frame that is neither ours nor JAX's."""
+    """file:line of the innermost frame that is neither ours nor a library's."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -349,8 +354,7 @@ def _caller() -> str:
 
 def own_frames(trace: Any) -> list[Any]:
     """The frames of a traceback of JAX's that are neither ours nor a library's, innermost first."""
-    left_out = (*_LIBRARIES, sys.prefix)
-    return [f for f in trace.frames if not f.file_name.startswith(left_out)] if trace else []
+    return [f for f in trace.frames if not f.file_name.startswith(_LIBRARIES)] if trace else []
 
 
 def explain(error: Exception) -> str:
@@ -358,7 +362,7 @@ def explain(error: Exception) -> str:
     own in that function that led to it."""
 
     def own(frame: traceback.FrameSummary) -> bool:
-        return not frame.filename.startswith((*_LIBRARIES, sys.prefix))
+        return not frame.filename.startswith(_LIBRARIES)
 
     inside = itertools.dropwhile(own, traceback.extract_tb(error.__traceback__))
     lines = [
