@@ -531,7 +531,8 @@ def compile_step(config: Config, lowered: jax.stages.Lowered, **more: Any) -> ja
 
 def probe(config: Config) -> Any:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
-    to agree, and returns its jaxpr there. Raises ShardTypeError; takes about a second."""
+    to agree, and returns its jaxpr there. Raises ShardTypeError, and whatever an edit may raise;
+    takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     hyper = config.training
     halves = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
@@ -543,12 +544,12 @@ def probe(config: Config) -> Any:
 
 
 def check_types(config: Config) -> Any:
-    """The probe's jaxpr. Raises ValueError where the types in this file don't hold."""
+    """The probe's jaxpr. Raises UserError where the types in this file don't hold."""
     try:
         return probe(config)
-    except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
+    except Exception as error:  # ShardTypeError, or what JAX or Python says of an edit
         says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
-        raise ValueError(f"{says}\n{explain(error)}") from None
+        raise UserError(f"{says}\n{explain(error)}") from None
 
 
 # --- Loop -----------------------------------------------------------------------------------------

@@ -364,12 +364,16 @@ def explain(error: Exception) -> str:
     def own(frame: traceback.FrameSummary) -> bool:
         return not frame.filename.startswith(_LIBRARIES)
 
-    inside = itertools.dropwhile(own, traceback.extract_tb(error.__traceback__))
-    lines = [
-        f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}"
-        for f in filter(own, inside)
-    ]
-    return "\n".join([*lines, str(error)])
+    frames, says = traceback.extract_tb(error.__traceback__), str(error)
+    # Where the backward pass can't be made, the cause is JAX's: it holds the line to blame.
+    cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
+    shown = [*filter(own, itertools.dropwhile(own, frames)), *[*filter(own, cause)][-1:]]
+    if not isinstance(error, ShardTypeError):
+        says = f"{type(error).__name__}: {says}"
+        # With no line of the user's it is a mistake of ours.
+        shown = shown or [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in shown)
+    return "\n".join([*dict.fromkeys(lines), says])
 
 
 # --- Trees of array types -------------------------------------------------------------------------
