@@ -511,6 +511,10 @@ def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str,
     you like. Raises ValueError where a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
+        # To JAX a tracer that leaked is a constant, until somebody uses it.
+        jax.tree.map(
+            jnp.copy, jax.make_jaxpr(training_step, static_argnums=2)(*shapes, config).consts
+        )
         return training_step.trace(*shapes, config).jaxpr.jaxpr
 
 

@@ -288,6 +288,11 @@ LOUD_EDITS = {
         "hidden = jax.nn.silu(gate) * up",
         "hidden = lax.while_loop(lambda h: h.max() > 9, lambda h: h / 2, jax.nn.silu(gate) * up)",
     ),
+    "a value that leaks from a scan": (
+        "    x, () = lax.scan(block, x, weights.layers)\n    return x",
+        "    seen = []\n    remember = lambda x, w: (seen.append(jnp.sin(x)), block(x, w))[1]\n"
+        "    x, () = lax.scan(remember, x, weights.layers)\n    return x + seen[0]",
+    ),
     "an index out of range": ("length, half = x.shape[1]", "length, half = x.shape[7]"),
     "a field that isn't there, in a function of the standard library": (
         "w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)",
