@@ -541,7 +541,8 @@ def probe(config: Config) -> Any:
     hyper = config.training
     halves = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
     config = dataclasses.replace(config, training=dataclasses.replace(hyper, **halves))
-    jaxpr = trace_step(config, mesh, sizes)
+    with audit.lengths_named(dict(mesh.shape), sizes):
+        jaxpr = trace_step(config, mesh, sizes)
     audit.check(jaxpr, dict(mesh.shape), sizes)
     audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
     return jaxpr
