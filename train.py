@@ -537,6 +537,10 @@ def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str,
     you like. Raises ValueError where a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
+        # To JAX a tracer that leaked is a constant, until somebody uses it.
+        jax.tree.map(
+            jnp.copy, jax.make_jaxpr(training_step, static_argnums=2)(*shapes, config).consts
+        )
         return training_step.trace(*shapes, config).jaxpr.jaxpr
 
 
@@ -557,26 +561,28 @@ def compile_step(config: Config, lowered: jax.stages.Lowered, **more: Any) -> ja
 
 def probe(config: Config) -> Any:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
-    to agree, and returns its jaxpr there. Raises ShardTypeError; takes about a second."""
+    to agree, and returns its jaxpr there. Raises ShardTypeError, and whatever an edit may raise;
+    takes about a second."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
     hyper = config.training
     halves: Any = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
     rows = 2 * math.prod(dataclasses.astuple(config.mesh))
     halves["tokens"] = dataclasses.replace(hyper.tokens, batch=rows, len=2)
     config = dataclasses.replace(config, training=dataclasses.replace(hyper, **halves))
-    jaxpr = trace_step(config, mesh, sizes)
+    with audit.lengths_named(dict(mesh.shape), sizes):
+        jaxpr = trace_step(config, mesh, sizes)
     audit.check(jaxpr, dict(mesh.shape), sizes)
     audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
     return jaxpr
 
 
 def check_types(config: Config) -> Any:
-    """The probe's jaxpr. Raises ValueError where the types in this file don't hold."""
+    """The probe's jaxpr. Raises UserError where the types in this file don't hold."""
     try:
         return probe(config)
-    except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
+    except Exception as error:  # ShardTypeError, or what JAX or Python says of an edit
         says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
-        raise ValueError(f"{says}\n{explain(error)}") from None
+        raise UserError(f"{says}\n{explain(error)}") from None
 
 
 # --- Loop -----------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """What a traced function does, read off its jaxpr; and that it does nothing its source hides."""
 
 import collections
+import contextlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -159,6 +161,37 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
         return []  # it only happens to have these factors
     split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
     return [Dim(name, split) for name in names]
+
+
+@contextlib.contextmanager
+def lengths_named(axes: dict[str, int], sizes: dict[str, int]) -> Iterator[None]:
+    """Within it, an error's message shows lengths at the sizes of `devices.probe_mesh` as what they
+    are of, `(B/d, L/2, M)`, and says what brings two of one dimension together."""
+    found: dict[Dim, None] = {}
+
+    def name(number: re.Match[str]) -> str:
+        length = int(number[0])
+        dims = dims_of(length, axes, sizes)
+        whole = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
+        if not dims or whole not in (length, 2 * length):
+            return number[0]
+        found.update(dict.fromkeys(dims))
+        return "*".join(map(str, dims)) + "/2" * (whole > length)
+
+    try:
+        yield
+    except Exception as error:
+        # Not line numbers, nor the sizes that ShardTypeError compares.
+        text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, str(error))
+        for a, b in itertools.combinations(found, 2) if "for broadcasting" in text else ():
+            if a.name == b.name:
+                text += (
+                    f"\n    {a} and {b} are one dimension, split differently: use ops.all_gather "
+                    "before they meet, or ops.psum_scatter for a sum"
+                )
+        if found:
+            error.args = (text,)
+        raise
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:

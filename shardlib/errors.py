@@ -2,7 +2,9 @@
 
 
 class UserError(ValueError):
-    """A mistake outside the source: in a config, a dataset, a file, the machine.
+    """A mistake outside the source, in a config, a dataset, a file, the machine; or an edit of the
+    source that the check of its types refuses.
 
-    Its message is one line that names the thing and the cure; a program prints it and exits with 1.
+    Its message names the thing and the cure, in one line but for an edit's; a program prints it and
+    exits with 1.
     """

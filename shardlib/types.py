@@ -36,6 +36,7 @@ import math
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -338,11 +339,15 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
     return f"its layout is {layout}"
 
 
-_LIBRARIES = os.path.dirname(__file__), os.path.dirname(jax.__file__)
+# Where code lies that isn't the user's: below these, ours first.
+_LIBRARIES = (
+    *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
+    *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
+)
 
 
 def _caller() -> str:
-    """file:line of the innermost frame that is neither ours nor JAX's."""
+    """file:line of the innermost frame that is neither ours nor a library's."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -351,8 +356,7 @@ def _caller() -> str:
 
 def own_frames(trace: Any) -> list[Any]:
     """The frames of a traceback of JAX's that are neither ours nor a library's, innermost first."""
-    left_out = (*_LIBRARIES, sys.prefix)
-    return [f for f in trace.frames if not f.file_name.startswith(left_out)] if trace else []
+    return [f for f in trace.frames if not f.file_name.startswith(_LIBRARIES)] if trace else []
 
 
 def explain(error: Exception) -> str:
@@ -360,14 +364,18 @@ def explain(error: Exception) -> str:
     own in that function that led to it."""
 
     def own(frame: traceback.FrameSummary) -> bool:
-        return not frame.filename.startswith((*_LIBRARIES, sys.prefix))
+        return not frame.filename.startswith(_LIBRARIES)
 
-    inside = itertools.dropwhile(own, traceback.extract_tb(error.__traceback__))
-    lines = [
-        f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}"
-        for f in filter(own, inside)
-    ]
-    return "\n".join([*lines, str(error)])
+    frames, says = traceback.extract_tb(error.__traceback__), str(error)
+    # Where the backward pass can't be made, the cause is JAX's: it holds the line to blame.
+    cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
+    shown = [*filter(own, itertools.dropwhile(own, frames)), *[*filter(own, cause)][-1:]]
+    if not isinstance(error, ShardTypeError):
+        says = f"{type(error).__name__}: {says}"
+        # With no line of the user's it is a mistake of ours.
+        shown = shown or [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in shown)
+    return "\n".join([*dict.fromkeys(lines), says])
 
 
 # --- Trees of array types -------------------------------------------------------------------------

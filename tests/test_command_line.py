@@ -17,8 +17,9 @@ import yaml
 import train
 from data.loader import TokenBatch
 from runtime.run import Log
-from shardlib import devices
-from shardlib.types import explain, make_shapes
+from shardlib import audit, devices
+from shardlib.errors import UserError
+from shardlib.types import make_shapes
 from tests import golden
 from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts
 from tools import memory
@@ -272,17 +273,54 @@ SILENT_EDITS = {
     ),
 }
 
+# Those of which JAX or Python says something.
+LOUD_EDITS = {
+    "a gain used without its gather": (
+        "return lax.scan(block, x, (weights.layers, caches))",
+        "x, kept = lax.scan(block, x, (weights.layers, caches))\n"
+        "    return x * weights.final_norm, kept",
+    ),
+    "a chunk of the sequence that meets all of it": (
+        "nats = (jnp.log(total) - chosen) * counted",
+        "nats = (jnp.log(total) - chosen) * batch.counted",
+    ),
+    "a gradient that JAX doesn't have": ("lax.stop_gradient(scores)", "scores"),
+    "a gradient that JAX finds missing only backward": (
+        "hidden = jax.nn.silu(gate) * up",
+        "hidden = lax.while_loop(lambda h: h.max() > 9, lambda h: h / 2, jax.nn.silu(gate) * up)",
+    ),
+    "a value that leaks from a scan": (
+        "    return lax.scan(block, x, (weights.layers, caches))",
+        "    seen = []\n    remember = lambda x, w: (seen.append(jnp.sin(x)), block(x, w))[1]\n"
+        "    x, kept = lax.scan(remember, x, (weights.layers, caches))\n"
+        "    return x + seen[0], kept",
+    ),
+    "an index out of range": ("half = d_head // 2", "half = position.shape[7] // 2"),
+    "a field that isn't there, in a function of the standard library": (
+        "w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)",
+        "w = functools.singledispatch(lambda layer: layer.w_upp)(layer)",
+    ),
+}
 
-@pytest.mark.parametrize("case", SILENT_EDITS)
-def test_the_probe_refuses_a_wrong_collective(case):
-    module = edited("train.py", SILENT_EDITS[case])
-    config = compose_config("local_test_synthetic", "paths.model_name=x", "mesh={d: 2, t: 2}")
-    with pytest.raises(TypeError) as error:
-        module.probe(config)
+
+@pytest.mark.parametrize("case", SILENT_EDITS | LOUD_EDITS)
+def test_the_probe_explains_a_wrong_edit(case):
+    module = edited("train.py", (SILENT_EDITS | LOUD_EDITS)[case])
+    settings = ("paths.model_name=x", "mesh={d: 2, t: 2}", "training.loss_chunks=4")
+    with pytest.raises(UserError) as error:
+        module.check_types(compose_config("local_test_synthetic", *settings))
     # What JAX says differs between its versions, and line numbers change with every edit.
-    text = re.sub(r"    JAX says: .*", "    JAX says: ...", explain(error.value))
-    text = re.sub(r"\.py:\d+", ".py:LINE", text.split("training_step\n", 1)[1])
-    golden.check("probe.txt", case, text)
+    text = re.sub(r"    JAX says: .*", "    JAX says: ...", str(error.value))
+    text = re.sub(r"\.py:\d+(:\d+)?", ".py:LINE", text).replace(f"{ROOT}/", "")
+    golden.check("probe.txt", case, re.sub(r"https://\S+/", "https://.../", text))
+
+
+def test_a_mistake_of_the_probe_is_not_taken_for_one_of_the_source(monkeypatch):
+    monkeypatch.setattr(audit, "SCOPE", None)
+    with pytest.raises(
+        UserError, match=r"\naudit.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
+    ):
+        train.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
 
 
 def test_the_probe_passes_the_source_as_it_is():
