@@ -24,6 +24,7 @@ import numpy as np
 import zarr
 from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from zarr.codecs import Crc32cCodec
 
 from runtime import storage
@@ -48,6 +49,9 @@ class CheckpointsConfig(Section, key="checkpoints"):
     keep_last: NonNegativeInt  # so many; 0: all
     keep_every: NonNegativeInt  # steps; those of their multiples are kept too; 0: none
     stop_on_error: bool  # stop the run if one can't be written, or else only say so
+
+
+KEEP_ALL = CheckpointsConfig(root="", keep_last=0, keep_every=0, stop_on_error=True)
 
 
 def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -156,7 +160,7 @@ class Checkpoint:
     def attributes(self) -> dict[str, Any] | None:
         """As they are there; none if its writer was killed early; None if they are damaged."""
         try:
-            return storage.attributes(self.path) or {}
+            return storage.attributes(self.path)
         except DamageError:
             return None
 
@@ -171,7 +175,7 @@ class Checkpoint:
     def about(self) -> dict[str, Any]:
         """The attributes of a complete one. Raises DamageError if they aren't what was written, and
         CheckpointError if it has another format."""
-        about = storage.attributes(self.path) or {}
+        about = storage.attributes(self.path)
         try:
             self.group: Any = zarr.open_group(self.path, mode="r", zarr_format=3)
         except Exception as error:  # whatever is left of the file
@@ -186,19 +190,15 @@ class Checkpoint:
         """Its config, or a section, as `schema`, a dataclass; `defaults` has what it may not say.
         Raises CheckpointError if it is damaged, or has other keys or types."""
         try:
-            text = self.about["config"]
+            said: Any = OmegaConf.create(self.about["config"])
+            said = OmegaConf.select(said, section, default={}) if section else said
+            made = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
+            return cast(C, OmegaConf.to_object(made))
         except DamageError as error:
-            raise CheckpointError(f"{self.path} is damaged: {error}; name another one") from None
-        try:
-            said = OmegaConf.create(text)
-            said = OmegaConf.select(said, section) if section else said
-            merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
-            return cast(C, OmegaConf.to_object(merged))
-        except Exception as error:  # OmegaConf's, or of whatever is in the text
-            problem = str(error).split("\n")[0]
-            raise CheckpointError(
-                f"{self.path}: its config is of another version: {problem}"
-            ) from None
+            problem = f"is damaged: {error}; name another one"
+        except OmegaConfBaseException as error:
+            problem = f"has a config of another version: {str(error).splitlines()[0]}"
+        raise CheckpointError(f"{self.path} {problem}")
 
     def array(self, name: str) -> zarr.Array:
         """With all of its chunks there, as the manifest describes it."""
@@ -258,37 +258,29 @@ def newest(path: str, below: tuple[int, int] | None = None) -> Checkpoint:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """The checkpoints of one run: zarr groups `<step>.<start>` in a folder or a bucket. `path` may
     also be one of them, to read that one.
 
-    Each has a tree of arrays of type `hint`, and the run's config, YAML text, which has a section
-    `model`. To restore one of another model is an error, which says to choose another `key`.
-
     A start of the run writes under names of its own. So nothing that is there is written to again,
     whoever may be writing to it still. All hosts make this object, and call its methods, at the
     same steps.
-
-    A save that fails calls `failed`, in its thread, and `wait` raises its error, unless the policy
-    says that it is only reported.
     """
 
-    def __init__(
-        self,
-        path: str,
-        hint: Any,
-        sizes: dict[str, int],
-        config: str,
-        io_threads: int,
-        policy: CheckpointsConfig | None = None,
-        say: Callable[[str], None] = print,
-        failed: Callable[[], None] = lambda: None,
-        key: str = "paths.model_name",
-    ):
-        self.path, self.hint, self.sizes, self.config = path.rstrip("/"), hint, sizes, config
-        self.policy = policy or CheckpointsConfig("", 0, 0, True)
-        self.say, self.failed, self.key = say, failed, key
-        self.threads, self.background = ThreadPoolExecutor(io_threads), ThreadPoolExecutor(1)
+    path: str
+    hint: Any  # the type of a checkpoint's tree of arrays
+    sizes: dict[str, int]  # of its dimensions
+    config: str  # YAML text, with a section `model`: that of another model isn't restored
+    io_threads: int
+    policy: CheckpointsConfig = KEEP_ALL
+    say: Callable[[str], None] = print
+    failed: Callable[[], None] = lambda: None  # called in a thread, if a save that counts fails
+    key: str = "paths.model_name"  # what errors say to choose another of
+
+    def __post_init__(self) -> None:
+        self.path = self.path.rstrip("/")
+        self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
         self._choose(None)
@@ -312,10 +304,8 @@ class Checkpoints:
 
     def save(self, step: int, tree: Any, position: Any = None) -> None:
         """Copies the parts of a tree that this host's devices hold, and writes them in a thread,
-        after the save before, if that is still at work. Each host's `position` in its stream, JSON,
-        goes with it.
-
-        Raises CheckpointError as `wait` does.
+        with the host's `position` in its stream, JSON. First it waits for the save before, and
+        raises CheckpointError as `wait` does.
         """
         self.wait()
         leaves, described = named(tree), entries(self.hint, self.sizes)
@@ -339,8 +329,8 @@ class Checkpoints:
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
 
     def wait(self) -> None:
-        """Until no save is at work. Raises CheckpointError, on every host that is still there, if
-        any part of it could not be written."""
+        """Blocks until the pending save is done. Raises CheckpointError, on every host still there,
+        if any part of it could not be written and the policy is to stop."""
         saving, self.saving = self.saving, None
         if saving:
             saving.result()
@@ -351,43 +341,39 @@ class Checkpoints:
             host = jax.process_index()
             if host == 0:
                 create(path, arrays, about)
-            group = self._wait(path, "arrays", writer=0)
+            self._wait(path, "arrays", writer=0)
+            group = zarr.open_group(path, mode="r+", zarr_format=3)
             writes = [(part[0], self.threads.submit(write, group, *part)) for part in parts]
-            results = [(name, write.exception()) for name, write in writes]
-            problems = [f"{name}: {error!r}" for name, error in results if error]
-            problem = problems[0] if problems else None
+            ended = [(name, write.exception()) for name, write in writes]
+            problem = next((f"{name}: {error!r}" for name, error in ended if error), None)
             report(group, host, len(writes), problem, position)
             self._wait(f"{path}/writers/{host}", "shards", writer=host)
             if host == 0:
                 hosts = range(jax.process_count())
-                found = [self._wait(f"{path}/writers/{i}", "shards", writer=i) for i in hosts]
-                reports = [each.attrs for each in found]
-                failed = [str(report["problem"]) for report in reports if report["problem"]]
-                self._end(group, [report["position"] for report in reports], failed)
+                reports = [self._wait(f"{path}/writers/{i}", "shards", writer=i) for i in hosts]
+                problem = next((each["problem"] for each in reports if each["problem"]), None)
+                if problem:
+                    group.update_attributes({"write_failed": problem})
+                else:
+                    complete(group, [each["position"] for each in reports])
+                    self._remove_old(about["step"])
             outcome = self._wait(path, "write_completed", "write_failed", writer=0)
-            problem = outcome.attrs.get("write_failed")
+            problem = outcome.get("write_failed")
         except Exception as error:  # each store raises its own
             problem = f"{error!r}"
         if not problem:
             self.say(f"saved {path}")
-            return
-        message = f"{path} can't be written: {problem}"
-        if self.policy.stop_on_error:
+        elif self.policy.stop_on_error:
             self.failed()
-            raise CheckpointError(message)
-        self.say(f"warning: {message}; the run goes on")
-
-    def _end(self, group: Any, positions: list[Any], failed: list[str]) -> None:
-        if failed:
-            group.update_attributes({"write_failed": failed[0]})
-            return
-        complete(group, positions)
-        if self.policy.keep_last:
-            self._remove_old(group.attrs["step"])
+            raise CheckpointError(f"{path} can't be written: {problem}")
+        else:
+            self.say(f"warning: {path} can't be written: {problem}; the run goes on")
 
     def _remove_old(self, written: int) -> None:
         """And those whose removal was begun. Later steps than the one just written are of
         checkpoints that were damaged: they don't count, and are left."""
+        if not self.policy.keep_last:
+            return
         try:
             groups = {each: about for each in listed(self.path) if (about := each.attributes)}
         except OSError as error:
@@ -406,22 +392,16 @@ class Checkpoints:
                 self.say(f"warning: {path} can't be removed: {error!r}")
 
     @staticmethod
-    def _wait(path: str, *keys: str, writer: int) -> Any:
-        """The group, once it is there and has one of the attributes. The host that wrote it doesn't
-        wait: what isn't there by now was lost."""
+    def _wait(path: str, *keys: str, writer: int) -> dict[str, Any]:
+        """A group's attributes, once it is there and has one of those. The host that wrote it
+        doesn't wait: what isn't there by now was lost."""
         pause = 0.05
-        while True:
-            try:
-                group = zarr.open_group(path, mode="r+", zarr_format=3)
-            except FileNotFoundError:
-                pass
-            else:
-                if any(key in group.attrs for key in keys):
-                    return group
+        while not (about := storage.attributes(path)).keys() & set(keys):
             if writer == jax.process_index():
                 raise FileNotFoundError(f"{keys[0]} of {path} was written, and isn't there")
             time.sleep(pause)
             pause = min(2 * pause, 2)
+        return about
 
     def restore(self, part: str = "") -> Any:
         """The newest checkpoint that is undamaged, which becomes `newest`, as a tree on the mesh in
@@ -433,13 +413,13 @@ class Checkpoints:
         """
         damaged = 0
         while self.newest_step:
-            tree, problem = None, None
             try:
-                tree = self._restore(part)
+                tree, whole = self._restore(part), True
             except DamageError as error:
-                problem = f"{self.newest} is damaged: {error}"
-                print(f"warning: {problem}", file=sys.stderr, flush=True)
-            if not multihost_utils.process_allgather(np.array(problem is not None)).any():
+                tree, whole = None, False
+                warning = f"warning: {self.newest} is damaged: {error}"
+                print(warning, file=sys.stderr, flush=True)
+            if multihost_utils.process_allgather(np.array(whole)).all():
                 return tree
             damaged += 1
             self._choose((self.newest_step, self.newest_start))

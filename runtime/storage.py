@@ -53,7 +53,7 @@ def files(path: str) -> set[str]:
         return {name.removeprefix(f"{inner}/") for name in store.find(inner)}
 
 
-def attributes(path: str) -> dict[str, Any] | None:
+def attributes(path: str) -> dict[str, Any]:
     """A zarr group's; none if it isn't there. Raises DamageError where they can't be read, and
     OSError where the store can't be had."""
     with opening(path):
@@ -61,7 +61,7 @@ def attributes(path: str) -> dict[str, Any] | None:
         try:
             text = store.cat_file(f"{inner}/zarr.json")
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return {}
     try:
         return dict(json.loads(text)["attributes"])
     except (ValueError, TypeError, KeyError) as error:
@@ -114,10 +114,9 @@ def _shown(place: tuple[int, ...]) -> str:
 def _chunks(array: zarr.Array, index: Any) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
     """The chunks that a part of an array lies in, each with its place in their grid."""
     given = index if isinstance(index, tuple) else (index,)
-    given = tuple(part for part in given if part is not ...)
-    ranges = []
-    for i, (length, size) in enumerate(zip(array.shape, array.chunks, strict=True)):
-        part = given[i] if i < len(given) else slice(None)
+    parts = [part for part in given if part is not ...]
+    ranges, rest = [], [slice(None)] * (array.ndim - len(parts))
+    for length, size, part in zip(array.shape, array.chunks, parts + rest, strict=True):
         first, last, _ = part.indices(length)
         ranges.append(range(first // size, -(-last // size)))
     for place in itertools.product(*ranges):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 import re
@@ -304,6 +305,44 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         written(third, 10, tree)
         written(second, 10, tree)
         assert opened(tmp_path).newest == f"{tmp_path}/00000010.{third.start}"
+
+
+def test_one_is_named_by_its_path_from_wherever(tmp_path, monkeypatch):
+    with jax.set_mesh(mesh(4, 2)):
+        tree = on_mesh(values())
+        first, _ = save(tmp_path, 5, tree), save(tmp_path, 6, tree)
+        monkeypatch.chdir(tmp_path)
+        for path in str(first), f"{first}/", first.name, f"./{first.name}":
+            found = opened(path)
+            assert found.newest_step == 5 and pathlib.Path(found.newest).resolve() == first
+            assert runtime.checkpoint.newest(path).which == (5, found.newest_start)
+        assert_same_bits(opened(first.name).restore(), values())
+        assert [one.step for one in runtime.checkpoint.listed(".")] == [5, 6]
+
+
+CONFIGS = {
+    "model: {small: 1}": "Key 'small' not in 'Section'",
+    "model: {size: small}": "Value 'small' of type 'str' could not be converted to Integer",
+    "other: 1": ".* has missing mandatory value: size",
+}
+
+
+@dataclasses.dataclass
+class Section:
+    size: int
+    rope: int
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_a_config_of_another_schema_is_refused(text, tmp_path):
+    with jax.set_mesh(mesh(4, 2)):
+        written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
+        known = Checkpoints(str(tmp_path), Tree, SIZES, "model: {size: 3}", 4)
+        written(known, 8, on_mesh(values()))
+    *_, other, one = runtime.checkpoint.listed(str(tmp_path))
+    assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {CONFIGS[text]}"):
+        other.config(Section, "model", {"rope": 2})
 
 
 def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
