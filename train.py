@@ -18,21 +18,19 @@ import functools
 import itertools
 import math
 import operator
-import os
 import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from omegaconf import MISSING, OmegaConf
 
-from data.flat_tokens import FlatTokensError
-from data.huggingface import HuggingFaceConfig, StreamError, StreamLoader
+from data.huggingface import HuggingFaceConfig, StreamLoader
 from data.loader import Batches, FlatTokensConfig, Loader, TokenBatch, numbers_without
 from runtime import cache, hlo
 from runtime.checkpoint import CheckpointError, Checkpoints, CheckpointsConfig, named
@@ -45,7 +43,7 @@ from runtime.config import (
     Section,
     program,
 )
-from runtime.run import MetricsError, Run
+from runtime.run import Run
 from runtime.sinks import Row, check_destinations
 from runtime.supervise import Lease, LeaseError, Stop, Watchdog
 from shardlib import audit, devices, kernels, ops
@@ -553,7 +551,7 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
     """The jaxpr of the training step on a mesh without devices, at other sizes than the config's if
-    you like. Raises ValueError where a dimension doesn't split over the mesh."""
+    you like. Raises UserError where a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
         return training_step.trace(*shapes, config).jaxpr.jaxpr
@@ -590,19 +588,19 @@ def probe(config: Config) -> Any:
 
 
 def check_types(config: Config) -> Any:
-    """The probe's jaxpr. Raises ValueError where the types in this file don't hold."""
+    """The probe's jaxpr. Raises UserError where the types in this file don't hold."""
     try:
         return probe(config)
     except TypeError as error:  # ShardTypeError, or JAX's of shapes that don't match
         says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
-        raise ValueError(f"{says}\n{explain(error)}") from None
+        raise UserError(f"{says}\n{explain(error)}") from None
 
 
 # --- Loop -----------------------------------------------------------------------------------------
 
 
 def make_mesh(config: Config) -> jax.sharding.Mesh:
-    """Raises ValueError if the devices or hosts that the config asks for can't be had."""
+    """Raises UserError if the devices or hosts that the config asks for can't be had."""
     axes = dataclasses.asdict(config.mesh)
     if config.simulate_devices:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
@@ -614,21 +612,21 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
                 found |= {"num_processes": config.num_hosts, "process_id": config.process_id}
             jax.distributed.initialize(**found)
         except ValueError as error:
-            raise ValueError(f"num_hosts={config.num_hosts}: {error}") from None
+            raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
-        raise ValueError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
+        raise UserError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
     return devices.make_mesh(axes)
 
 
 def make_loaders(config: Config) -> tuple[Batches, Batches | None]:
-    """Batches of the training and, if used, the validation split. Raises ValueError where a
+    """Batches of the training and, if used, the validation split. Raises UserError where a
     dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
     size = dimensions(config)
     try:
         make_shapes(tuple[State, TokenBatch], size)
-    except ValueError as error:
+    except UserError as error:
         keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
-        raise ValueError(f"{error}; {', '.join(keys)}") from None
+        raise UserError(f"{error}; {', '.join(keys)}") from None
     make: Callable[..., Batches]
     if config.hf_dataset:
         make = functools.partial(StreamLoader, config.hf_dataset)
@@ -865,45 +863,18 @@ def train(
     return 0
 
 
-def stop(config: Config, message: str) -> NoReturn:
-    """Ends the program. One of several hosts doesn't say goodbye to JAX: it would wait for the
-    others, which may be waiting for it."""
-    if config.num_hosts == 1:
-        sys.exit(f"error: {message}")
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> None:
-    try:
-        mesh = make_mesh(config)
-        with jax.set_mesh(mesh):
-            loaders = make_loaders(config)
-        root = config.paths.root_working_dir
-        cache.unless_passed_before(root, config, lambda: check_types(config))
-        cache.use_cache(root)
-    except (ValueError, OSError) as error:
-        stop(config, str(error))
-    try:
-        folder = Run(root, config.paths.model_name).folder
-        with jax.set_mesh(mesh), Stop() as stops, Lease(folder, jax.process_index() == 0) as lease:
-            if code := train(config, *loaders, stops, lease):
-                sys.exit(code)
-    except (
-        FlatTokensError,
-        StreamError,
-        CheckpointError,
-        MetricsError,
-        LeaseError,
-        NotFiniteError,
-        OSError,
-    ) as error:
-        stop(config, str(error))
-    except jax.errors.JaxRuntimeError as error:
-        if config.num_hosts == 1:
-            raise
-        stop(config, f"a step failed, perhaps as another host is lost: {error}")
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        loaders = make_loaders(config)
+    root = config.paths.root_working_dir
+    cache.unless_passed_before(root, config, lambda: check_types(config))
+    cache.use_cache(root)
+    folder = Run(root, config.paths.model_name).folder
+    with jax.set_mesh(mesh), Stop() as stops, Lease(folder, jax.process_index() == 0) as lease:
+        if code := train(config, *loaders, stops, lease):
+            sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from shardlib.errors import UserError
+
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -115,13 +117,13 @@ def have_cpu_devices(count: int) -> None:
 def make_mesh(axes: dict[str, int]) -> Mesh:
     """A mesh over the first devices. Name first the axis whose neighbours are farthest apart.
 
-    Raises ValueError if there are too few devices, or, on several hosts, too many.
+    Raises UserError if there are too few devices, or, on several hosts, too many.
     """
     needed, found, shown = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     if jax.process_count() > 1 and needed < found:
-        raise ValueError(f"the mesh {shown} leaves some of the {found} devices of all hosts idle")
+        raise UserError(f"the mesh {shown} leaves some of the {found} devices of all hosts idle")
     if needed > found:
-        raise ValueError(
+        raise UserError(
             f"the mesh {shown} needs {needed} devices and there are {found} "
             f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "
             f"XLA_FLAGS={COUNT_FLAG}={needed} JAX_PLATFORMS=cpu"

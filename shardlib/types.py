@@ -46,6 +46,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardlib.errors import UserError
+
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
 
@@ -470,7 +472,7 @@ def make_shardings(hint: Any) -> Any:
 def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
-    Raises ValueError where a dimension doesn't split evenly over its axes of the mesh in context,
+    Raises UserError where a dimension doesn't split evenly over its axes of the mesh in context,
     SpecError where it has no size.
     """
     mesh = mesh_shape()
@@ -482,7 +484,7 @@ def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
             if length is None:
                 raise SpecError(f"{kind}: no size is given for {dim.name}")
             if length % math.prod(mesh[axis] for axis in dim.axes):
-                raise ValueError(
+                raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
                     f"{show_axes(dim.axes)}, as {kind} needs"
                 )

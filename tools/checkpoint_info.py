@@ -18,7 +18,9 @@ import jax.numpy as jnp
 
 from runtime import storage
 from runtime.checkpoint import NAME, Checkpoint, show_entry
+from runtime.errors import user_errors
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 
 
 def found(path: str) -> Iterator[tuple[str, int, int]]:
@@ -74,15 +76,13 @@ def main() -> None:
     )
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one of them")
     path, last, whole = parser.parse_args().path, None, True
-    try:
+    with user_errors():
         for each in found(path):
             line, checkpoint = describe(*each)
             print(line)
             last, whole = checkpoint or last, whole and "DAMAGED" not in line
-    except OSError as error:
-        sys.exit(f"error: {error}")
-    if not last and whole:
-        sys.exit(f"error: {path} has no complete checkpoint")
+        if not last and whole:
+            raise UserError(f"{path} has no complete checkpoint")
     if last:
         show(last)
     sys.exit(0 if whole else 1)
