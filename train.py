@@ -534,7 +534,7 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
     """The jaxpr of the training step on a mesh without devices, at other sizes than the config's if
-    you like. Raises ValueError where a dimension doesn't split over the mesh."""
+    you like. Raises UserError where a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
         # To JAX a tracer that leaked is a constant, until somebody uses it.

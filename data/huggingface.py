@@ -68,7 +68,7 @@ class StreamLoader(Batches):
         try:
             text.Tokenizer(config.tokenizer, config.id_offset)
             shards, _ = self.source.check()
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:
             raise StreamError(
@@ -134,7 +134,7 @@ class StreamLoader(Batches):
                 raise StreamError("training.skip_steps lacks one that was left out already")
             try:
                 *_, (flat, place) = itertools.islice(tokens, number + 1 - made)
-            except (ValueError, OSError) as error:
+            except (UserError, OSError) as error:
                 raise StreamError(f"hf_dataset: {error}") from None
             made = place["batches"] = number + 1
             parts = np.split(flat.reshape(-1, self.shape[1]), np.cumsum(counts)[:-1])

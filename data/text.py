@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from data.flat_tokens import encode
+from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch isn't there
 S = TypeVar("S")
@@ -75,7 +76,7 @@ class Tokenizer:
     int64[texts].
 
     No special tokens are added, as the datasets' format marks where a sequence starts, and one's
-    name in a text is text. Raises ValueError or OSError where there is no such tokenizer.
+    name in a text is text. Raises UserError or OSError where there is no such tokenizer.
     """
 
     def __init__(self, name: str, id_offset: int):
@@ -88,7 +89,7 @@ class Tokenizer:
             self.slow = transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
-            raise ValueError(f"tokenizer={name} can't be opened: {problem}") from None
+            raise UserError(f"tokenizer={name} can't be opened: {problem}") from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
         if self.fast:  # the library itself: what is wrapped around it costs a third of the speed
             # Our own threads call it: its own would wait while a unit is read, and written.
@@ -115,7 +116,7 @@ class Tokenizer:
         lengths = np.array([len(part) for part in parts], np.int64)
         ids = np.concatenate([np.frombuffer(part, np.uint32) for part in parts])
         if not self.id_offset and not ids.all():
-            raise ValueError(f"{self.name} uses id 0, which the format reserves: set id_offset=1")
+            raise UserError(f"{self.name} uses id 0, which the format reserves: set id_offset=1")
         ids += np.uint32(self.id_offset)
         return ids, lengths
 
@@ -144,14 +145,17 @@ class Source:
 
     def check(self) -> tuple[int, int]:
         """The number of shards, and how many documents make a unit, if they are all as long as the
-        first ones. Raises ValueError or OSError where the split or its column can't be had."""
+        first ones. Raises UserError or OSError where the split or its column can't be had."""
         dataset = self._open()
-        rows = list(itertools.islice(dataset, 64))
+        try:
+            rows = list(itertools.islice(dataset, 64))
+        except ValueError as error:  # Arrow's, too
+            raise UserError(f"the split {self.split} can't be read: {error}") from error
         if not rows:
-            raise ValueError(f"the split {self.split} has no documents")
+            raise UserError(f"the split {self.split} has no documents")
         if not isinstance(rows[0].get(self.column), str):
             types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
-            raise ValueError(f"column={self.column} is no text; the columns are {types}")
+            raise UserError(f"column={self.column} is no text; the columns are {types}")
         size = sum(len(row[self.column] or "") for row in rows)
         return dataset.num_shards, min(DOCUMENTS, 1 + UNIT_BYTES * len(rows) // max(size, 1))
 
@@ -170,8 +174,10 @@ class Source:
                 if not any(name in str(error) for name in options):
                     raise
                 dataset = datasets.load_dataset(**arguments)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         except (TypeError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"load_dataset: {error}") from None
+            raise UserError(f"load_dataset: {error}") from None
         if isinstance(dataset, datasets.Dataset):  # streaming=false: it was downloaded whole
             dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
         return dataset
@@ -220,7 +226,7 @@ def units(
     source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
 ) -> Iterator[Unit]:
     """Those of some lanes that come after a position. Each process reads and tokenizes lanes of its
-    own; one does so in threads of this process. Raises ValueError or OSError for what can't be
+    own; one does so in threads of this process. Raises UserError or OSError for what can't be
     read or tokenized."""
     threads = max(1, cores() // processes)
     with contextlib.ExitStack() as stack:
@@ -297,8 +303,8 @@ def _work(
     try:
         for part in source.parts(lanes, position, threads):
             parts.put(part)
-    except (ValueError, OSError) as error:
-        parts.put(ValueError(str(error)))  # others may not come through
+    except (UserError, OSError) as error:
+        parts.put(UserError(str(error)))  # others may not come through
 
 
 def _end_with_parent() -> None:

@@ -25,6 +25,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from runtime.errors import user_errors
 from shardlib.errors import UserError
 
 C = TypeVar("C")
@@ -102,48 +103,47 @@ def program(
     simulate but one number of devices; its number is added to the value of the key `names`.
     """
 
+    # Hydra wants to be told of what is in no file: what has a default.
+    fields = dataclasses.fields(cast(Any, schema))
+    none = {dataclasses.MISSING}
+    added = [f.name for f in fields if {f.default, f.default_factory} != none]
+
+    def typed(composed: DictConfig, given: Any) -> C:
+        if given.job.config_name == "base":
+            raise UserError(f"choose a config by --config-name=: {_names(folder)}")
+        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
+        return cast(C, OmegaConf.to_object(merged))
+
     def decorate(function: Callable[[C], None]) -> Callable[[], None]:
-        configs: list[C] = []
-        jobs: list[list[str]] = []  # the arguments of each, with --multirun
-
-        def run(composed: DictConfig) -> None:
-            if HydraConfig.get().job.config_name == "base":
-                sys.exit(f"error: choose a config by --config-name=: {_names(folder)}")
-            try:
-                typed = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
-                config = cast(C, OmegaConf.to_object(typed))
-                given = HydraConfig.get()
-                if given.mode == RunMode.MULTIRUN:
-                    named = f"{names}='{OmegaConf.select(typed, names)}/{len(jobs)}'"
-                    arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
-                    jobs.append([*arguments, named] if names else arguments)
-                else:
-                    configs.append(config)
-            except Exception as error:  # as below; here, for Hydra would print a line of its own
-                sys.exit(f"error: {_message(error, schema, folder)}")
-
-        # Hydra wants to be told of what is in no file: what has a default.
-        fields = dataclasses.fields(cast(Any, schema))
-        none = {dataclasses.MISSING}
-        added = [f.name for f in fields if {f.default, f.default_factory} != none]
-
         @functools.wraps(function)
         def main() -> None:
+            found: list[tuple[DictConfig, Any]] = []  # configs, each with what Hydra was given
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
-            job = hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
-            configs.clear()
-            jobs.clear()
-            try:
-                job(run)()
-            except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
-                sys.exit(f"error: {_message(error, schema, folder)}")
-            if jobs:
-                main_module = sys.modules["__main__"].__spec__
+
+            @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
+            def compose(composed: DictConfig) -> None:
+                found.append((composed, HydraConfig.get()))
+
+            with user_errors():
+                try:
+                    compose()
+                    configs = [typed(*each) for each in found]
+                except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
+                    raise UserError(_message(error, schema, folder)) from error
+                if not found:  # with --help
+                    return
+                if found[0][1].mode != RunMode.MULTIRUN:
+                    function(configs[0])
+                    return
+                module = sys.modules["__main__"].__spec__
                 here = function.__module__
-                _sweep(main_module.name if main_module and here == "__main__" else here, jobs)
-            for config in configs:  # none with --help
-                function(config)
+                jobs = []
+                for number, (composed, given) in enumerate(found):
+                    jobs.append([f"--config-name={given.job.config_name}", *given.overrides.task])
+                    if names:
+                        jobs[-1].append(f"{names}='{OmegaConf.select(composed, names)}/{number}'")
+                _sweep(module.name if module and here == "__main__" else here, jobs)
 
         return main
 
@@ -165,7 +165,7 @@ def _sweep(module: str, jobs: list[list[str]]) -> None:
         if code:
             failed.append(str(number))
     if failed:
-        sys.exit(f"error: of {len(jobs)} jobs, these failed: {', '.join(failed)}")
+        raise UserError(f"of {len(jobs)} jobs, these failed: {', '.join(failed)}")
 
 
 def by_key(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -160,11 +160,7 @@ def test_training(examples, folder, monkeypatch):
     def alone(**_):
         raise ValueError("coordinator_address should be defined.")
 
-    def stop(_, message):
-        sys.exit(f"error: {message}")
-
     monkeypatch.setattr(jax.distributed, "initialize", alone)
-    monkeypatch.setattr(train, "stop", stop)  # one of several hosts would end this process
     monkeypatch.setattr(train, "train", lambda *_: 0)
     if examples < 1000:
         monkeypatch.setattr(train, "check_types", lambda _: None)  # a second each

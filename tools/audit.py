@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import train
 from data.loader import TokenBatch
 from runtime.config import program
 from shardlib import audit, devices
+from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
 from tools import memory
 from tools.audit_page import page
@@ -123,7 +123,7 @@ class Probed(NamedTuple):
 
 
 def probe(config: train.Config) -> Probed:
-    """Raises ValueError where the types in train.py don't hold."""
+    """Raises UserError where the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
@@ -131,7 +131,7 @@ def probe(config: train.Config) -> Probed:
 
 
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
-    """The ledger and the memory, for JSON. Raises ValueError where a dimension doesn't split."""
+    """The ledger and the memory, for JSON. Raises UserError where a dimension doesn't split."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh, sizes)
@@ -259,18 +259,18 @@ def least_seconds(
 
 
 def chip_of(config: AuditConfig) -> devices.Chip | None:
-    """Raises ValueError for one that isn't in the table, or hasn't the links."""
+    """Raises UserError for one that isn't in the table, or hasn't the links."""
     name, links = config.audit.chip, config.audit.links
     if not name and not links:
         return None
     if name not in devices.CHIPS:
         key = f"audit.chip={name}" if name else "audit.links needs an audit.chip"
-        raise ValueError(f"{key}: the table has {', '.join(devices.CHIPS)}")
+        raise UserError(f"{key}: the table has {', '.join(devices.CHIPS)}")
     chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:
             there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
-            raise ValueError(f"audit.links.{axis}={link}: {there}")
+            raise UserError(f"audit.links.{axis}={link}: {there}")
     return chip
 
 
@@ -284,7 +284,7 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
         try:
             here = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
             result = audit_step(here, probed, chip)
-        except ValueError as error:
+        except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
         seconds = least_seconds(result, chip, links)
@@ -313,18 +313,15 @@ NOT_USED = {
 
 @program(AuditConfig, "configs", NOT_USED)
 def main(config: AuditConfig) -> None:
-    try:
-        probed = probe(config)
-        chip = chip_of(config)
-        result = audit_step(config, probed, chip)
-        text = report(result, chip) + (roofline(config, probed, chip) if chip else "")
-        if config.audit.json:
-            pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-        if config.audit.html:
-            first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
-            pathlib.Path(config.audit.html).write_text(page(result, first, show))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    probed = probe(config)
+    chip = chip_of(config)
+    result = audit_step(config, probed, chip)
+    text = report(result, chip) + (roofline(config, probed, chip) if chip else "")
+    if config.audit.json:
+        pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
+    if config.audit.html:
+        first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
+        pathlib.Path(config.audit.html).write_text(page(result, first, show))
     print(text)
 
 

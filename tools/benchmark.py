@@ -153,13 +153,10 @@ def show(
 def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no such split
     config = dataclasses.replace(config, training=hyper)
-    try:
-        mesh = make_mesh(config, dataclasses.asdict(config.mesh))
-        with jax.set_mesh(mesh):
-            loader, _ = train.open_batches(config)
-        train.check_types(config)
-    except (ValueError, OSError) as error:
-        train.stop(config, str(error))
+    mesh = make_mesh(config, dataclasses.asdict(config.mesh))
+    with jax.set_mesh(mesh):
+        loader, _ = train.open_batches(config)
+    train.check_types(config)
     with jax.set_mesh(mesh):
         step_once, state, start = time_start(config, loader)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))

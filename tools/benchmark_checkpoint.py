@@ -157,8 +157,8 @@ def measure(kind: Any, folder: pathlib.Path, state: State, size: dict[str, int])
 
 def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
     for a, b in zip(found, wanted, strict=True):
-        if not np.array_equal(a.view(np.uint32), b.view(np.uint32)):
-            raise ValueError("what was restored isn't what was saved")
+        same = np.array_equal(a.view(np.uint32), b.view(np.uint32))
+        assert same, "what was restored isn't what was saved"
 
 
 def memory_of_save(folder: pathlib.Path, state: State, size: dict[str, int]) -> int:

@@ -20,7 +20,6 @@ mesh, the learning rate's schedule and adam_eps_root don't matter here, and are 
 
 import dataclasses
 import itertools
-import sys
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ import jax
 import train
 from runtime.config import program
 from shardlib.devices import abstract_mesh
+from shardlib.errors import UserError
 from shardlib.types import make_shapes
 from tools import benchmark
 from tools.audit import NOT_USED
@@ -97,24 +97,22 @@ def main(config: TorchConfig) -> None:
     try:
         import torch
     except ImportError as error:
-        sys.exit(f"error: this needs PyTorch ({error}): pip install torch")
+        raise UserError(f"this needs PyTorch ({error}): pip install torch") from None
     jax.config.update("jax_platforms", "cpu")  # the GPU is PyTorch's
     config = dataclasses.replace(config, mesh=train.MeshConfig(1, 1))
     size, rows, cuda = config.model, config.training.tokens.batch, torch.cuda.is_available()
     device, kind = ("cuda", torch.cuda.get_device_name()) if cuda else ("cpu", "cpu")
+    if size.d_model % (size.n_q_per_kv * size.n_kv):
+        raise UserError("LlamaConfig wants model.d_model to be a multiple of its query heads")
     try:
-        if size.d_model % (size.n_q_per_kv * size.n_kv):
-            raise ValueError("LlamaConfig wants model.d_model to be a multiple of its query heads")
         model = make_model(config).to(device)
         batch = torch.randint(size.vocab, (rows, config.training.tokens.len), device=device)
         step, batches = make_step(config, model), itertools.repeat(batch)
         steps, _ = benchmark.time_steps(step, batches, None, lambda end: end.synchronize())
-    except ValueError as error:
-        sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
-        sys.exit(
-            f"error: out of memory: raise training.microbatches={config.training.microbatches}"
-        )
+        raise UserError(
+            f"out of memory: raise training.microbatches={config.training.microbatches}"
+        ) from None
     peak = (torch.cuda.max_memory_allocated(), "on a device") if cuda else benchmark.peak_memory()
     count, packages = model.num_parameters(), ["torch", "transformers"]
     benchmark.show(config, kind, count, steps, peak, packages, {}, {})

@@ -14,8 +14,10 @@ import sys
 
 import jax.numpy as jnp
 
-from runtime.checkpoint import Checkpoint, CheckpointError, listed, show_entry
+from runtime.checkpoint import Checkpoint, listed, show_entry
+from runtime.errors import user_errors
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 
 
 def describe(found: Checkpoint) -> tuple[str, bool]:
@@ -53,15 +55,13 @@ def main() -> None:
     )
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one of them")
     path, last, whole = parser.parse_args().path, None, True
-    try:
+    with user_errors():
         for each in listed(path):
             line, complete = describe(each)
             print(line)
             last, whole = each if complete else last, whole and "DAMAGED" not in line
-    except (OSError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
-    if not last and whole:
-        sys.exit(f"error: {path} has no complete checkpoint")
+        if not last and whole:
+            raise UserError(f"{path} has no complete checkpoint")
     if last:
         show(last)
     sys.exit(0 if whole else 1)

@@ -13,7 +13,6 @@ import importlib.util
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from runtime import hlo
 from runtime.config import program
 from runtime.run import make_mesh
 from shardlib import devices
+from shardlib.errors import UserError
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
 from tools.overlap import share_hidden
 
@@ -36,14 +36,14 @@ class CompileConfig(train.Config):
 
 
 def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """Of the chips of a slice that isn't here. Raises ValueError if libtpu isn't installed, or
+    """Of the chips of a slice that isn't here. Raises UserError if libtpu isn't installed, or
     doesn't know the slice, or if it has another number of chips than the mesh."""
     if not importlib.util.find_spec("libtpu"):
-        raise ValueError(
+        raise UserError(
             f"topology={topology} needs the TPU's compiler: pip install -r requirements-tpu.txt"
         )
     if not re.fullmatch(r"\w+:[1-9]\d*(x[1-9]\d*)*", topology):
-        raise ValueError(f"topology={topology}: write it like v5e:2x4 or v5p:2x2x2")
+        raise UserError(f"topology={topology}: write it like v5e:2x4 or v5p:2x2x2")
     # libtpu would look for its machine, of whatever type, and say at length that it finds none; and
     # as it uses no device, several may compile at a time.
     settings = {
@@ -61,11 +61,11 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         slice_ = topologies.get_topology_desc(topology, "tpu", **options)
     except Exception as error:
         says = str(error).splitlines()[0]
-        raise ValueError(f"topology={topology}: there is no such slice. libtpu: {says}") from None
+        raise UserError(f"topology={topology}: there is no such slice. libtpu: {says}") from None
     needed, found = math.prod(axes.values()), len(slice_.devices)
     if needed != found:
         shown = devices.show_axes(axes)
-        raise ValueError(f"topology={topology} has {found} chips, and the mesh {shown} {needed}")
+        raise UserError(f"topology={topology} has {found} chips, and the mesh {shown} {needed}")
     chips = mesh_utils.create_device_mesh(
         tuple(axes.values()), slice_.devices, allow_split_physical_axes=True
     )
@@ -91,14 +91,11 @@ def summed_whole(text: str) -> Iterator[tuple[str, int]]:
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = dataclasses.asdict(config.mesh)
-    try:
-        probed = probe(config)
-        mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)
-        kind = mesh.devices.flat[0].device_kind
-        chip = devices.find_chip(kind)
-        predicted = audit_step(config, probed, chip)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    probed = probe(config)
+    mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)
+    kind = mesh.devices.flat[0].device_kind
+    chip = devices.find_chip(kind)
+    predicted = audit_step(config, probed, chip)
     held = predicted["arguments"] + predicted["temporary"]
 
     with jax.set_mesh(mesh):
@@ -111,11 +108,11 @@ def main(config: CompileConfig) -> None:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             more = f", {show(held - chip.memory)} more than it has" if chip else ""
-            sys.exit(
-                f"error: it does not fit: {str(error).splitlines()[0]} (a G is 1.07 GB)\n"
+            raise UserError(
+                f"it does not fit: {str(error).splitlines()[0]} (a G is 1.07 GB)\n"
                 f"The audit predicts {show(held)}{more}. At the worst moment it holds weights, "
                 f"moments, batch and:\n\n{worst_table(predicted)}"
-            )
+            ) from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes

@@ -46,7 +46,9 @@ from data.flat_tokens import FlatTokens, FlatTokensError
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
+from runtime.errors import user_errors
 from shardlib import devices, ops
+from shardlib.errors import UserError
 from shardlib.types import (
     ArrayType,
     Dim,
@@ -359,10 +361,10 @@ def parse_mesh(mesh: str) -> dict[str, int]:
     names = [field.name for field in dataclasses.fields(train.MeshConfig)]
     given = dict(part.partition("=")[::2] for part in mesh.split(","))
     if not given.keys() <= set(names) or not all(map(str.isdecimal, given.values())):
-        raise ValueError(f"--mesh {mesh}: write it like {','.join(f'{n}=1' for n in names)}")
+        raise UserError(f"--mesh {mesh}: write it like {','.join(f'{n}=1' for n in names)}")
     axes = {name: int(given.get(name, 1)) for name in names}
     if min(axes.values()) < 1:
-        raise ValueError(f"--mesh {mesh}: each axis is at least 1")
+        raise UserError(f"--mesh {mesh}: each axis is at least 1")
     return axes
 
 
@@ -408,7 +410,7 @@ def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.C
     vocab, d = config.model.vocab, config.mesh.d
     prompt = by.encode(given.prompt)
     if max(prompt, default=0) >= vocab:
-        raise ValueError(
+        raise UserError(
             f"the prompt has id {max(prompt)}, and the model's vocabulary ends with {vocab - 1}: "
             "it is of another --tokenizer"
         )
@@ -449,15 +451,15 @@ def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.C
 
 
 def run(given: argparse.Namespace) -> None:
-    """Raises ValueError or OSError for what a user can mend."""
+    """Raises UserError or OSError for what a user can mend."""
     for name, low in ("tokens", 1), ("samples", 1), ("top_k", 0), ("temperature", 0), ("seed", 0):
         if not getattr(given, name) >= low:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} {getattr(given, name)}: it must be at least {low}")
+            raise UserError(f"--{option} {getattr(given, name)}: it must be at least {low}")
     if not 0 < given.top_p <= 1:
-        raise ValueError(f"--top-p {given.top_p}: it is above 0, and at most 1")
+        raise UserError(f"--top-p {given.top_p}: it is above 0, and at most 1")
     if given.batches is not None and given.batches < 1:
-        raise ValueError(f"--batches {given.batches}: it must be at least 1")
+        raise UserError(f"--batches {given.batches}: it must be at least 1")
     axes = parse_mesh(given.mesh)
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
@@ -470,15 +472,15 @@ def run(given: argparse.Namespace) -> None:
         elif config.flat_tokens or config.hf_dataset:
             named = named or config.source().tokenizer_used()
         if not named and not given.evaluate:
-            raise ValueError(
+            raise UserError(
                 "the run's dataset isn't here, or doesn't say by which tokenizer it was made: "
                 "name it by --tokenizer, which is bytes_utf8 or one of transformers'"
             )
         by = Text(*named) if named else None
         try:
             make_shapes(train.Weights, train.dimensions(config))
-        except ValueError as error:
-            raise ValueError(f"--mesh {given.mesh}: {error}") from None
+        except UserError as error:
+            raise UserError(f"--mesh {given.mesh}: {error}") from None
         weights = checkpoints.restore("weights")
         print(f"{checkpoints.newest}", file=sys.stderr)
         if given.evaluate:
@@ -510,12 +512,11 @@ def main() -> None:
     add("--mesh", default="d=1,t=1", help="simulated where there are only CPUs")
     add("--tokenizer", metavar="NAME", help="if the dataset doesn't say by which it was made")
     add("--id-offset", type=int, default=0, help="the same")
-    try:
-        run(parser.parse_args())
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with user_errors():
+        try:
+            run(parser.parse_args())
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Conversion:
             saved = {}
         for key, value in settings.items() if saved else ():
             if (before := saved["settings"].get(key)) != value:
-                raise ValueError(
+                raise UserError(
                     f"{config.output} holds an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
                 )
@@ -162,7 +162,7 @@ def progress_bar(conversion: Conversion, source: int) -> tqdm:
 
 
 def convert(config: ConvertConfig) -> None:
-    """Raises ValueError or OSError for what can't be read, tokenized or written."""
+    """Raises UserError or OSError for what can't be read, tokenized or written."""
     # Most mistakes show here, before anything is written.
     text.Tokenizer(config.tokenizer, config.id_offset)
     names = [config.train_split, *filter(None, [config.validation_split])]
@@ -186,7 +186,7 @@ def convert(config: ConvertConfig) -> None:
         bar.close()
         has_all = all(writer.sequence_count for writer in conversion.writers.values())
         if i == len(sources) - 1 and not has_all:
-            raise ValueError("one document is too few for two splits: name a validation_split")
+            raise UserError("one document is too few for two splits: name a validation_split")
         conversion.end(i)
     conversion.close()
     for writer in conversion.writers.values():
@@ -202,8 +202,6 @@ def convert(config: ConvertConfig) -> None:
 def main(config: ConvertConfig) -> None:
     try:
         convert(config)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print(
             "interrupted; the same command goes on from where it was", file=sys.stderr, flush=True

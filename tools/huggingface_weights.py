@@ -35,6 +35,7 @@ from tqdm import tqdm
 import train
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, CheckpointError, show_entry
+from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 
@@ -144,7 +145,7 @@ def progress(tensors: Iterable[Tensor], dtype: Any) -> tqdm:
 
 def check_empty(path: str) -> None:
     if storage.names(path):
-        raise ValueError(f"{path} isn't empty: name a folder that is, or isn't there yet")
+        raise UserError(f"{path} isn't empty: name a folder that is, or isn't there yet")
 
 
 # --- Export ---------------------------------------------------------------------------------------
@@ -231,9 +232,9 @@ def save_tokenizer(name: str, vocab: int, folder: pathlib.Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         problem = str(error).split("\n")[0]
-        raise ValueError(f"--tokenizer={name} can't be opened: {problem}") from None
+        raise UserError(f"--tokenizer={name} can't be opened: {problem}") from None
     if len(tokenizer) > vocab:
-        raise ValueError(f"--tokenizer={name} has {len(tokenizer)} ids, the model {vocab}")
+        raise UserError(f"--tokenizer={name} has {len(tokenizer)} ids, the model {vocab}")
     tokenizer.save_pretrained(folder)
 
 
@@ -272,14 +273,14 @@ def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[
 def export_weights(
     path: str, output: str, dtype: str, tokenizer: str | None, id_offset: int
 ) -> None:
-    """Raises ValueError or OSError for what can't be read, said in a Llama's terms, or written."""
+    """Raises UserError or OSError for what can't be read, said in a Llama's terms, or written."""
     if "://" in output:
-        raise ValueError(f"{output}: the output is a local folder")
+        raise UserError(f"{output}: the output is a local folder")
     check_empty(output)
     source = checkpoint.newest(path)
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
-        raise ValueError("LlamaConfig wants model.d_model to be a multiple of its query heads")
+        raise UserError("LlamaConfig wants model.d_model to be a multiple of its query heads")
     wanted, folder = tensors(model, id_offset), pathlib.Path(output)
     if tokenizer:
         save_tokenizer(tokenizer, model.vocab, folder)
@@ -296,7 +297,7 @@ def export_weights(
                 write_shard(folder / file, part, dtype, values, bar)
                 places |= {tensor.name: file for tensor in part}
     except DamageError as error:
-        raise ValueError(f"{source.path} is damaged: {error}") from None
+        raise UserError(f"{source.path} is damaged: {error}") from None
     total = sum(size_of(tensor, dtype) for tensor in wanted)
     if len(parts) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -315,23 +316,23 @@ def export_weights(
 
 def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
     """The model that config.json describes, the length of its rows, and whether its embeddings are
-    tied. Raises ValueError for what train.py's model hasn't, by the name that it has there."""
+    tied. Raises UserError for what train.py's model hasn't, by the name that it has there."""
     path = folder / "config.json"
     try:
         kind = json.loads(path.read_text())["model_type"]
     except FileNotFoundError:
-        raise ValueError(f"{path} isn't there; `hf download` makes such a folder") from None
+        raise UserError(f"{path} isn't there; `hf download` makes such a folder") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} can't be read: {error!r}") from None
+        raise UserError(f"{path} can't be read: {error!r}") from None
     if kind not in ("llama", "mistral"):
-        raise ValueError(f"{path}: model_type is {kind}; this model is a llama or mistral")
+        raise UserError(f"{path}: model_type is {kind}; this model is a llama or mistral")
     import transformers  # knows the defaults of what a file leaves out
 
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder)
     except Exception as error:  # those of its validation are of classes of their own
         problem = " ".join(str(error).split())
-        raise ValueError(f"{path} can't be read: {problem}") from None
+        raise UserError(f"{path} can't be read: {problem}") from None
     rope = dict(config.rope_parameters)
     rope.pop("type", None)  # an older name of rope_type
     if rope.get("partial_rotary_factor") == 1:
@@ -348,22 +349,22 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
     for key, value, only in wanted:
         if value != only:
             there, here = json.dumps(value), json.dumps(only)
-            raise ValueError(f"{path}: {key} is {there}; this model has {here} only")
+            raise UserError(f"{path}: {key} is {there}; this model has {here} only")
     known = LLAMA3 if rope_type == "llama3" else {}
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"{path}: rope_type is {rope_type}; this model has default and llama3")
+        raise UserError(f"{path}: rope_type is {rope_type}; this model has default and llama3")
     if odd := sorted(rope.keys() ^ known.keys()):
-        raise ValueError(f"{path}: {odd[0]} is no part of this model's rope_type {rope_type}")
+        raise UserError(f"{path}: {odd[0]} is no part of this model's rope_type {rope_type}")
     if theta != int(theta):
-        raise ValueError(f"{path}: rope_theta is {theta}; this model's is an integer")
+        raise UserError(f"{path}: rope_theta is {theta}; this model's is an integer")
     start, vocab = config.bos_token_id, config.vocab_size
     if start is None or not 0 <= start < vocab:
-        raise ValueError(
+        raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of what starts a "
             f"document, below vocab_size={vocab}"
         )
     if heads % keys:
-        raise ValueError(f"{path}: num_attention_heads={heads} isn't a multiple of {keys}")
+        raise UserError(f"{path}: num_attention_heads={heads} isn't a multiple of {keys}")
     scaling = {known[key]: value for key, value in rope.items()}
     model = train.ModelConfig(
         d_model=config.hidden_size,
@@ -399,14 +400,14 @@ def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} can't be read: {error!r}") from None
+            raise UserError(f"{index} can't be read: {error!r}") from None
     else:
         names = {one.name}
     paths = [folder / name for name in sorted(names)]
     if lost := [path for path in paths if not path.exists()]:
         other = sorted(folder.glob("*.bin"))
         there = f"; {other[0].name} isn't read: save it as safetensors" if other else ""
-        raise ValueError(f"{lost[0]} isn't there{there}")
+        raise UserError(f"{lost[0]} isn't there{there}")
     return paths
 
 
@@ -425,7 +426,7 @@ class Stored:
 
 
 def find(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Stored]:
-    """The tensors by their names. Raises ValueError unless just the wanted ones are there, in these
+    """The tensors by their names. Raises UserError unless just the wanted ones are there, in these
     shapes."""
     there: dict[str, Stored] = {}
     for path in weight_files(folder):
@@ -438,29 +439,29 @@ def find(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, St
         one = there[EMBED]
         other = there.setdefault(UNEMBED, one)
         if other is not one and not np.array_equal(other.read(), one.read()):
-            raise ValueError(f"{folder} has a {UNEMBED} of its own, and tie_word_embeddings=true")
+            raise UserError(f"{folder} has a {UNEMBED} of its own, and tie_word_embeddings=true")
     # Old Llamas have their RoPE's frequencies, which follow from the config.
     given = {name for name in there if not name.endswith(".rotary_emb.inv_freq")}
     names = {tensor.name for tensor in wanted}
     for what, odd in ("lacks", names - given), ("has what this model lacks:", given - names):
         if odd:
             more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"{folder} {what} {min(odd)}{more}")
+            raise UserError(f"{folder} {what} {min(odd)}{more}")
     for tensor in wanted:
         one = there[tensor.name]
         if one.shape != tensor.shape:
-            raise ValueError(
+            raise UserError(
                 f"{one.path}: {one.name} is {list(one.shape)}, by config.json {list(tensor.shape)}"
             )
         if one.dtype not in SAFETENSORS:
-            raise ValueError(
+            raise UserError(
                 f"{one.path}: {one.name} is {one.dtype}, none of {', '.join(SAFETENSORS)}"
             )
     return there
 
 
 def import_weights(folder: str, output: str, id_offset: int) -> None:
-    """Raises ValueError or OSError for what can't be read, represented or written."""
+    """Raises UserError or OSError for what can't be read, represented or written."""
     check_empty(output)
     model, length, tied = model_in(pathlib.Path(folder), id_offset)
     wanted = tensors(model, id_offset)
@@ -513,19 +514,18 @@ def main() -> None:
     for command in out, into:
         command.add_argument("--id-offset", type=int, default=0, help="as the dataset's id_offset")
     given = parser.parse_args()
-    try:
-        if given.id_offset < 0:
-            raise ValueError(f"--id-offset={given.id_offset}: it must be at least 0")
-        if given.command == "export":
-            export_weights(
-                given.checkpoint, given.output, given.dtype, given.tokenizer, given.id_offset
-            )
-        else:
-            import_weights(given.folder, given.checkpoints, given.id_offset)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: what is written isn't complete, and can be deleted")
+    with user_errors():
+        try:
+            if given.id_offset < 0:
+                raise UserError(f"--id-offset={given.id_offset}: it must be at least 0")
+            if given.command == "export":
+                export_weights(
+                    given.checkpoint, given.output, given.dtype, given.tokenizer, given.id_offset
+                )
+            else:
+                import_weights(given.folder, given.checkpoints, given.id_offset)
+        except KeyboardInterrupt:
+            sys.exit("interrupted: what is written isn't complete, and can be deleted")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ import argparse
 import json
 import math
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
+from runtime.errors import user_errors
 from runtime.run import flat
+from shardlib.errors import UserError
 
 TOKENS = [(10**9, "billion tokens"), (10**6, "million tokens"), (1, "tokens")]
 TIMES = [(2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (0, 60, "minutes")]
@@ -26,17 +27,17 @@ TIMES = [(2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (0, 60, "minutes
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A run's config by keys with dots, and its metrics by name, float64[rows]; NaN where there is
-    none. Raises ValueError if it has none at all."""
+    none. Raises UserError if it has none at all."""
     try:
         config = flat(OmegaConf.load(folder / "config.yaml"))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
     except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} isn't there: {folder} is no run's folder") from None
+        raise UserError(f"{error.filename} isn't there: {folder} is no run's folder") from None
     except ValueError as error:
-        raise ValueError(f"{folder}/metrics.jsonl can't be read: {error}") from None
+        raise UserError(f"{folder}/metrics.jsonl can't be read: {error}") from None
     if not rows:
-        raise ValueError(f"{folder}/metrics.jsonl has no step yet")
+        raise UserError(f"{folder}/metrics.jsonl has no step yet")
     names = dict.fromkeys(name for row in rows for name in row)
     return config, {
         name: np.array([row.get(name, math.nan) for row in rows], np.float64) for name in names
@@ -70,7 +71,7 @@ def smooth(values: np.ndarray, steps: float) -> np.ndarray:
 
 
 def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None) -> None:
-    """Raises ValueError for what is no run, and for a picture of no known kind."""
+    """Raises UserError for what is no run, and for a picture of no known kind."""
     import matplotlib
 
     matplotlib.use("agg")  # it needs no screen
@@ -110,7 +111,10 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
     for panel in axes.flat:
         panel.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=min(len(runs), 2))
-    figure.savefig(output, dpi=150)
+    try:
+        figure.savefig(output, dpi=150)
+    except ValueError as error:  # of a format that isn't known
+        raise UserError(str(error)) from None
     pyplot.close(figure)
 
 
@@ -124,10 +128,8 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default="curves.svg", help=".svg or .png")
     parser.add_argument("--smoothing", type=float, help="steps; by default a hundredth; 0: none")
     given = parser.parse_args()
-    try:
+    with user_errors():
         draw(given.run, given.output, given.smoothing)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(f"drew {given.output}")
 
 

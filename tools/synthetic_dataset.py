@@ -11,11 +11,11 @@ Each sequence starts with the id of its task:
 """
 
 import argparse
-import sys
 
 import numpy as np
 
-from data.flat_tokens import FlatTokensError, Writer
+from data.flat_tokens import Writer
+from runtime.errors import user_errors
 
 TASKS = 4
 DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES say a distance
@@ -68,13 +68,10 @@ def main() -> None:
         )
     for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
         rng = np.random.default_rng([args.seed, len(split)])
-        try:
-            with Writer(args.output, split) as writer:
-                while writer.token_count < count:
-                    length = int(rng.integers(args.length // 2, args.length + 1))
-                    writer.append(sequence(rng, args.vocab, length))
-        except (FlatTokensError, OSError) as error:
-            sys.exit(f"error: {error}")
+        with user_errors(), Writer(args.output, split) as writer:
+            while writer.token_count < count:
+                length = int(rng.integers(args.length // 2, args.length + 1))
+                writer.append(sequence(rng, args.vocab, length))
         print(f"{writer.name}: {writer.sequence_count} sequences, {writer.token_count} tokens")
 
 

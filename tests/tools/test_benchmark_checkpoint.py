@@ -43,5 +43,5 @@ def test_what_is_restored_is_looked_at(tmp_path, monkeypatch):
         state = make_state(size)
         other = jax.tree.map(lambda x: -x, state)
         monkeypatch.setattr(Ours, "restore", lambda self: other)
-        with pytest.raises(ValueError, match="isn't what was saved"):
+        with pytest.raises(AssertionError, match="isn't what was saved"):
             measure(Ours, tmp_path / "x", state, size)

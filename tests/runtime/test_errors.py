@@ -1,0 +1,18 @@
+"""What ends a program with one line, and what keeps its traceback. Hosts: tests/test_hosts.py."""
+
+import pytest
+
+from runtime.errors import user_errors
+from shardlib.errors import UserError
+
+
+@pytest.mark.parametrize("mistake", [UserError("no steps"), OSError("no steps")])
+def test_what_a_user_can_mend_is_one_line(mistake):
+    with pytest.raises(SystemExit, match=r"^error: no steps$"), user_errors():
+        raise mistake
+
+
+@pytest.mark.parametrize("kind", [ValueError, AssertionError, TypeError, KeyboardInterrupt])
+def test_what_is_ours_keeps_its_traceback(kind):
+    with pytest.raises(kind), user_errors():
+        raise kind
