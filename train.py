@@ -12,24 +12,24 @@ Dimensions:
     M  model (the residual)   D  head
 """
 
+import copy
 import dataclasses
 import functools
-import math
 import operator
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from data.loader import Batches, BatchSpec, TokenBatch
-from data.sources import DataConfig
-from runtime import cache, hlo
-from runtime.checkpoint import CheckpointError, Checkpoints, named
+from data.loader import Batches, TokenBatch
+from data.sources import DataConfig, open_batches
+from runtime import cache
+from runtime.checkpoint import Checkpoints, named
 from runtime.config import (
-    Bound,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -37,8 +37,8 @@ from runtime.config import (
     program,
     to_yaml,
 )
-from runtime.run import Run, RunConfig, due, make_mesh
-from shardlib import audit, devices, kernels, ops
+from runtime.run import Run, RunConfig, compile_step, due, make_mesh
+from shardlib import audit, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
@@ -109,8 +109,8 @@ class TrainingConfig(Section, key="training"):
     steps_for_lr: PositiveInt
     learning_rate: NonNegativeFloat
     cosine_learning_rate_final_fraction: NonNegativeFloat
-    adam_b1: Annotated[float, Bound(0, below=1)]
-    adam_b2: Annotated[float, Bound(0, below=1)]
+    adam_b1: Fraction
+    adam_b2: Fraction
     adam_eps: NonNegativeFloat
     adam_eps_root: NonNegativeFloat
     weight_decay: NonNegativeFloat
@@ -121,7 +121,7 @@ class TrainingConfig(Section, key="training"):
     loss_chunks: PositiveInt  # parts of a row, whose logits are there one after the other
     validation_interval: NonNegativeInt  # steps; 0: never
     validation_batches: PositiveInt
-    skip_steps: tuple[int, ...]  # whose batches are left out; later steps get later ones
+    skip_steps: tuple[NonNegativeInt, ...]  # whose batches are left out; later steps get later ones
     max_skipped_updates: NonNegativeInt  # in a row, not being finite, before the run stops
 
     def __post_init__(self) -> None:
@@ -130,8 +130,6 @@ class TrainingConfig(Section, key="training"):
             raise UserError(
                 f"training.grad_clip={self.grad_clip}: it must be above 0; inf clips none"
             )
-        if not all(isinstance(step, int) and step >= 0 for step in self.skip_steps):
-            raise UserError("training.skip_steps is a list of steps, which are at least 0")
         if self.tokens.len % self.loss_chunks:
             raise UserError(
                 f"training.loss_chunks={self.loss_chunks} doesn't divide "
@@ -209,34 +207,26 @@ class Weights:
 
 
 def init_weights(config: Config) -> Weights:
-    """Normal, with deviation 1/sqrt(fan-in); those of the projections that add to the residual
-    stream are scaled down by the root of the number of additions (GPT-2, section 2.3)."""
+    """Gains of one; else normal, with deviation 1/sqrt(fan-in). Those of the projections that add
+    to the residual stream are scaled down by the root of the number of additions (GPT-2, section
+    2.3); the embedding is as small as the unembedding, as a larger one learns slower."""
     size = dimensions(config)
     addition = (2 * size["layers"]) ** -0.5
-    into_model = size["M"] ** -0.5
-    gain = 0.0  # no deviation, from one
-    deviation = Weights(
-        embed=into_model,  # as small as the unembedding: a larger one learns slower
-        layers=Layer(
-            attention_norm=gain,
-            w_q=into_model,
-            w_k=into_model,
-            w_v=into_model,
-            w_o=addition * (size["Q"] * size["K"] * size["D"]) ** -0.5,
-            mlp_norm=gain,
-            w_gate=into_model,
-            w_up=into_model,
-            w_down=addition * size["F"] ** -0.5,
-        ),
-        final_norm=gain,
-        unembed=into_model,
-    )
-    shapes, tree = jax.tree.flatten(make_shapes(Weights, size))
+    deviation = {
+        "w_o": addition * (size["Q"] * size["K"] * size["D"]) ** -0.5,
+        "w_down": addition * size["F"] ** -0.5,
+    }
+    shapes, tree = jax.tree.flatten_with_path(make_shapes(Weights, size))
     keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
-    leaves = [
-        jax.random.normal(key, s.shape, s.dtype) * scale if scale else jnp.ones_like(s)
-        for key, s, scale in zip(keys, shapes, jax.tree.leaves(deviation), strict=True)
-    ]
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+        name = path[-1].name
+        if name.endswith("norm"):
+            return jnp.ones_like(shape)
+        scale = deviation.get(name, size["M"] ** -0.5)
+        return jax.random.normal(key, shape.shape, shape.dtype) * scale
+
+    leaves = [leaf(*each, key) for each, key in zip(shapes, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -537,11 +527,7 @@ def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str,
     you like. Raises UserError where a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
-        # To JAX a tracer that leaked is a constant, until somebody uses it.
-        jax.tree.map(
-            jnp.copy, jax.make_jaxpr(training_step, static_argnums=2)(*shapes, config).consts
-        )
-        return training_step.trace(*shapes, config).jaxpr.jaxpr
+        return audit.traced(training_step, *shapes, config)
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
@@ -552,28 +538,15 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     return training_step.lower(*placed, config)
 
 
-def compile_step(config: Config, lowered: jax.stages.Lowered, **more: Any) -> jax.stages.Compiled:
-    """With the compiler options of the mesh's chips, and these."""
-    kind = jax.sharding.get_mesh().devices.flat[0].device_kind
-    options = devices.compiler_options(kind) if config.compiler_options else {}
-    return lowered.compile(compiler_options=options | more)
-
-
 def probe(config: Config) -> Any:
     """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
     to agree, and returns its jaxpr there. Raises ShardTypeError, and whatever an edit may raise;
     takes about a second."""
-    mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), dimensions(config))
-    hyper = config.training
-    halves: Any = {key: min(getattr(hyper, key), 2) for key in ("microbatches", "loss_chunks")}
-    rows = 2 * math.prod(dataclasses.astuple(config.mesh))
-    halves["tokens"] = dataclasses.replace(hyper.tokens, batch=rows, len=2)
-    config = dataclasses.replace(config, training=dataclasses.replace(hyper, **halves))
-    with audit.lengths_named(dict(mesh.shape), sizes):
-        jaxpr = trace_step(config, mesh, sizes)
-    audit.check(jaxpr, dict(mesh.shape), sizes)
-    audit.check_numbers(jaxpr, trace_step(config, devices.turned(mesh), sizes))
-    return jaxpr
+    config = copy.deepcopy(config)
+    for parts in "microbatches", "loss_chunks":
+        setattr(config.training, parts, min(getattr(config.training, parts), 2))
+    trace = functools.partial(trace_step, config)
+    return audit.probe(trace, dataclasses.asdict(config.mesh), dimensions(config))
 
 
 def check_types(config: Config) -> Any:
@@ -586,27 +559,6 @@ def check_types(config: Config) -> Any:
 
 
 # --- Loop -----------------------------------------------------------------------------------------
-
-
-def open_batches(config: Config) -> tuple[Batches, Batches | None]:
-    """Batches of the training and, if used, the validation split. Raises UserError where a
-    dimension doesn't split over the mesh, or the dataset doesn't fit the config."""
-    hyper, size = config.training, dimensions(config)
-    try:
-        make_shapes(tuple[State, TokenBatch], size)
-    except UserError as error:
-        keys = (f"{name} is {key}" for name, key in DIMENSIONS.items() if f"{name}=" in str(error))
-        raise UserError(f"{error}; {', '.join(keys)}") from None
-    spec = BatchSpec(
-        rows=size["B"],
-        length=size["L"],
-        vocab=size["V"],
-        start_token=config.model.start_token,
-        io_threads=config.io.max_io_threads,
-    )
-    open_split = config.source().open
-    held_out = open_split(spec, "validation") if hyper.validation_interval else None
-    return open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train"), held_out
 
 
 def step_flops(config: Config) -> tuple[int, int]:
@@ -633,15 +585,7 @@ def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
 def begin(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
-    source, path = saved, config.paths.clone_from
-    if path and not saved.newest_step:
-        told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
-        source = Checkpoints(path, *told, key="paths.clone_from")
-        if not source.newest_step:
-            raise CheckpointError(
-                f"paths.clone_from={path} has no complete checkpoint; name a run's folder of "
-                "checkpoints, or one of them"
-            )
+    source = saved.or_those_of(config.paths.clone_from)
     if not source.newest_step:
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:
@@ -679,11 +623,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
     if saved.newest_step >= hyper.steps:
         saved.check_model()
-        run.say(
-            f"{run.folder} is complete: {saved.newest_step} steps are done. To go on, set "
-            "training.steps above that; to start anew, choose another paths.model_name"
-        )
-        return 0
+        return run.is_complete(saved.newest_step)
     lowered = lower_step(config)
     step_once = compile_step(config, lowered)
     state, origin = begin(config, saved, data)
@@ -694,15 +634,11 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
     if origin:
         run.say(origin)
-    if config.hlo_svg:
-        drawn = hlo.draw(functools.partial(compile_step, config, lowered), run.folder / "step")
-        run.say(f"drew {drawn}")
+    run.draw(lowered)
 
     def explain(step: int, batch: TokenBatch) -> str:
         saved.wait()
-        number = data.number(step)
-        where = f"batch {number} is of {data.origin(number)}"
-        return not_finite(config, state.weights, batch, where)
+        return not_finite(config, state.weights, batch, data.origin_of(step))
 
     for step, batch in data.from_step(first, hyper.steps):
         with run.step(step):
@@ -725,12 +661,12 @@ def main(config: Config) -> None:
     root = config.paths.root_working_dir
     mesh = make_mesh(config, dataclasses.asdict(config.mesh))
     with jax.set_mesh(mesh):
-        batches = open_batches(config)
+        make_shapes(tuple[State, TokenBatch], dimensions(config), DIMENSIONS)
+        batches = open_batches(config, dimensions(config))
     cache.unless_passed_before(root, config, lambda: check_types(config))
     cache.use_cache(root)
     with jax.set_mesh(mesh), Run(config) as run:
-        if code := train(config, *batches, run):
-            sys.exit(code)
+        sys.exit(train(config, *batches, run))
 
 
 if __name__ == "__main__":

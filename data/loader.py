@@ -198,6 +198,11 @@ class Batches(abc.ABC):
     def origin(self, number: int) -> str:
         """Where in the dataset a batch is from."""
 
+    def origin_of(self, step: int) -> str:
+        """Which batch a step has, and where that is from."""
+        number = self.number(step)
+        return f"batch {number} is of {self.origin(number)}"
+
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:
         """Steps `first` to `last`, the latter not included, with their batches."""
         if first == 0:

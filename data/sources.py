@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from data.huggingface import HuggingFaceConfig
-from data.loader import FlatTokensConfig
+from data.loader import Batches, BatchSpec, FlatTokensConfig
 from runtime.config import Section
 from shardlib.errors import UserError
 
@@ -24,3 +24,18 @@ class DataConfig(Section):
         if len(given) != 1:
             raise UserError(f"set one of {' and '.join(keys)}, and the other one to null")
         return given[0]
+
+
+def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches | None]:
+    """Batches of the training and, if used, the validation split, for the mesh in context, from a
+    config that has the sections model, training and io beside a source's, and its dimensions."""
+    spec = BatchSpec(
+        rows=sizes["B"],
+        length=sizes["L"],
+        vocab=sizes["V"],
+        start_token=config.model.start_token,
+        io_threads=config.io.max_io_threads,
+    )
+    open_split, used = config.source().open, config.training.validation_interval
+    train = open_split(dataclasses.replace(spec, skip=config.training.skip_steps), "train")
+    return train, open_split(spec, "validation") if used else None

@@ -51,6 +51,7 @@ class CheckpointsConfig(Section, key="checkpoints"):
     stop_on_error: bool  # stop the run if one can't be written, or else only say so
 
 
+NONE = "{} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
 KEEP_ALL = CheckpointsConfig(root="", keep_last=0, keep_every=0, stop_on_error=True)
 
 
@@ -253,9 +254,7 @@ def newest(path: str, below: tuple[int, int] | None = None) -> Checkpoint:
     for each in reversed(listed(path)):
         if (not below or each.which < below) and each.counts:
             return each
-    raise CheckpointError(
-        f"{path} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
-    )
+    raise CheckpointError(NONE.format(path))
 
 
 @dataclasses.dataclass(eq=False)
@@ -284,6 +283,16 @@ class Checkpoints:
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
         self._choose(None)
+
+    def or_those_of(self, path: str) -> "Checkpoints":
+        """Those of a path, if it isn't empty, as long as there are none here: a run is cloned from
+        them. Raises CheckpointError if it has none."""
+        if self.newest_step or not path:
+            return self
+        source = dataclasses.replace(self, path=path, key="paths.clone_from")
+        if not source.newest_step:
+            raise CheckpointError(NONE.format(f"paths.clone_from={path}"))
+        return source
 
     def _choose(self, below: tuple[int, int] | None) -> None:
         """The newest, or the one before it. The first host looks for all: a shared file system may

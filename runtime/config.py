@@ -43,6 +43,7 @@ NOT_EMPTY = "not empty"
 PositiveInt = Annotated[int, Bound(1)]
 NonNegativeInt = Annotated[int, Bound(0)]
 NonNegativeFloat = Annotated[float, Bound(0)]
+Fraction = Annotated[float, Bound(0, below=1)]
 Name = Annotated[str, NOT_EMPTY]
 
 
@@ -75,11 +76,12 @@ class Section:
             if NOT_EMPTY in parts and not value.strip():
                 raise UserError(f"{key} is empty: it must name something")
             for low, below in (part for part in parts if isinstance(part, Bound)):
-                if not value >= low:
-                    raise UserError(f"{key}={value}: it must be at least {low}")
-                if value >= below:
-                    shown = "2**31" if below == 2**31 else below
-                    raise UserError(f"{key}={value}: it must be below {shown}")
+                for number in value if tuple in parts else [value]:
+                    if not number >= low:
+                        raise UserError(f"{key}={value}: it must be at least {low}")
+                    if number >= below:
+                        shown = "2**31" if below == 2**31 else below
+                        raise UserError(f"{key}={value}: it must be below {shown}")
 
 
 def _parts(hint: Any) -> Iterator[Any]:

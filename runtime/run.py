@@ -4,6 +4,7 @@ all that may end it."""
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -113,6 +114,15 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
     return devices.make_mesh(axes)
+
+
+def compile_step(
+    config: RunConfig, lowered: jax.stages.Lowered, **more: Any
+) -> jax.stages.Compiled:
+    """Compiles a program with the options of the mesh's chips, and these."""
+    kind = jax.sharding.get_mesh().devices.flat[0].device_kind
+    options = devices.compiler_options(kind) if config.compiler_options else {}
+    return lowered.compile(compiler_options=options | more)
 
 
 class MetricsError(UserError):
@@ -277,6 +287,20 @@ class Run:
         self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
         self.output.open(to_yaml(self.config), first)
         self.held.enter_context(self.watchdog)
+
+    def is_complete(self, steps: int) -> int:
+        """Says that all steps are done already; returns the exit code."""
+        self.say(
+            f"{self.folder} is complete: {steps} steps are done. To go on, set training.steps "
+            "above that; to start anew, choose another paths.model_name"
+        )
+        return 0
+
+    def draw(self, lowered: jax.stages.Lowered) -> None:
+        """Draws the compiled step, if the config asks for it."""
+        if self.config.hlo_svg:
+            again = functools.partial(compile_step, self.config, lowered)
+            self.say(f"drew {hlo.draw(again, self.folder / 'step')}")
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:

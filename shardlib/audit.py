@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.devices import probe_total
+from shardlib.devices import probe_mesh, probe_total, turned
 from shardlib.ops import SCOPE
 from shardlib.types import Dim, ShardTypeError, own_frames
 
@@ -192,6 +193,28 @@ def lengths_named(axes: dict[str, int], sizes: dict[str, int]) -> Iterator[None]
         if found:
             error.args = (text,)
         raise
+
+
+def traced(function: Any, *args: Any) -> Any:
+    """The jaxpr of a `jax.jit` of arrays, their shapes here, and of a static argument, the last.
+    Raises JAX's error for a tracer that leaked."""
+    static = len(args) - 1
+    # To JAX such a tracer is a constant, until somebody uses it.
+    jax.tree.map(jnp.copy, jax.make_jaxpr(function, static_argnums=static)(*args).consts)
+    return function.trace(*args).jaxpr.jaxpr
+
+
+def probe(
+    trace: Callable[[Any, dict[str, int]], Any], axes: Iterable[str], dims: Iterable[str]
+) -> Any:
+    """Checks a function at the sizes of `devices.probe_mesh`; `trace` gives its jaxpr on a mesh, at
+    sizes of its dimensions. Returns the jaxpr. Raises ShardTypeError, and what the trace raises."""
+    mesh, sizes = probe_mesh(axes, dims)
+    with lengths_named(dict(mesh.shape), sizes):
+        jaxpr = trace(mesh, sizes)
+    check(jaxpr, dict(mesh.shape), sizes)
+    check_numbers(jaxpr, trace(turned(mesh), sizes))
+    return jaxpr
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:

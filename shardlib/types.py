@@ -369,11 +369,13 @@ def explain(error: Exception) -> str:
     frames, says = traceback.extract_tb(error.__traceback__), str(error)
     # Where the backward pass can't be made, the cause is JAX's: it holds the line to blame.
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
-    shown = [*filter(own, itertools.dropwhile(own, frames)), *[*filter(own, cause)][-1:]]
+    inside = itertools.dropwhile(lambda f: f.filename != __file__, frames)  # our wrapper of it
+    shown = [*filter(own, inside), *[*filter(own, cause)][-1:]]
     if not isinstance(error, ShardTypeError):
         says = f"{type(error).__name__}: {says}"
-        # With no line of the user's it is a mistake of ours.
-        shown = shown or [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+        # With no line of the user's it is a mistake of ours; JAX's text of a leak has them.
+        if not shown and not isinstance(error, jax.errors.UnexpectedTracerError):
+            shown = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
     lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in shown)
     return "\n".join([*dict.fromkeys(lines), says])
 
@@ -495,11 +497,11 @@ def make_shardings(hint: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), make_partition_specs(hint))
 
 
-def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
+def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = None) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
     Raises UserError where a dimension doesn't split evenly over its axes of the mesh in context,
-    SpecError where it has no size.
+    which names the dimension's key in a config, given `keys`; SpecError where it has no size.
     """
     mesh = mesh_shape()
 
@@ -513,6 +515,7 @@ def make_shapes(hint: Any, sizes: dict[str, int]) -> Any:
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
                     f"{show_axes(dim.axes)}, as {kind} needs"
+                    + (f"; {dim.name} is {keys[dim.name]}" if keys else "")
                 )
             lengths.append(length)
         return jax.ShapeDtypeStruct(lengths, kind.dtype)

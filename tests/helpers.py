@@ -61,7 +61,7 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
     try:
         program()
     except SystemExit as stop:
-        message = str(stop)
+        message = str(stop) if stop.code else ""
     return capsys.readouterr().out, message
 
 

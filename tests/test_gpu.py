@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import train
+from runtime.run import compile_step
 from shardlib import audit, devices, kernels
 from tests import compiled
 from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
@@ -61,7 +62,7 @@ def test_the_step_runs_the_kernel():
     """And cuDNN's types pass the checks of a typed_shard_map."""
     config = small_config("mesh={d: 1, t: 1}", "model.d_head=64", "training.tokens.len=128")
     with jax.set_mesh(mesh(1, 1)):
-        assert "__cudnn$fmha" in train.compile_step(config, train.lower_step(config)).as_text()
+        assert "__cudnn$fmha" in compile_step(config, train.lower_step(config)).as_text()
 
 
 def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):

@@ -177,7 +177,7 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     config.model.vocab = 1280
     with jax.set_mesh(mesh(4, 2)):
         weights = in_f32.init_state(config).weights
-        _, loader = in_f32.open_batches(config)
+        _, loader = in_f32.open_batches(config, train.dimensions(config))
         found = in_f32.validate(config, weights, loader)
         rows = [loader.rows(step, 0, 8) for step in range(3)]
         dataset = FlatTokens(config.flat_tokens.filespec, "validation")
@@ -348,7 +348,7 @@ def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
     )
     counts = np.zeros((config.model.vocab, config.model.vocab))
     with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
-        _, loader = train.open_batches(config)
+        _, loader = train.open_batches(config, train.dimensions(config))
         for step in range(config.training.validation_batches):
             batch = jax.device_get(loader.load(step))
             before, _, _ = oracle.layout(batch.targets, starts_of(batch))

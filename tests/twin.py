@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 
 import train
+from data.sources import open_batches
+from runtime.run import compile_step
 from shardlib.devices import make_mesh, simulate_cpu_devices
 from tests.helpers import compose_config, starts_of
 
@@ -95,13 +97,13 @@ def ours(axes, host_batch):
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):
         if host_batch is None:
-            loader, _ = train.open_batches(config)
+            loader, _ = open_batches(config, train.check_sizes(config))
             host_batch = jax.device_get(loader.load(0))
         shardings = train.make_shardings(train.TokenBatch)
         batch = jax.device_put(host_batch, shardings)
         state = [train.init_state(config)]
         weights = jax.device_get(state[0].weights)
-        step = train.compile_step(config, train.lower_step(config))
+        step = compile_step(config, train.lower_step(config))
 
     def once():
         state[0], metrics = step(state[0], batch)

@@ -28,8 +28,9 @@ import numpy as np
 
 import train
 from data.loader import Batches
+from data.sources import open_batches
 from runtime.config import ROOT, program
-from runtime.run import make_mesh
+from runtime.run import compile_step, make_mesh
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
@@ -52,7 +53,7 @@ def time_start(
         return result
 
     lowered = mark("trace and lower", train.lower_step(config))
-    step = mark("compile", train.compile_step(config, lowered))
+    step = mark("compile", compile_step(config, lowered))
     state = mark("initialize the state", train.init_state(config))
     batch = mark("load a batch", next(loader.from_step(0, 1))[1])
     state, _ = mark("run a step", step(state, batch))
@@ -155,7 +156,7 @@ def main(config: train.Config) -> None:
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, dataclasses.asdict(config.mesh))
     with jax.set_mesh(mesh):
-        loader, _ = train.open_batches(config)
+        loader, _ = open_batches(config, train.dimensions(config))
     train.check_types(config)
     with jax.set_mesh(mesh):
         step_once, state, start = time_start(config, loader)

@@ -23,7 +23,7 @@ from jax.experimental import mesh_utils, topologies
 import train
 from runtime import hlo
 from runtime.config import program
-from runtime.run import make_mesh
+from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
@@ -103,7 +103,7 @@ def main(config: CompileConfig) -> None:
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()
         try:
-            step = train.compile_step(config, lowered)
+            step = compile_step(config, lowered)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -25,7 +25,7 @@ def test_norms_are_those_of_each_tensor_and_layer():
     """Against numpy's, of the weights before and after, where each is split over both axes."""
     config = small_config("model.vocab=128", "metrics.norms_interval=1", "mesh={d: 2, t: 4}")
     with jax.set_mesh(mesh(2, 4)):
-        loader, _ = train.open_batches(config)
+        loader, _ = train.open_batches(config, train.dimensions(config))
         ((_, batch),) = loader.from_step(0, 1)
         state = train.init_state(config)
         before = jax.device_get(state.weights)
