@@ -16,7 +16,6 @@ import copy
 import dataclasses
 import functools
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +27,9 @@ from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
 from runtime import cache
 from runtime.checkpoint import Checkpoints, named
-from runtime.config import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-    program,
-    to_yaml,
-)
-from runtime.run import Run, RunConfig, compile_step, due, make_mesh
+from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from runtime.program import program
+from runtime.run import Run, RunConfig, due, make_mesh
 from shardlib import audit, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -90,10 +82,8 @@ class ModelConfig(Section, key="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start_token >= self.vocab:
-            raise UserError(f"model.start_token={self.start_token}: it must be below model.vocab")
-        if self.d_head % 2:
-            raise UserError(f"model.d_head={self.d_head}: RoPE rotates pairs, so it is even")
+        self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
+        self.require(self.d_head % 2 == 0, "d_head", "RoPE rotates pairs, so it is even")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -126,15 +116,10 @@ class TrainingConfig(Section, key="training"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.grad_clip > 0:
-            raise UserError(
-                f"training.grad_clip={self.grad_clip}: it must be above 0; inf clips none"
-            )
-        if self.tokens.len % self.loss_chunks:
-            raise UserError(
-                f"training.loss_chunks={self.loss_chunks} doesn't divide "
-                f"training.tokens.len={self.tokens.len}"
-            )
+        self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf clips none")
+        length = self.tokens.len
+        fits = length % self.loss_chunks == 0
+        self.require(fits, "loss_chunks", f"it must divide training.tokens.len={length}")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -153,13 +138,9 @@ class Config(RunConfig, DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.source()
         rows = self.training.tokens.batch // self.mesh.d
-        parts = self.training.microbatches
-        if rows % parts:
-            raise UserError(
-                f"training.microbatches={parts} doesn't divide training.tokens.batch/mesh.d={rows}"
-            )
+        problem = f"it must divide training.tokens.batch/mesh.d={rows}"
+        self.require(rows % self.training.microbatches == 0, "training.microbatches", problem)
 
 
 # Where the config says the size of each dimension that the type strings name.
@@ -223,8 +204,8 @@ def init_weights(config: Config) -> Weights:
         name = path[-1].name
         if name.endswith("norm"):
             return jnp.ones_like(shape)
-        scale = deviation.get(name, size["M"] ** -0.5)
-        return jax.random.normal(key, shape.shape, shape.dtype) * scale
+        normal = jax.random.normal(key, shape.shape, shape.dtype)
+        return normal * deviation.get(name, size["M"] ** -0.5)
 
     leaves = [leaf(*each, key) for each, key in zip(shapes, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves)
@@ -574,15 +555,14 @@ def step_flops(config: Config) -> tuple[int, int]:
     return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
-def validate(config: Config, weights: Weights, loader: Batches) -> jax.Array:
+def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
     """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
-    steps = loader.from_step(0, count)
-    losses = [validation_step(weights, batch, config) for _, batch in steps]
+    losses = [validation_step(weights, batch, config) for _, batch in data.from_step(0, count)]
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def begin(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
+def first_state_of(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
     source = saved.or_those_of(config.paths.clone_from)
@@ -593,9 +573,33 @@ def begin(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str
         make = jax.jit(first_state, donate_argnums=0, out_shardings=make_shardings(State))
         return make(weights), f"weights from {source.newest}"
     state = source.restore()
-    if data.is_stream:
-        data.position = source.position()
+    data.resume(source.position)
     return state, f"resumed at step {source.newest_step} from {source.newest}"
+
+
+def begin(config: Config, data: Batches, run: Run) -> tuple[Any, State, Checkpoints] | None:
+    """What `train` starts with: the compiled step, the state and the run's checkpoints. None if all
+    steps are done."""
+    hyper = config.training
+    told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
+    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
+    if saved.newest_step >= hyper.steps:
+        saved.check_model()
+        run.say_complete(saved.newest_step)
+        return None
+    step_once = run.compile(lower_step(config))
+    state, origin = first_state_of(config, saved, data)
+    run.begin(
+        first=int(state.step),
+        steps=hyper.steps,
+        tokens=hyper.tokens.batch * hyper.tokens.len,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.weights)),
+        flops=sum(step_flops(config)),
+        max_skipped=hyper.max_skipped_updates,
+        vectors={"norms": norm_names(config)},
+        origin=origin,
+    )
+    return step_once, state, saved
 
 
 def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
@@ -606,44 +610,26 @@ def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str)
     return f"gradients that are not finite: {found}; {origin}"
 
 
-def row(config: Config, step: int, metrics: Metrics) -> dict[Any, jax.Array]:
-    """What is logged of a step: arrays by name, or by names where it is a vector."""
-    values: dict[Any, jax.Array] = dict(vars(metrics))
-    norms = values.pop("norms")
-    if due(config.metrics.norms_interval, step, config.training.steps):
-        values[tuple(norm_names(config))] = norms
-    return values
-
-
-def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> int:
-    """Trains from the newest checkpoint, or the first step, to the last, or until a signal says to
-    stop; returns the exit code."""
+def train(
+    config: Config,
+    step_once: Callable[[State, TokenBatch], tuple[State, Metrics]],
+    state: State,
+    saved: Checkpoints,
+    data: Batches,
+    held_out: Batches | None,
+    run: Run,
+) -> None:
+    """Trains to the last step, or until a signal says to stop."""
     hyper = config.training
-    told = State, dimensions(config), to_yaml(config), config.io.max_io_threads
-    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
-    if saved.newest_step >= hyper.steps:
-        saved.check_model()
-        return run.is_complete(saved.newest_step)
-    lowered = lower_step(config)
-    step_once = compile_step(config, lowered)
-    state, origin = begin(config, saved, data)
-    first, tokens = int(state.step), hyper.tokens.batch * hyper.tokens.len
-    flops, skipped = sum(step_flops(config)), hyper.max_skipped_updates
-    run.begin(first, hyper.steps, tokens, flops, skipped, step_once)
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-    run.say(f"{count:,} parameters, {tokens:,} tokens per step, {run.folder}")
-    if origin:
-        run.say(origin)
-    run.draw(lowered)
 
     def explain(step: int, batch: TokenBatch) -> str:
         saved.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
-    for step, batch in data.from_step(first, hyper.steps):
+    for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step):
             state, metrics = step_once(state, batch)
-        values = row(config, step, metrics) | {"data_wait_seconds": data.waited}
+        values = vars(metrics) | {"data_wait_seconds": data.waited}
         run.log(step, values, functools.partial(explain, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.log(step, {"validation_loss": validate(config, state.weights, held_out)})
@@ -653,20 +639,19 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
         if run.stopping:
             break
     saved.wait()
-    return run.end()
 
 
 @program(Config, "configs", names="paths.model_name")
-def main(config: Config) -> None:
-    root = config.paths.root_working_dir
-    mesh = make_mesh(config, dataclasses.asdict(config.mesh))
+def main(config: Config) -> int:
+    mesh, sizes = make_mesh(config, dataclasses.asdict(config.mesh)), dimensions(config)
     with jax.set_mesh(mesh):
-        make_shapes(tuple[State, TokenBatch], dimensions(config), DIMENSIONS)
-        batches = open_batches(config, dimensions(config))
-    cache.unless_passed_before(root, config, lambda: check_types(config))
-    cache.use_cache(root)
+        make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
+        data, held_out = open_batches(config, sizes)
+    cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
     with jax.set_mesh(mesh), Run(config) as run:
-        sys.exit(train(config, *batches, run))
+        if begun := begin(config, data, run):
+            train(config, *begun, data, held_out, run)
+        return run.end()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ position of its lanes, how many of the tokens after that are used up, and the ba
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -50,8 +50,6 @@ class StreamLoader(Batches):
     """Batches of a split of a stream; they go on from `position`. After the last shard comes the
     first one again. Raises StreamError if the dataset, its column or its tokenizer can't be had, or
     its shards are too few for all hosts' workers."""
-
-    is_stream = True
 
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
@@ -116,6 +114,9 @@ class StreamLoader(Batches):
             while held and used >= len(held[0][1]):
                 used -= len(held.popleft()[1])
             yield flat, {"position": held[0][0] if held else before, "used": used}
+
+    def resume(self, position: Callable[[], Any]) -> None:
+        self.position = position()
 
     def origin(self, number: int) -> str:
         return f"{self.name} batch {number} of the stream, counted from 0"

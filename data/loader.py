@@ -159,7 +159,6 @@ class Batches(abc.ABC):
     """The batches of a split, each made while the one before is in use, and laid out on the mesh
     that was in context at first."""
 
-    is_stream = False  # whether a batch depends on `position`, not on its number alone
     waited = 0.0  # seconds, for the batch given last
     position: Any = None  # JSON: where a stream goes on after that batch
 
@@ -183,6 +182,11 @@ class Batches(abc.ABC):
             return jax.make_array_from_callback(self.shape, sharding, of_devices)
 
         return TokenBatch(**{name: array(name, s) for name, s in vars(self.shardings).items()})
+
+    def resume(self, position: Callable[[], Any]) -> None:
+        """Goes on where a stream was when a checkpoint was written. Here a batch depends on its
+        number alone."""
+        self.position = None
 
     def number(self, step: int) -> int:
         """The number of a step's batch."""

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from omegaconf import MISSING, OmegaConf
 
-from runtime import hlo
+from runtime import cache, hlo
 from runtime.checkpoint import CheckpointsConfig
 from runtime.config import (
     ROOT,
@@ -32,7 +32,6 @@ from runtime.config import (
     NonNegativeInt,
     PositiveInt,
     Section,
-    to_yaml,
 )
 from runtime.sinks import DESTINATIONS, Row, check_destinations, json_lines
 from runtime.supervise import Lease, LeaseError, Stop, Watchdog
@@ -52,14 +51,10 @@ class PathsConfig(Section, key="paths"):
     def __post_init__(self) -> None:
         super().__post_init__()
         folder = pathlib.PurePath(self.model_name)
-        if folder.is_absolute() or ".." in folder.parts or not folder.parts:
-            raise UserError(
-                f"paths.model_name={self.model_name}: it names a folder in paths.root_working_dir"
-            )
-        if "://" in self.root_working_dir:
-            raise UserError(
-                f"paths.root_working_dir={self.root_working_dir}: runs write to a local folder"
-            )
+        inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
+        self.require(inside, "model_name", "it names a folder in paths.root_working_dir")
+        local = "://" not in self.root_working_dir
+        self.require(local, "root_working_dir", "runs write to a local folder")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -250,11 +245,12 @@ class Run:
         hangs = self.folder / f"hang.host_{host}.txt"
         self.watchdog = Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs)
         self.stopping = self.profiling = False
-        self.row: dict[Any, Any] = {}  # of the last step, if it isn't written yet
+        self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
         self.seconds: list[float] = []  # of each step
         self.skipped = 0  # updates, in a row
 
     def __enter__(self) -> "Run":
+        cache.use_cache(self.config.paths.root_working_dir)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
             stack.enter_context(self.lease)
@@ -270,37 +266,44 @@ class Run:
         root = self.config.checkpoints.root
         return f"{root}/{self.name}/checkpoints" if root else f"{self.folder}/checkpoints"
 
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles the step's program."""
+        self.compile_again = functools.partial(compile_step, self.config, lowered)
+        self.program = self.compile_again()
+        return self.program
+
     def begin(
         self,
         first: int,
         steps: int,
         tokens: int,
+        parameters: int,
         flops: int,
         max_skipped: int,
-        program: jax.stages.Compiled,
+        vectors: dict[str, list[str]],
+        origin: str,
     ) -> None:
-        """Opens the folder before step `first` of `steps`. A step has so many tokens and model
-        FLOPs, and runs `program`; more than `max_skipped` updates in a row that are left out end
-        the run."""
+        """Opens the folder before step `first` of `steps`, and says what is trained and from where.
+        A step has so many tokens and model FLOPs. More than `max_skipped` updates in a row that are
+        left out end the run. Some of the values that `log` takes are vectors, whose entries have
+        these names, and are logged every metrics.norms_interval steps."""
         self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
-        self.max_skipped, self.program, self.done = max_skipped, program, first
+        self.max_skipped, self.vectors, self.done = max_skipped, vectors, first
         self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
-        self.output.open(to_yaml(self.config), first)
+        self.output.open(self.config.to_yaml(), first)
+        self.say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
+        if origin:
+            self.say(origin)
+        if self.config.hlo_svg:
+            self.say(f"drew {hlo.draw(self.compile_again, self.folder / 'step')}")
         self.held.enter_context(self.watchdog)
 
-    def is_complete(self, steps: int) -> int:
-        """Says that all steps are done already; returns the exit code."""
+    def say_complete(self, steps: int) -> None:
+        """Says that all steps are done already."""
         self.say(
             f"{self.folder} is complete: {steps} steps are done. To go on, set training.steps "
             "above that; to start anew, choose another paths.model_name"
         )
-        return 0
-
-    def draw(self, lowered: jax.stages.Lowered) -> None:
-        """Draws the compiled step, if the config asks for it."""
-        if self.config.hlo_svg:
-            again = functools.partial(compile_step, self.config, lowered)
-            self.say(f"drew {hlo.draw(again, self.folder / 'step')}")
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -317,8 +320,8 @@ class Run:
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
-    def log(self, step: int, values: dict[Any, Any], explain: Callable[[], str] = str) -> None:
-        """Adds numbers to a step's row, by their names; a vector has a tuple of names.
+    def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
+        """Adds values to a step's row.
 
         To read a number is to wait for it. So a row is written when the next one is begun, while
         the devices do that step, and whatever is added to a step's row before is not in its time.
@@ -336,10 +339,10 @@ class Run:
         """Waits for the values of the row: its step has ended then."""
         row: Row = {"step": self.row.pop("step")}
         for name, value in self.row.items():
-            if isinstance(name, tuple):
-                row |= zip(name, value.tolist(), strict=True)
-            else:
+            if name not in self.vectors:
                 row[name] = float(value)
+            elif due(self.config.metrics.norms_interval, int(row["step"]), self.steps):
+                row |= zip(self.vectors[name], value.tolist(), strict=True)
         now = time.perf_counter()
         self.seconds.append(now - self.since)
         self.since = now
@@ -382,6 +385,8 @@ class Run:
 
     def end(self) -> int:
         """Says how the run ended, once all is saved; returns the exit code."""
+        if not self.seconds:  # it was complete
+            return 0
         self.flush()
         if self.profiling:
             self._end_profile()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import train
 from data.flat_tokens import Writer, encode
-from runtime.config import _keys
+from runtime.program import _keys
 from tests.helpers import ROOT
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",

@@ -153,17 +153,17 @@ def test_a_clone_starts_from_anothers_whole_state(runs, start):
     assert arrays(checkpoint(runs / "state", 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
-FLAT = types.SimpleNamespace(is_stream=False)  # batches
+FLAT = types.SimpleNamespace(resume=lambda position: None)  # batches
 
 
 def test_a_clone_starts_from_anothers_weights(runs):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
     wanted = arrays(checkpoint(runs / "whole", 6))
-    told = train.State, train.dimensions(config), train.to_yaml(config), 4
+    told = train.State, train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *told)
-        state, line = train.begin(config, own, FLAT)
+        state, line = train.first_state_of(config, own, FLAT)
         for name, found in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert found.tobytes() == wanted[name]
@@ -175,9 +175,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
         # Once it has a checkpoint of its own, that is what counts.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.begin(config, Checkpoints(str(runs / "new"), *told), FLAT)
+        state, line = train.first_state_of(config, Checkpoints(str(runs / "new"), *told), FLAT)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.begin(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
+            train.first_state_of(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))

@@ -210,15 +210,15 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         return state, train.Metrics(Number(batch), 0.0, 0.0, 0, np.zeros(0))
 
     class Loader:
-        waited, position, is_stream = 0.0, None, False
+        waited, position = 0.0, None
 
         def from_step(self, first, last):
             return zip(range(first, last), range(first, last), strict=True)
 
-    monkeypatch.setattr(train, "compile_step", lambda *_: step_once)
+    monkeypatch.setattr(Run, "compile", lambda *_: step_once)
     config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)), Run(config) as run:
-        train.train(config, Loader(), None, run)
+        train.train(config, *train.begin(config, Loader(), run), Loader(), None, run)
     assert events == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
 
 

@@ -212,7 +212,7 @@ def test_the_name_of_a_config(name, folder, capsys, monkeypatch):
 
 
 def nothing_is_compiled(monkeypatch):
-    for slow in "check_types", "lower_step", "compile_step":
+    for slow in "check_types", "lower_step":
         monkeypatch.setattr(train, slow, lambda *_: None)
 
 

@@ -20,7 +20,7 @@ import jax
 
 import train
 from data.loader import TokenBatch
-from runtime.config import program
+from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32

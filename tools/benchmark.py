@@ -29,7 +29,8 @@ import numpy as np
 import train
 from data.loader import Batches
 from data.sources import open_batches
-from runtime.config import ROOT, program
+from runtime.config import ROOT
+from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 

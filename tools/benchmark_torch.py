@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 import train
-from runtime.config import program
+from runtime.program import program
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import make_shapes

@@ -22,7 +22,7 @@ from jax.experimental import mesh_utils, topologies
 
 import train
 from runtime import hlo
-from runtime.config import program
+from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError

@@ -352,7 +352,7 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
             "local_test_synthetic", ["paths.model_name=none", "flat_tokens.filespec=none"]
         )
     config = newest(path).config(train.Config, defaults=other)
-    told = train.State, train.dimensions(config), train.to_yaml(config)
+    told = train.State, train.dimensions(config), config.to_yaml()
     return Checkpoints(path, *told, io_threads=32, key="folder"), config
 
 

@@ -26,7 +26,8 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import Bound, Name, NonNegativeInt, PositiveInt, Section, program
+from runtime.config import Bound, Name, NonNegativeInt, PositiveInt, Section
+from runtime.program import program
 from shardlib.errors import UserError
 
 COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed

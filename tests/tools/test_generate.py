@@ -387,7 +387,7 @@ def run(tmp_path_factory):
     with jax.set_mesh(mesh(4, 2)):
         for name, vocab in ("bytes", 264), ("nameless", 128):
             config = small_config(f"flat_tokens.filespec={name}.zarr", f"model.vocab={vocab}")
-            told = train.State, train.dimensions(config), train.to_yaml(config), 4
+            told = train.State, train.dimensions(config), config.to_yaml(), 4
             checkpoints = Checkpoints(str(folder / name), *told, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))

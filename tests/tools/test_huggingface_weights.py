@@ -23,8 +23,7 @@ import train
 from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
-from shardlib import ops
-from shardlib.types import f32, make_shapes, make_shardings, typed_shard_map
+from shardlib.types import make_shapes, make_shardings, typed_shard_map
 from tests import golden
 from tests.helpers import (
     IN_F32,
@@ -221,18 +220,15 @@ def our_logits(module, checkpoints, targets):
     model = tool.model_of(found)[0]
     told = module.State, tool.sizes(model), checkpoint_config(found.path), 4
 
-    def logits(weights: module.Weights, batch: TokenBatch) -> f32["B/d L V/t"]:
+    def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L V/t"]:
         x = module.forward(weights, batch, model)
-        gain = ops.all_gather("M/t/d -> M", weights.final_norm)
-        h = module.rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, model.norm_eps)
-        unembed = ops.all_gather("V/t M/d -> V/t M", weights.unembed)
-        return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed)
+        return module.logits(module.head(weights), x, model)
 
     with jax.set_mesh(mesh(2, 2)):
         weights = Checkpoints(found.path, *told).restore("weights")
         starts = np.arange(targets.shape[1]) == 0
         starts = np.tile(starts, (len(targets), 1))
-        batch = TokenBatch.of(targets.astype(np.uint32), starts, 0)
+        batch = TokenBatch.of(targets.astype(np.uint32), starts, model.start_token)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         return np.asarray(jax.jit(typed_shard_map(logits))(weights, batch))
 
@@ -286,7 +282,7 @@ def trained(tmp_path_factory):
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
         state = jax.tree.map(jax.device_put, state, make_shardings(train.State))
-        told = train.State, train.dimensions(config), train.to_yaml(config), 4
+        told = train.State, train.dimensions(config), config.to_yaml(), 4
         checkpoints = Checkpoints(str(path), *told, say=lambda _: None)
         for step in 6, 7:
             checkpoints.save(step, state)
@@ -419,7 +415,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
         "training={steps: 3, steps_for_lr: 3, warmup_steps: 1, learning_rate: 1e-2}",
     ]  # fmt: skip
     start = compose_config("local_test_synthetic", *overrides)
-    told = train.State, train.dimensions(start), train.to_yaml(start), 4
+    told = train.State, train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *told)
         state, _ = train.begin(start, none, None)
@@ -603,7 +599,7 @@ def test_a_model_that_llamas_files_can_not_say_is_refused(case, tmp_path, capsys
     edited_tool = edited("tools/huggingface_weights.py", imported)
     monkeypatch.setattr(sys.modules[__name__], "tool", edited_tool)
     config = small_config()
-    told = module.State, train.dimensions(config), train.to_yaml(config), 4
+    told = module.State, train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(1, 1)):
         shapes = make_shapes(*told[:2])
         checkpoints = Checkpoints(str(tmp_path / "ours"), *told, say=lambda _: None)
