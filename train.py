@@ -188,9 +188,10 @@ class Weights:
 
 
 def init_weights(config: Config) -> Weights:
-    """Gains of one; else normal, with deviation 1/sqrt(fan-in). Those of the projections that add
-    to the residual stream are scaled down by the root of the number of additions (GPT-2, section
-    2.3); the embedding is as small as the unembedding, as a larger one learns slower."""
+    """Gains, whose names end in norm, are one; the rest is normal, with deviation 1/sqrt(fan-in).
+    The projections that add to the residual stream are scaled down by the root of the number of
+    additions (GPT-2, section 2.3). The embedding is as small as the unembedding, as a larger one
+    learns slower."""
     size = dimensions(config)
     addition = (2 * size["layers"]) ** -0.5
     deviation = {
@@ -394,15 +395,15 @@ class Metrics:
     norms: f32["N"]  # those that `norm_names` names; none without metrics.norms_interval
 
 
-def first_state(weights: Weights) -> State:
-    """The state before the first step, by the weights to start from."""
+def fresh_state(weights: Weights) -> State:
+    """Step 0 with these weights and zero moments."""
     zeros = jax.tree.map(jnp.zeros_like, weights)
     return State(jnp.uint32(0), weights, zeros, zeros)
 
 
 def init_state(config: Config) -> State:
     """The same on any mesh."""
-    make = jax.jit(lambda: first_state(init_weights(config)), out_shardings=make_shardings(State))
+    make = jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=make_shardings(State))
     return make()
 
 
@@ -562,7 +563,7 @@ def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def first_state_of(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
+def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
     source = saved.or_those_of(config.paths.clone_from)
@@ -570,7 +571,7 @@ def first_state_of(config: Config, saved: Checkpoints, data: Batches) -> tuple[S
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:
         weights = source.restore("weights")
-        make = jax.jit(first_state, donate_argnums=0, out_shardings=make_shardings(State))
+        make = jax.jit(fresh_state, donate_argnums=0, out_shardings=make_shardings(State))
         return make(weights), f"weights from {source.newest}"
     state = source.restore()
     data.resume(source.position)
@@ -588,7 +589,7 @@ def begin(config: Config, data: Batches, run: Run) -> tuple[Any, State, Checkpoi
         run.say_complete(saved.newest_step)
         return None
     step_once = run.compile(lower_step(config))
-    state, origin = first_state_of(config, saved, data)
+    state, origin = starting_state(config, saved, data)
     run.begin(
         first=int(state.step),
         steps=hyper.steps,

@@ -163,7 +163,7 @@ def test_a_clone_starts_from_anothers_weights(runs):
     told = train.State, train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *told)
-        state, line = train.first_state_of(config, own, FLAT)
+        state, line = train.starting_state(config, own, FLAT)
         for name, found in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert found.tobytes() == wanted[name]
@@ -175,9 +175,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
         # Once it has a checkpoint of its own, that is what counts.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.first_state_of(config, Checkpoints(str(runs / "new"), *told), FLAT)
+        state, line = train.starting_state(config, Checkpoints(str(runs / "new"), *told), FLAT)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.first_state_of(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
+            train.starting_state(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
