@@ -59,6 +59,8 @@ class Section:
                 raise UserError(f"{key} is empty: it must name something")
             for low, below in (part for part in parts if isinstance(part, Bound)):
                 for number in value if tuple in parts else [value]:
+                    if not isinstance(number, int | float):
+                        raise UserError(f"{key}={value}: it takes numbers")
                     if not number >= low:
                         raise UserError(f"{key}={value}: it must be at least {low}")
                     if number >= below:

@@ -18,6 +18,7 @@ import train
 from data.flat_tokens import Writer
 from runtime import supervise
 from runtime.config import Section
+from runtime.run import Run
 from tests import golden
 from tests.helpers import ROOT, SMALL, train_here
 from tools import huggingface_to_flat_tokens
@@ -214,6 +215,7 @@ def test_the_name_of_a_config(name, folder, capsys, monkeypatch):
 def nothing_is_compiled(monkeypatch):
     for slow in "check_types", "lower_step":
         monkeypatch.setattr(train, slow, lambda *_: None)
+    monkeypatch.setattr(Run, "compile", lambda *_: None)
 
 
 def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):

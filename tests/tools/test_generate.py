@@ -117,7 +117,6 @@ EDITS = {
     "squared ReLU": [(SILU, "jnp.square(jax.nn.relu(gate))")],
     "another norm": [
         ("    mlp_norm: f32", '    second_norm: f32["M/t/d"]\n    mlp_norm: f32'),
-        ("            mlp_norm=gain", "            second_norm=gain,\n            mlp_norm=gain"),
         (f"hidden = {SILU} * up", f"hidden = {SILU} * up * w_second.mean()"),
         (
             "        w_gate = gather",

@@ -418,7 +418,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
     told = train.State, train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *told)
-        state, _ = train.begin(start, none, None)
+        state, _ = train.starting_state(start, none, None)
         found = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: found.pop(name) for name in wanted} == wanted
@@ -426,7 +426,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, capsys, monkeypatch):
 
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
-            train.begin(start, none, None)
+            train.starting_state(start, none, None)
         message = str(error.value).replace(str(tmp_path), "...")
         golden.check("huggingface_weights.txt", "a clone of a whole state", message)
 
