@@ -244,7 +244,7 @@ class Run:
         self.stop, self.lease = Stop(), Lease(self.folder, host == 0)
         hangs = self.folder / f"hang.host_{host}.txt"
         self.watchdog = Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs)
-        self.stopping = self.profiling = False
+        self.stopping = self.last = self.profiling = False
         self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
         self.seconds: list[float] = []  # of each step
         self.skipped = 0  # updates, in a row
@@ -354,11 +354,15 @@ class Run:
         """Writes the row of the last step, if it isn't written yet, so that the time until the next
         step is not in that one's. Raises NotFiniteError after too many updates in a row that were
         left out."""
-        if not self.row:
-            return
-        if "tokens_per_second" not in self.row:
-            self._read()
-        row, self.row = self.row, {}
+        if self.row:
+            if "tokens_per_second" not in self.row:
+                self._read()
+            row, self.row = self.row, {}
+            self._write(row)
+        if self.last:
+            self.watchdog.end()  # what follows, a save, may take longer than a step
+
+    def _write(self, row: Row) -> None:
         self.output.write(row)
         self._show(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
@@ -378,10 +382,8 @@ class Run:
         if self.lease.lost():
             raise LeaseError(f"{self.folder} was taken over by another run")
         self.done, self.stopping = step + 1, self.stop.after(step)
-        last = self.stopping or self.done == self.steps
-        if last:
-            self.watchdog.end()  # to save may take longer than a step
-        return last or due(self.config.checkpoint_interval, step, self.steps)
+        self.last = self.stopping or self.done == self.steps
+        return self.last or due(self.config.checkpoint_interval, step, self.steps)
 
     def end(self) -> int:
         """Says how the run ended, once all is saved; returns the exit code."""

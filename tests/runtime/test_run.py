@@ -1,0 +1,118 @@
+"""Run by itself: which rows it writes, what counts as a step's time, and what ends it."""
+
+import contextlib
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from runtime import run as module
+from runtime.run import NotFiniteError, Run
+from tests.helpers import mesh, rows, small_config
+
+STEPS = 4
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that Run sees, which a test moves."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+class Later:
+    """A number that a device has ready after some seconds."""
+
+    def __init__(self, value, wait):
+        self.value, self.wait = value, wait
+
+    def __float__(self):
+        self.wait()
+        return float(self.value)
+
+
+@contextlib.contextmanager
+def begun(tmp_path, *overrides, steps=STEPS, max_skipped=0, vectors=None):
+    config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
+    with jax.set_mesh(mesh(1, 1)), Run(config) as run:
+        run.begin(
+            first=0, steps=steps, tokens=100, parameters=1, flops=1, max_skipped=max_skipped,
+            vectors=vectors or {}, origin="",
+        )  # fmt: skip
+        yield run
+
+
+def metrics(loss=1.0, skipped=0, **more):
+    return {"loss": loss, "grad_norm": 1.0, "skipped": skipped, **more}
+
+
+def test_a_steps_time_has_no_validation_and_no_save_in_it(tmp_path, clock):
+    """A step takes 2 s, the validation after step 1 takes 50, and the save after it 1,000."""
+
+    def takes(seconds):
+        clock[0] += seconds
+
+    with begun(tmp_path, "checkpoint_interval=2") as run:
+        for step in range(STEPS):
+            with run.step(step):
+                pass
+            run.log(step, metrics(Later(step, lambda: takes(2))))
+            if step == 1:
+                run.log(step, {"validation_loss": Later(9, lambda: takes(50))})
+            if run.saves_after(step):
+                run.flush()
+                takes(1000)
+        assert run.end() == 0
+    lines = (tmp_path / "r/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens_per_second"] for line in lines] == [50] * STEPS
+    found = rows(tmp_path / "r")
+    assert [row["step"] for row in found] == list(range(STEPS)), "each once"
+    assert [row.get("validation_loss") for row in found] == [None, 9, None, None]
+
+
+def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path):
+    with begun(tmp_path, "metrics.norms_interval=3", vectors={"norms": ["a", "b"]}) as run:
+        for step in range(STEPS):
+            with run.step(step):
+                pass
+            run.log(step, metrics(norms=np.array([step, 0.5])))
+        run.flush()
+    found = [(row.get("a"), row.get("b"), row.get("norms")) for row in rows(tmp_path / "r")]
+    assert found == [(None,) * 3, (None,) * 3, (2, 0.5, None), (3, 0.5, None)]
+
+
+def test_updates_that_are_left_out_count_in_a_row(tmp_path):
+    """Two may be: the first three of these are, but not in a row."""
+    with begun(tmp_path, steps=9, max_skipped=2) as run:
+        for step, skipped in enumerate([1, 0, 1, 1, 0, 1, 1]):
+            run.since = 0.0
+            run.log(step, metrics(skipped=skipped))
+        run.log(7, metrics(float("nan"), skipped=1), lambda: "because")
+        assert not run.saves_after(7)
+        with pytest.raises(NotFiniteError, match=r"^step 7: loss nan, .*; because. No checkpoint"):
+            run.flush()
+    assert rows(tmp_path / "r")[-1]["step"] == 7, "it has its row"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_step_that_hangs_is_noticed_be_it_the_last_and_a_save_is_not_one(tmp_path, step):
+    hangs = "hang_timeout_seconds=0.3", "hang_ends=false"
+    with begun(tmp_path, *hangs, steps=step + 1) as run:
+        for each in range(step):
+            with run.step(each):
+                pass
+            run.log(each, metrics())
+            run.saves_after(each)
+        with run.step(step):
+            pass
+        run.log(step, metrics(Later(1, lambda: time.sleep(1.0))))
+        stacks = tmp_path / "r/hang.host_0.txt"
+        assert run.saves_after(step) and not stacks.exists()
+        run.flush()
+        assert "no step ended for 0.3 s" in stacks.read_text()
+        stacks.unlink()
+        time.sleep(1.0)  # as a save would
+        assert not stacks.exists()
