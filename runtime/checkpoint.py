@@ -189,10 +189,14 @@ class Checkpoint:
 
     def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
         """Its config, or a section, as `schema`, a dataclass; `defaults` has what it may not say.
-        Raises CheckpointError if it is damaged, or has other keys or types."""
+        Raises CheckpointError if it is damaged, or its sections have other keys or types."""
         try:
             said: Any = OmegaConf.create(self.about["config"])
-            said = OmegaConf.select(said, section, default={}) if section else said
+            if section:
+                said = OmegaConf.select(said, section, default={})
+            else:  # a key of an earlier version said how the run was done, not what its model is
+                known = {field.name for field in dataclasses.fields(cast(Any, schema))}
+                said = OmegaConf.masked_copy(said, [key for key in said if key in known])
             made = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
             return cast(C, OmegaConf.to_object(made))
         except DamageError as error:

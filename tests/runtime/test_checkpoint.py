@@ -345,6 +345,21 @@ def test_a_config_of_another_schema_is_refused(text, tmp_path):
         other.config(Section, "model", {"rope": 2})
 
 
+@dataclasses.dataclass
+class Whole:
+    model: Section
+
+
+def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
+    for text in "compiled_step: x\nmodel: {size: 3, rope: 2}", "model: {size: 3, rope: 2, gate: 1}":
+        with jax.set_mesh(mesh(4, 2)):
+            written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
+    one, other = runtime.checkpoint.listed(str(tmp_path))
+    assert one.config(Whole) == Whole(Section(3, 2))
+    with pytest.raises(CheckpointError, match="Key 'gate' not in 'Section'"):
+        other.config(Whole)
+
+
 def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
     def removed_by_half(path):
         shutil.rmtree(f"{path}/embed")
