@@ -113,7 +113,9 @@ def test_a_collective_that_no_op_says_stops_it_at_its_line(capsys, monkeypatch):
     module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
     monkeypatch.setattr(audit, "train", module)
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=audit.main)
-    assert not out
+    line = (ROOT / "train.py").read_text().split(source)[0].count("\n") + 1
+    assert not out and f"train_edited.py:{line}: " in message
+    message = message.replace(f".py:{line}:", ".py:LINE:")
     golden.check("audit.txt", "a maximum by hand", message)
 
 
