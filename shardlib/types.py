@@ -387,34 +387,33 @@ class Mapped:
     """`Mapped[function, Layer]`: a Layer whose arrays have the types that the function makes of
     those declared."""
 
-    def __init__(self, function: Callable[[ArrayType], ArrayType], inner: Any):
+    def __init__(self, function: Callable[[ArrayType], ArrayType], inner: Any, shown: str = ""):
         self.function, self.inner = function, inner
+        self.shown = shown or f"Mapped[{function.__name__}, {_name(inner)}]"
 
     def __class_getitem__(cls, item: tuple[Any, Any]) -> Any:
         return cls(*item)
 
     def __repr__(self) -> str:
-        return f"Mapped[..., {getattr(self.inner, '__name__', self.inner)}]"
+        return self.shown
 
 
 class Stacked:
     """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
 
-    def __init__(self, dim: str, inner: Any):
-        spec = parse_spec(dim)
+    def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
+        (dim, inner), spec = item, parse_spec(item[0])
         if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
-        self.dim, self.inner, self.function = dim, inner, self.stack
 
-    def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
-        return cls(*item)
+        def stack(kind: ArrayType) -> ArrayType:
+            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
 
-    def __repr__(self) -> str:
-        return f'Stacked["{self.dim}", {getattr(self.inner, "__name__", self.inner)}]'
+        return Mapped(stack, inner, f'Stacked["{dim}", {_name(inner)}]')
 
-    def stack(self, inner: ArrayType) -> ArrayType:
-        """The type of one of the arrays."""
-        return array_type(inner.element, parse_spec(f"{self.dim} {inner.spec}"))
+
+def _name(hint: Any) -> str:
+    return str(getattr(hint, "__name__", hint))
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -438,7 +437,7 @@ def type_tree(hint: Any) -> Any:
     """
     if isinstance(hint, ArrayType):
         return hint
-    if isinstance(hint, (Mapped, Stacked)):
+    if isinstance(hint, Mapped):
         return jax.tree.map(hint.function, type_tree(hint.inner))
     parts: tuple[Any, ...] = typing.get_args(hint)
     if is_dataclass := dataclasses.is_dataclass(hint):
@@ -470,7 +469,7 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
-        wanted, found = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
+        wanted, found = _name(hint), jax.tree.map(describe, tree)
         raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
     return leaves
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import (
     Dim,
+    Mapped,
     ShardTypeError,
     Spec,
     SpecError,
     Stacked,
+    array_type,
     bf16,
     check,
     f32,
@@ -375,6 +378,48 @@ def test_bad_stacks(case):
     with pytest.raises(SpecError) as error:
         BAD_STACKED[case]()
     golden.check("specs.txt", f"stacked: {case}", str(error.value))
+
+
+def in_bf16(kind):
+    dims = (Dim(dim.name) for dim in kind.spec.dims)
+    return array_type(bf16, Spec(tuple(dims)))
+
+
+def test_a_mapped_tree_has_the_types_that_its_function_makes():
+    hint = Mapped[in_bf16, Stacked["layers", Layer]]
+    declared = jax.tree.leaves(type_tree(Stacked["layers", Layer]))
+    found = jax.tree.leaves(type_tree(hint))
+    assert found == [in_bf16(kind) for kind in declared] and found != declared
+    assert repr(hint) == 'Mapped[in_bf16, Stacked["layers", Layer]]'
+
+    @typechecked
+    def fn(layers: hint) -> None: ...
+
+    with jax.set_mesh(make_mesh(MESH)):
+        sizes = {dim.name: 8 for kind in declared for dim in kind.spec.dims}
+        fn(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), make_shapes(hint, sizes)))
+        with pytest.raises(ShardTypeError, match="the dtype is float32, not bfloat16"):
+            fn(jax.tree.map(lambda s: jnp.zeros(s.shape), make_shapes(hint, sizes)))
+
+
+def test_any_in_a_tuple_is_not_checked_and_what_stands_beside_it_is():
+    @typechecked
+    def fn(x: tuple[f32["M"], Any], kept: Any) -> tuple[Any, f32["M"]]:
+        return kept, x[0]
+
+    one = jnp.zeros(3)
+    for kept in (), None, {"a": one}, "text":
+        assert fn((one, kept), kept)[0] is kept
+    with pytest.raises(ShardTypeError, match="argument `x` of fn"):
+        fn((jnp.zeros((3, 3)), None), None)
+    assert type_tree(tuple[Any, int]) is None, "there is nothing to check"
+
+    @typed_shard_map
+    def mapped(x: tuple[f32["M"], Any]) -> f32["M"]:
+        return x[0]
+
+    with jax.set_mesh(make_mesh(MESH)), pytest.raises(SpecError, match="Any has no layout"):
+        mapped((one, one))
 
 
 def test_shapes_and_layouts_need_sizes_and_axes():
