@@ -261,7 +261,7 @@ def decoder(
 
     `attend(q, k, v, cache)` mixes a layer's values into the shape of q, and returns with them what
     is to be kept of the layer; `caches` has each layer's cache, stacked, and so is what is
-    returned.
+    returned. Nothing else may let a position see another: generation computes one at a time.
 
     `gather` makes a weight whole. `weights` is a Weights as stored, or whole already, with another
     `gather`."""
@@ -628,11 +628,11 @@ def train(
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
     for step, batch in data.from_step(run.first, hyper.steps):
-        with run.step(step):
+        with run.step(step, data.waited):
             state, metrics = step_once(state, batch)
-        values = vars(metrics) | {"data_wait_seconds": data.waited}
-        run.log(step, values, functools.partial(explain, step, batch))
+        run.log(step, vars(metrics), functools.partial(explain, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
+            run.settle()
             run.log(step, {"validation_loss": validate(config, state.weights, held_out)})
         if run.saves_after(step):
             run.flush()  # raises where a loss is no number, so that no checkpoint has it

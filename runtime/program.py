@@ -43,7 +43,8 @@ def program(
     has values for keys that the files leave to the user and this program has no use for.
 
     With --multirun each config has a process of its own, one after the other, as a process can
-    simulate but one number of devices; its number is added to the value of the key `names`.
+    simulate but one number of devices; its number is added to the value of the key `names`. All
+    are checked before the first one starts.
     """
 
     # Hydra wants to be told of what is in no file: what has a default.
@@ -69,11 +70,13 @@ def program(
                 found.append((composed, HydraConfig.get()))
 
             with user_errors():
+                configs: list[C] = []
                 try:
                     compose()
-                    configs = [typed(*each) for each in found]
+                    configs.extend(typed(*each) for each in found)
                 except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
-                    raise UserError(_message(error, schema, folder)) from error
+                    job = f"job {len(configs)}: " if len(found) > 1 else ""
+                    raise UserError(job + _message(error, schema, folder)) from error
                 if not found:  # with --help
                     return
                 if found[0][1].mode != RunMode.MULTIRUN:

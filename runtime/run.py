@@ -221,7 +221,7 @@ class Run:
         with Run(config) as run:
             run.begin(first, steps, ...)
             for step in range(first, steps):
-                with run.step(step):
+                with run.step(step, waited):
                     ...
                 run.log(step, {"loss": loss})
                 if run.saves_after(step):
@@ -289,6 +289,11 @@ class Run:
         these names, and are logged every metrics.norms_interval steps."""
         self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
         self.max_skipped, self.vectors, self.done = max_skipped, vectors, first
+        if first >= steps:
+            clone = self.config.paths.clone_from
+            raise UserError(
+                f"paths.clone_from={clone} has done {first} steps; set training.steps above that"
+            )
         self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
         self.output.open(self.config.to_yaml(), first)
         self.say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
@@ -306,8 +311,9 @@ class Run:
         )
 
     @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Around the call of a step's program."""
+    def step(self, step: int, waited: float) -> Iterator[None]:
+        """Around the call of a step's program, for whose batch the loop has waited so many seconds:
+        they are part of the step's time."""
         self.watchdog.beat()
         if self.config.profile and step == self.profiled[0]:
             self.flush()
@@ -315,28 +321,32 @@ class Run:
             self.profiling = True
         elif self.profiling and step not in self.profiled:
             self._end_profile()
-        if not self.row:  # else its step is still at work, and ends when this one can begin
-            self.since = time.perf_counter()
+        if not self.row:  # else a step is still at work, and this one begins when that ends
+            self.since = time.perf_counter() - waited
+        self.waited = waited
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
         """Adds values to a step's row.
 
-        To read a number is to wait for it. So a row is written when the next one is begun, while
-        the devices do that step, and whatever is added to a step's row before is not in its time.
-        `explain` says more of a loss that is no number.
+        Reading a value blocks until its step has ended. So a row is written when the next one is
+        begun, while the devices do that step. `explain` says more of a loss that is no number.
         """
         if self.row and self.row["step"] == step:
-            self._read()
+            self.settle()
             self.row |= {name: float(value) for name, value in values.items()}
             self.flush()
         else:
             self.flush()
             self.row, self.explain = {"step": step, **values}, explain
+            self.row["data_wait_seconds"] = self.waited
 
-    def _read(self) -> None:
-        """Waits for the values of the row: its step has ended then."""
+    def settle(self) -> None:
+        """Blocks until the step of the last row has ended, so that what follows isn't billed to
+        it."""
+        if not self.row or "tokens_per_second" in self.row:
+            return
         row: Row = {"step": self.row.pop("step")}
         for name, value in self.row.items():
             if name not in self.vectors:
@@ -355,8 +365,7 @@ class Run:
         step is not in that one's. Raises NotFiniteError after too many updates in a row that were
         left out."""
         if self.row:
-            if "tokens_per_second" not in self.row:
-                self._read()
+            self.settle()
             row, self.row = self.row, {}
             self._write(row)
         if self.last:

@@ -21,7 +21,7 @@ from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
 from tests import golden
-from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts
+from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts, train_here
 from tools import memory
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
@@ -132,6 +132,12 @@ def test_two_hosts_train_as_one_does(tmp_path):
 
 SWEEP = ["--config-name=local_test_synthetic", "--multirun", "paths.model_name=sweep", *SMALL]
 SWEEP += ["mesh={d: 2, t: 2}", "training.steps_for_lr=10"]
+
+
+def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
+    settings = [f"paths.root_working_dir={tmp_path}", "training.steps=1,0"]
+    found = train_here(capsys, monkeypatch, *SWEEP, *settings)
+    assert found == ("", "error: job 1: training.steps=0: it must be at least 1")
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):

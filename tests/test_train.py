@@ -197,7 +197,8 @@ def test_the_step_reuses_the_states_memory(in_f32):
 
 
 def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
-    """Step n is under way before the metrics of step n-1 are waited for."""
+    """Step n is under way before the metrics of step n-1 are waited for; a validation begins after
+    its step's, so that its time is not the step's."""
     events = []
 
     class Number(float):
@@ -216,10 +217,13 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
             return zip(range(first, last), range(first, last), strict=True)
 
     monkeypatch.setattr(Run, "compile", lambda *_: step_once)
-    config = small_config("training.steps=3", f"paths.root_working_dir={tmp_path}")
+    monkeypatch.setattr(train, "validate", lambda *_: events.append("validate") or 0.0)
+    settings = "training.steps=4", "training.validation_interval=2"
+    config = small_config(*settings, f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)), Run(config) as run:
-        train.train(config, *train.begin(config, Loader(), run), Loader(), None, run)
-    assert events == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
+        train.train(config, *train.begin(config, Loader(), run), Loader(), Loader(), run)
+    assert events[:6] == ["start 0", "start 1", "read 0", "read 1", "validate", "start 2"]
+    assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 
 
 @pytest.mark.parametrize("clip", [1e9, 0.5])

@@ -10,6 +10,7 @@ import pytest
 
 from runtime import run as module
 from runtime.run import NotFiniteError, Run
+from shardlib.errors import UserError
 from tests.helpers import mesh, rows, small_config
 
 STEPS = 4
@@ -35,11 +36,11 @@ class Later:
 
 
 @contextlib.contextmanager
-def begun(tmp_path, *overrides, steps=STEPS, max_skipped=0, vectors=None):
+def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0, vectors=None):
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
     with jax.set_mesh(mesh(1, 1)), Run(config) as run:
         run.begin(
-            first=0, steps=steps, tokens=100, parameters=1, flops=1, max_skipped=max_skipped,
+            first=first, steps=steps, tokens=100, parameters=1, flops=1, max_skipped=max_skipped,
             vectors=vectors or {}, origin="",
         )  # fmt: skip
         yield run
@@ -49,34 +50,47 @@ def metrics(loss=1.0, skipped=0, **more):
     return {"loss": loss, "grad_norm": 1.0, "skipped": skipped, **more}
 
 
-def test_a_steps_time_has_no_validation_and_no_save_in_it(tmp_path, clock):
-    """A step takes 2 s, the validation after step 1 takes 50, and the save after it 1,000."""
+def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock):
+    """Each step waits 1 s for its batch and takes 2. The validation after step 1 takes 30 s to
+    begin and 20 to end, and the save after it 1,000. A wait while a step is at work is part of that
+    one's time, and after a save part of the next one's."""
 
     def takes(seconds):
         clock[0] += seconds
 
     with begun(tmp_path, "checkpoint_interval=2") as run:
         for step in range(STEPS):
-            with run.step(step):
+            takes(1)
+            with run.step(step, 1.0):
                 pass
             run.log(step, metrics(Later(step, lambda: takes(2))))
             if step == 1:
-                run.log(step, {"validation_loss": Later(9, lambda: takes(50))})
+                run.settle()
+                takes(30)
+                run.log(step, {"validation_loss": Later(9, lambda: takes(20))})
             if run.saves_after(step):
                 run.flush()
                 takes(1000)
         assert run.end() == 0
-    lines = (tmp_path / "r/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["tokens_per_second"] for line in lines] == [50] * STEPS
+    lines = [json.loads(x) for x in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert [100 / line["tokens_per_second"] for line in lines] == pytest.approx([4, 2, 4, 2])
+    assert [line["data_wait_seconds"] for line in lines] == [1] * STEPS
     found = rows(tmp_path / "r")
     assert [row["step"] for row in found] == list(range(STEPS)), "each once"
     assert [row.get("validation_loss") for row in found] == [None, 9, None, None]
 
 
+def test_a_run_with_nothing_to_do_is_refused(tmp_path):
+    refused = pytest.raises(UserError, match=r"has done 4 steps; set training\.steps above that")
+    with refused, begun(tmp_path, first=4):
+        pass
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+
+
 def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path):
     with begun(tmp_path, "metrics.norms_interval=3", vectors={"norms": ["a", "b"]}) as run:
         for step in range(STEPS):
-            with run.step(step):
+            with run.step(step, 0.0):
                 pass
             run.log(step, metrics(norms=np.array([step, 0.5])))
         run.flush()
@@ -88,7 +102,8 @@ def test_updates_that_are_left_out_count_in_a_row(tmp_path):
     """Two may be: the first three of these are, but not in a row."""
     with begun(tmp_path, steps=9, max_skipped=2) as run:
         for step, skipped in enumerate([1, 0, 1, 1, 0, 1, 1]):
-            run.since = 0.0
+            with run.step(step, 0.0):
+                pass
             run.log(step, metrics(skipped=skipped))
         run.log(7, metrics(float("nan"), skipped=1), lambda: "because")
         assert not run.saves_after(7)
@@ -102,11 +117,11 @@ def test_a_step_that_hangs_is_noticed_be_it_the_last_and_a_save_is_not_one(tmp_p
     hangs = "hang_timeout_seconds=0.3", "hang_ends=false"
     with begun(tmp_path, *hangs, steps=step + 1) as run:
         for each in range(step):
-            with run.step(each):
+            with run.step(each, 0.0):
                 pass
             run.log(each, metrics())
             run.saves_after(each)
-        with run.step(step):
+        with run.step(step, 0.0):
             pass
         run.log(step, metrics(Later(1, lambda: time.sleep(1.0))))
         stacks = tmp_path / "r/hang.host_0.txt"
