@@ -212,9 +212,8 @@ def heeds_ctrl_c():
 
 def test_ctrl_c(shards, tmp_path):
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=1"]
-    run = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
-    )
+    errors = {"stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, cwd=ROOT, preexec_fn=heeds_ctrl_c, **errors)  # noqa: PLW1509
     while not (tmp_path / "x.zarr/validation").exists():
         time.sleep(0.01)
     run.send_signal(signal.SIGINT)
