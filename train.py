@@ -645,11 +645,12 @@ def train(
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> int:
     mesh, sizes = make_mesh(config, dataclasses.asdict(config.mesh)), dimensions(config)
+    run = Run(config)
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
-    with jax.set_mesh(mesh), Run(config) as run:
+    with jax.set_mesh(mesh), run:
         if begun := begin(config, data, run):
             train(config, *begun, data, held_out, run)
         return run.end()

@@ -47,7 +47,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
 
 @pytree_dataclass
 class TokenBatch:
-    """What the model is given, and asked, at each place of each row."""
+    """Inputs and targets of the model at each place of each row."""
 
     inputs: u32["B/d L"]  # the token before the target, or the model's start token
     targets: u32["B/d L"]
@@ -72,7 +72,7 @@ class TokenBatch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """What a run asks of its batches."""
+    """Settings of a run that its batches depend on, whatever they are made from."""
 
     rows: int
     length: int  # tokens in a row
@@ -200,10 +200,10 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def origin(self, number: int) -> str:
-        """Where in the dataset a batch is from."""
+        """Names the place in the dataset that a batch is from."""
 
     def origin_of(self, step: int) -> str:
-        """Which batch a step has, and where that is from."""
+        """Names a step's batch and the place that it is from."""
         number = self.number(step)
         return f"batch {number} is of {self.origin(number)}"
 

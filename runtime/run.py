@@ -67,10 +67,6 @@ class MetricsConfig(Section, key="metrics"):
     to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
     norms_interval: NonNegativeInt  # steps between norms of each tensor; 0: never
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_destinations(self.to)
-
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class RunConfig(Section):
@@ -235,6 +231,7 @@ class Run:
     """
 
     def __init__(self, config: RunConfig):
+        check_destinations(config.metrics.to)  # of this machine: who reads a config needs none
         self.config, self.name = config, config.paths.model_name
         self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
         host = jax.process_index()

@@ -114,6 +114,9 @@ def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeyp
     out, message = train_here(capsys, monkeypatch, *run, f"metrics.to=[{name}]")
     assert (out, message) == ("", f"error: {wanted}")
     assert not list(tmp_path.iterdir())
+    assert small_config(f"metrics.to=[{name}]").metrics.to == (name,), (
+        "others may read such a config"
+    )
 
 
 def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
