@@ -205,15 +205,12 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
     assert not multiprocessing.active_children()
 
 
-def heeds_ctrl_c():
-    """As a program that a terminal starts, even where the tests run in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_ctrl_c(shards, tmp_path):
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=1"]
-    errors = {"stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen(command, cwd=ROOT, preexec_fn=heeds_ctrl_c, **errors)  # noqa: PLW1509
+    # A job in the background ignores Ctrl-C, and so would what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     while not (tmp_path / "x.zarr/validation").exists():
         time.sleep(0.01)
     run.send_signal(signal.SIGINT)
