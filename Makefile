@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: train test test-long test-gpu test-tpu torture mutations lint format size
+.PHONY: train test test-all test-long test-gpu test-tpu torture mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -22,6 +22,10 @@ $(VENV)/dev: $(VENV)/cpu pyproject.toml
 test: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The same and the slow ones: each promise in more combinations.
+test-all: $(VENV)/dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not gpu and not tpu"
+
 # Some fifteen minutes more: the README's first hour, the stdlib config to its end, all bytes flipped.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
@@ -31,8 +35,8 @@ torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
 # Five minutes: some 500 edits of train.py's ops, none of which may change its numbers unnoticed.
-mutations: $(VENV)/cpu
-	$(BIN)/python -m tools.mutations
+mutations: $(VENV)/dev
+	$(BIN)/python -m tests.mutations
 
 # In an environment that has requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:
@@ -54,4 +58,4 @@ format: $(VENV)/dev
 
 # Lines of code, without blank lines, comments and docstrings.
 size:
-	@$(PYTHON) .ci/size.py train.py shardlib data runtime tools
+	@$(PYTHON) .ci/size.py train.py shardlib data runtime tools benchmarks tests

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 import train
 from runtime.config import ROOT
 from shardlib.devices import make_mesh
-from tools import mutations
+from tests import mutations
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 

@@ -33,15 +33,15 @@ def test_commands_name_what_is_there(page):
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
-SHOWN = [*PAGES, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "tools").glob("*.py")))]
+PROGRAMS = sorted(p for folder in ("tools", "benchmarks") for p in (ROOT / folder).glob("*.py"))
+SHOWN = [*PAGES, *(str(p.relative_to(ROOT)) for p in PROGRAMS)]
 HYDRAS = {"config-name", "multirun"}
 
 
 @pytest.mark.parametrize("page", SHOWN)
 def test_commands_have_the_options_that_are_shown(page):
-    for module, arguments in re.findall(
-        r"python -m ((?:train|(?:tools|tests)\.[a-z_]+)\b)([^`\n]*)", (ROOT / page).read_text()
-    ):
+    command = r"python -m ((?:train|(?:tools|benchmarks|tests)\.[a-z_]+)\b)([^`\n]*)"
+    for module, arguments in re.findall(command, (ROOT / page).read_text()):
         source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
         known = set(re.findall(r'"--([\w-]+)"', source)) | HYDRAS
         assert set(re.findall(r" --([\w-]+)", arguments)) <= known, module

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shardlib.devices import make_mesh
-from tests import oracle
+from tests import mutations, oracle
 from tests.helpers import (
     IN_F32,
     ROOT,
@@ -150,8 +150,7 @@ def loss_and_grads(tree, mesh, *overrides):
     """Of the tree's train.py in f32; before them the FLOPs that it counts, after them weights and
     batch."""
     with imported_from(tree):
-        load = importlib.import_module("tools.mutations").load
-        module = load((tree / "train.py").read_text().replace(*IN_F32))
+        module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
         config = compose_config(
             *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),
             *("paths.model_name=x", *overrides),

@@ -4,8 +4,8 @@ import re
 from typing import NamedTuple
 
 from runtime.config import ROOT
+from tests import mutations
 from tests.helpers import compose_config
-from tools import mutations
 
 
 def nothing_saved(source):

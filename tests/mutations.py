@@ -1,6 +1,6 @@
 """Edits each op in train.py in every way that somebody might get it wrong, and says what notices.
 
-    python -m tools.mutations
+    python -m tests.mutations
 
 Each edit is probed as train.py probes itself before it compiles. Those that pass are run, in f32,
 on three meshes of simulated devices, and have to give the loss and the gradients that the source

@@ -3,9 +3,9 @@ import re
 import jax
 import pytest
 
+from benchmarks import checkpoint
+from benchmarks.checkpoint import Ours, make_state, measure, sizes
 from tests.helpers import mesh
-from tools import benchmark_checkpoint
-from tools.benchmark_checkpoint import Ours, make_state, measure, sizes
 
 SECONDS = {"Plain": [0, 1, 2, 3, 4], "Orbax": [0.5, 4, 4, 4, 4], "Ours": [0.25, 2, 2.5, 6, 3]}
 
@@ -19,11 +19,11 @@ def test_the_table(tmp_path, capsys, monkeypatch):
         assert len(measured) == 5 and min(measured) >= 0
         return SECONDS[kind.__name__]
 
-    monkeypatch.setattr(benchmark_checkpoint, "measure", measure_and_replace)
-    benchmark_checkpoint.benchmark(tmp_path, 4 * 10**6, 1)
+    monkeypatch.setattr(checkpoint, "measure", measure_and_replace)
+    checkpoint.benchmark(tmp_path, 4 * 10**6, 1)
     what, heads, *rows, orbax, ours, memory = capsys.readouterr().out.splitlines()
     assert re.match(r"3,694,564 bytes in 289 parts; ", what)
-    assert [row[:20].strip() for row in rows] == list(benchmark_checkpoint.TIMES)
+    assert [row[:20].strip() for row in rows] == list(checkpoint.TIMES)
     numbers = [[float(n) for n in re.findall(r"([\d.]+)%? \(", row)] for row in rows]
     assert numbers == [
         [1, 4, 2, 50, 200],

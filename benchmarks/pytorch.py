@@ -1,6 +1,6 @@
 """Times a config's training step in PyTorch, on one device: a peer for tools.benchmark.
 
-    python -m tools.benchmark_torch --config-name=c4_a100x1_84m training.microbatches=4
+    python -m benchmarks.pytorch --config-name=c4_a100x1_84m training.microbatches=4
 
 Needs PyTorch, which nothing else here does: pip install torch. Prints the rows of tools.benchmark
 that apply, and one line of JSON; writes nothing. The model is `transformers`' LlamaForCausalLM of

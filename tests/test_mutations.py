@@ -1,7 +1,7 @@
 import re
 
+from tests import mutations
 from tests.helpers import SMALL, compose_config
-from tools import mutations
 
 # What passes the probe, and gives the same numbers: `make mutations` has run each of them.
 HARMLESS = re.compile(r"save_for_backward deleted|einsum_unreduced by jnp")

@@ -1,6 +1,6 @@
 """How fast data is converted and loaded, each beside what bounds it, in one run.
 
-    python -m tools.benchmark_data --megabytes 500
+    python -m benchmarks.data --megabytes 500
 
 The text is the standard library's on this machine, pieces of its files in random order, in parquet
 files; the tokenizer a byte-level BPE of 32,000 ids trained on it. Takes some minutes, and as much
@@ -180,7 +180,7 @@ def rate(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmark_data",
+        prog="python -m benchmarks.data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

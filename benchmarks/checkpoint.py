@@ -1,7 +1,7 @@
 """How fast a checkpoint is saved and restored, beside the same bytes as plain files, one for each
 device's part, and beside orbax, in one run.
 
-    python -m tools.benchmark_checkpoint --megabytes 1000
+    python -m benchmarks.checkpoint --megabytes 1000
 
 The state is train.py's, of random numbers, on 8 simulated devices. Several rounds, each of all
 three in turn, each in a new folder: save, which ends in memory; sync, after which it is on the disk
@@ -223,7 +223,7 @@ def benchmark(folder: pathlib.Path, total: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmark_checkpoint",
+        prog="python -m benchmarks.checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import pytorch
 from shardlib import devices
 from tests import oracle
 from tests.helpers import SMALL, small_config, train_here
-from tools import benchmark, benchmark_torch
+from tools import benchmark
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL]
 # transformers says so of gradient_checkpointing_enable, whose new name its older releases lack.
@@ -18,7 +19,7 @@ renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:Fut
 
 
 def run(capsys, monkeypatch, *arguments):
-    return train_here(capsys, monkeypatch, *CONFIG, *arguments, program=benchmark_torch.main)
+    return train_here(capsys, monkeypatch, *CONFIG, *arguments, program=pytorch.main)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_mistakes(torch, capsys, monkeypatch, argument, says):
 
 
 def torch_config(**settings):
-    return benchmark_torch.TorchConfig(**vars(small_config()), **settings)
+    return pytorch.TorchConfig(**vars(small_config()), **settings)
 
 
 @renamed
@@ -86,8 +87,8 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
         torch, "compile", lambda *fn, **settings: compile_(*fn, **(settings | {"backend": backend}))
     )
     config = torch_config(checkpointing=checkpointing)
-    model = benchmark_torch.make_model(config)
-    step = benchmark_torch.make_step(config, model)
+    model = pytorch.make_model(config)
+    step = pytorch.make_step(config, model)
     before = [weight.clone() for weight in model.parameters()]
     step(None, torch.randint(48, (8, 12)))
     calls = [
@@ -100,7 +101,7 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
 
 def test_the_model_agrees_with_the_oracle(torch):
     """The oracle gives each row the start 0, which `transformers` takes as a token."""
-    model = benchmark_torch.make_model(torch_config())
+    model = pytorch.make_model(torch_config())
     with torch.no_grad():
         for weight in model.parameters():  # gains of one and small weights would hide mistakes
             weight.add_(torch.randn_like(weight), alpha=0.2)
