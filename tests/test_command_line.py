@@ -92,7 +92,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"run", ".compilation_cache"}, "nothing else is written"
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints"}
+    assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
 
 def test_two_hosts_train_as_one_does(tmp_path):
