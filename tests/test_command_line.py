@@ -39,7 +39,7 @@ def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
     for name in "first", "second":
         done = run(
             "--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}",
-            f"paths.model_name={name}", "training.steps=3",
+            f"paths.model_name={name}", "training.steps=3", JAX_COMPILATION_CACHE_DIR="",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()

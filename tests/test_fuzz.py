@@ -88,7 +88,6 @@ def folder(tmp_path_factory):
 def ends(program, arguments):
     """What a program exits with, or "" if it goes on to its work, and what it printed."""
     sys.argv[1:] = arguments
-    jax.config.update("jax_compilation_cache_dir", None)  # as in a process of its own
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
