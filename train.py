@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from data.loader import Batches, TokenBatch
@@ -435,7 +436,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
             found = jax.tree.map(lax.optimization_barrier, take(rows))
             return jax.tree.map(jnp.add, total, found), ()
 
-        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: rearrange(x, "(parts B) L -> parts B L", parts=count), batch)
         zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
         total, () = lax.scan(add, zero, parts)
     targets = target_count(batch)

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing
@@ -64,23 +65,22 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Arra
         visible = q_document[:, :, None] == document[:, None, :]
         visible &= q_position[:, None] >= jnp.arange(length)
         scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
-        shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        return (), jnp.einsum("bkgqs,bskd->bqgkd", shares, v)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return (), jnp.einsum("bkgqs,bskd->bqgkd", probabilities, v)
 
     def blocks(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+        return rearrange(x, "B (blocks L) ... -> blocks B L ...", L=block)
 
-    position = jnp.arange(length).reshape(-1, block)
+    position = rearrange(jnp.arange(length), "(blocks L) -> blocks L", L=block)
     _, mixed = lax.scan(attend, (), (blocks(q), blocks(document), position))
-    return jnp.moveaxis(mixed, 0, 1).reshape(q.shape)
+    return rearrange(mixed, "blocks B L Q K D -> B (blocks L) Q K D")
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
     """The same by cuDNN's flash attention, whose query heads of one key are neighbours."""
-    rows, length, _, keys, size = q.shape
     same = document[:, None, :, None] == document[:, None, None, :]
-    heads = q.swapaxes(2, 3).reshape(rows, length, -1, size)
+    heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(
         heads, k, v, mask=same, is_causal=True, implementation="cudnn"
     )
-    return mixed.reshape(rows, length, keys, -1, size).swapaxes(2, 3)
+    return rearrange(mixed, "B L (K Q) D -> B L Q K D", K=k.shape[2])
