@@ -221,9 +221,12 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
     return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
 
 
-def rotation(position: jax.Array, d_head: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """The sines and cosines, f32[B, L, D/2], by which `rope` turns what stands at position[B, L]:
-    pair i by the position times max_timescale^(-2i/D).
+@typechecked
+def rotation(
+    position: u32["B/d L"], d_head: int, config: ModelConfig
+) -> tuple[f32["B/d L pairs"], f32["B/d L pairs"]]:
+    """The sines and cosines by which `rope` turns each pair of what stands at a position: pair i of
+    D/2 by the position times max_timescale^(-2i/D).
 
     Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
     Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""
@@ -238,13 +241,22 @@ def rotation(position: jax.Array, d_head: int, config: ModelConfig) -> tuple[jax
     return jnp.sin(angle), jnp.cos(angle)
 
 
-def rope(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + D/2) of x[B, L, ..., D]. Su et al. 2021,
+@typechecked
+def rope(
+    q: bf16["B/d L Q K/t D"],
+    k: bf16["B/d L K/t D"],
+    sin: f32["B/d L pairs"],
+    cos: f32["B/d L pairs"],
+) -> tuple[bf16["B/d L Q K/t D"], bf16["B/d L K/t D"]]:
+    """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
-    over_heads = tuple(range(2, x.ndim - 1))
-    sin, cos = jnp.expand_dims(sin, over_heads), jnp.expand_dims(cos, over_heads)
-    x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+    def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
+        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+    sin, cos = sin[:, :, None], cos[:, :, None]  # the same for all heads
+    return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
 @typechecked
@@ -287,9 +299,8 @@ def decoder(
         q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
-        q = save_for_backward(rope(q, sin, cos))
-        k = save_for_backward(rope(k, sin, cos))
-        v = save_for_backward(v)
+        q, k = rope(q, k, sin, cos)
+        q, k, v = save_for_backward(q), save_for_backward(k), save_for_backward(v)
         mixed, kept = attend(q, k, v, cache)
         mixed = save_for_backward(mixed)
         w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)

@@ -1,5 +1,9 @@
 """Ops that are one fused kernel where a device has it, each with a plain twin that says what it
-computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit."""
+computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit.
+
+A kernel and its twin know no mesh: their type strings are of the part that one device has, so that
+B is its rows and K its heads.
+"""
 
 import math
 
@@ -10,7 +14,7 @@ from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing
 from shardlib.ops import Call, define_op, widening_einsum
-from shardlib.types import Spec
+from shardlib.types import Spec, floating, integer, typechecked
 
 BLOCK = 512  # queries whose scores are there at a time
 
@@ -47,8 +51,13 @@ def attention(
     return (cudnn_attention if on_gpu and fits else plain_attention)(q, k, v, document)
 
 
-def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
-    """q[B, L, Q, K, D], k and v[B, L, K, D], document[B, L] -> [B, L, Q, K, D]."""
+@typechecked
+def plain_attention(
+    q: floating["B L Q K D"],
+    k: floating["B L K D"],
+    v: floating["B L K D"],
+    document: integer["B L"],
+) -> floating["B L Q K D"]:
     length = q.shape[1]
     block = math.gcd(length, BLOCK)
     if block < 64:
@@ -76,7 +85,13 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Arra
     return rearrange(mixed, "blocks B L Q K D -> B (blocks L) Q K D")
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+@typechecked
+def cudnn_attention(
+    q: floating["B L Q K D"],
+    k: floating["B L K D"],
+    v: floating["B L K D"],
+    document: integer["B L"],
+) -> floating["B L Q K D"]:
     """The same by cuDNN's flash attention, whose query heads of one key are neighbours."""
     same = document[:, None, :, None] == document[:, None, None, :]
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")

@@ -157,7 +157,7 @@ class ArrayType(type):
     """The class of the classes that `f32["B/d L"]` and its like make."""
 
     element: "DType"
-    dtype: np.dtype
+    dtype: Any
     spec: Spec
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -172,7 +172,7 @@ class DType:
     """An element type; subscripted with a type string it gives an array type."""
 
     name: str
-    dtype: np.dtype
+    dtype: Any  # NumPy's, or the abstract class of several
 
     def __getitem__(self, text: str) -> ArrayType:
         if not isinstance(text, str):
@@ -194,6 +194,8 @@ bf16 = DType("bf16", np.dtype(jnp.bfloat16))
 i32 = DType("i32", np.dtype(jnp.int32))
 u32 = DType("u32", np.dtype(jnp.uint32))
 bool_ = DType("bool_", np.dtype(jnp.bool_))
+floating = DType("floating", np.floating)  # of any width, for what isn't stored
+integer = DType("integer", np.integer)
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
 Sizes = dict[str, tuple[int, str]]
@@ -267,8 +269,8 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
-    if isinstance(expected, ArrayType) and value.dtype != expected.dtype:
-        return f"the dtype is {value.dtype}, not {expected.dtype}"
+    if isinstance(expected, ArrayType) and not jnp.issubdtype(value.dtype, expected.dtype):
+        return f"the dtype is {value.dtype}, not {expected.element.name}"
     if len(value.shape) != len(spec.dims):
         return f"it has {len(value.shape)} dimensions, the type {len(spec.dims)}"
     if problem := axes_problem(spec):
@@ -329,9 +331,10 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
         return "outside a shard_map no array owes a sum"
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None  # a tracer's layout is not known yet, and a numpy array has none
-    mesh, layout = jax.sharding.get_mesh(), value.sharding
+    layout = value.sharding
     if layout.is_fully_replicated and not spec.axes:
         return None
+    mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         wanted = NamedSharding(mesh, PartitionSpec(*(dim.axes or None for dim in spec.dims)))
         if layout.is_equivalent_to(wanted, value.ndim):
@@ -458,8 +461,9 @@ def type_tree(hint: Any) -> Any:
     return tree
 
 
-def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
-    """Path, type and value of each array of a tree; ShardTypeError if it isn't shaped as `hint`."""
+def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
+    """Checks each array of a tree; returns its path, its type and itself. Raises ShardTypeError
+    where one isn't of its type, or the tree isn't shaped as `hint`."""
     leaves: list[tuple[str, ArrayType, Any]] = []
 
     def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
@@ -471,6 +475,8 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
     except (TypeError, ValueError):
         wanted, found = _name(hint), jax.tree.map(describe, tree)
         raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
+    for path, kind, value in leaves:
+        check(value, kind, path)
     return leaves
 
 
@@ -532,9 +538,6 @@ class _Checked:
         self.name, self.signature = fn.__name__, inspect.signature(fn)
         hints = typing.get_type_hints(fn)
         self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
-        for parameter in self.signature.parameters.values():
-            if parameter.name in self.hints and str(parameter).startswith("*"):
-                raise SpecError(f"{self.name}: `{parameter.name}` takes many, and can't be checked")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """The call's arguments, those annotated checked."""
@@ -542,18 +545,13 @@ class _Checked:
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             if name in self.hints:
-                where = f"argument `{name}` of {self.name}"
-                for path, kind, leaf in typed_leaves(value, self.hints[name], where):
-                    check(leaf, kind, path)
+                check_tree(value, self.hints[name], f"argument `{name}` of {self.name}")
         return bound
 
     def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
         if "return" not in self.hints:
             return []
-        leaves = typed_leaves(result, self.hints["return"], f"the result of {self.name}")
-        for path, kind, leaf in leaves:
-            check(leaf, kind, path)
-        return leaves
+        return check_tree(result, self.hints["return"], f"the result of {self.name}")
 
 
 def typechecked(fn: F) -> F:
