@@ -27,18 +27,6 @@ COLLECTIVES = {
     "ppermute": "permute",
 }
 
-LINEAR_ALGEBRA = (
-    "cholesky",
-    "eig",
-    "eigh",
-    "geqrf",
-    "lu",
-    "qr",
-    "schur",
-    "svd",
-    "triangular_solve",
-)
-
 
 class Equation(NamedTuple):
     """An equation of a jaxpr: what it is, under which names and at which line of the source it
@@ -135,7 +123,7 @@ def _lengths(eqn: JaxprEqn) -> Iterable[int]:
         return [shape[i] for i in numbers.scatter_dims_to_operand_dims]
     if name == "conv_general_dilated":
         return [shape[i] for i in numbers.lhs_spec[1:]]
-    if name in LINEAR_ALGEBRA:
+    if hasattr(jax.lax.linalg, name):
         return shape[-2:]
     if name == "fft":
         return shape[-len(params["fft_lengths"]) :]

@@ -35,20 +35,19 @@ def attention(
     128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in this order, or the
     sequence or the head dimension is split.
     """
-    queries, keys, values, documents = call.operands
+    queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
+    call.require(not queries.unreduced, "pay the sum first")
     rows, length, _, kv_heads, size = queries.dims
-    for spec in keys, values:
-        wanted = Spec((rows, length, kv_heads, size))
-        call.require(spec.dims == wanted.dims, f"keys and values must be `{wanted}`")
-    call.require(documents.dims == (rows, length), f"documents must be `{Spec((rows, length))}`")
-    call.require(call.result.dims == queries.dims, f"the result must be `{queries}`")
     call.require(not length.axes and not size.axes, f"{length} and {size} can't be split")
-    call.require(not any(spec.unreduced for spec in call.operands), "pay the sum first")
+    keys, documents = Spec((rows, length, kv_heads, size)), Spec((rows, length))
+    right = f"{queries}, {keys}, {keys}, {documents} -> {queries}"
+    fits = [*others, call.result] == [keys, keys, documents, queries]
+    call.require(fits, f"for such queries it must be `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     on_gpu = device is not None and device.platform == "gpu"
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
-    return (cudnn_attention if on_gpu and fits else plain_attention)(q, k, v, document)
+    has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
+    return (cudnn_attention if on_gpu and has_kernel else plain_attention)(q, k, v, document)
 
 
 @typechecked

@@ -506,7 +506,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
     Raises UserError where a dimension doesn't split evenly over its axes of the mesh in context,
-    which names the dimension's key in a config, given `keys`; SpecError where it has no size.
+    which names the dimension's key in a config, given `keys`; or where it has no size.
     """
     mesh = mesh_shape()
 
@@ -515,7 +515,10 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
         for dim in kind.spec.dims:
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
             if length is None:
-                raise SpecError(f"{kind}: no size is given for {dim.name}")
+                raise UserError(
+                    f"{kind}: no size is given for {dim.name}; a new dimension goes into "
+                    "DIMENSIONS, with its key in the config"
+                )
             if length % math.prod(mesh[axis] for axis in dim.axes):
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
