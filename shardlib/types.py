@@ -390,33 +390,19 @@ class Mapped:
     """`Mapped[function, Layer]`: a Layer whose arrays have the types that the function makes of
     those declared."""
 
-    def __init__(self, function: Callable[[ArrayType], ArrayType], inner: Any, shown: str = ""):
-        self.function, self.inner = function, inner
-        self.shown = shown or f"Mapped[{function.__name__}, {_name(inner)}]"
-
-    def __class_getitem__(cls, item: tuple[Any, Any]) -> Any:
-        return cls(*item)
-
-    def __repr__(self) -> str:
-        return self.shown
+    def __class_getitem__(cls, item: tuple[Callable[[ArrayType], ArrayType], Any]) -> Any:
+        function, hint = item
+        return jax.tree.map(function, type_tree(hint))
 
 
 class Stacked:
     """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
-        (dim, inner), spec = item, parse_spec(item[0])
+        (dim, hint), spec = item, parse_spec(item[0])
         if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
-
-        def stack(kind: ArrayType) -> ArrayType:
-            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
-
-        return Mapped(stack, inner, f'Stacked["{dim}", {_name(inner)}]')
-
-
-def _name(hint: Any) -> str:
-    return str(getattr(hint, "__name__", hint))
+        return Mapped[lambda kind: array_type(kind.element, parse_spec(f"{dim} {kind.spec}")), hint]
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -432,16 +418,16 @@ def pytree_dataclass(cls: type) -> type:
 
 @functools.cache
 def type_tree(hint: Any) -> Any:
-    """The annotation as a tree with an array type for each array; None if it has no arrays.
+    """The annotation as a tree with an array type for each array, which a Stacked or Mapped one is
+    already; None if it has no arrays.
 
     Raises SpecError where arrays stand among other things, or in something other than an array
-    type, a pytree_dataclass, a Mapped one or a tuple: such an annotation could not be checked. A
+    type, a pytree_dataclass or a tuple: such an annotation could not be checked. A
     tuple may say Any of what isn't to be.
     """
-    if isinstance(hint, ArrayType):
+    leaves = jax.tree.leaves(hint)
+    if leaves and all(isinstance(leaf, ArrayType) for leaf in leaves):
         return hint
-    if isinstance(hint, Mapped):
-        return jax.tree.map(hint.function, type_tree(hint.inner))
     parts: tuple[Any, ...] = typing.get_args(hint)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
@@ -473,7 +459,7 @@ def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, A
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
-        wanted, found = _name(hint), jax.tree.map(describe, tree)
+        wanted, found = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
         raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
     for path, kind, value in leaves:
         check(value, kind, path)
