@@ -106,7 +106,8 @@ def phase(path: str) -> str:
 def _lengths(eqn: JaxprEqn) -> Iterable[int]:
     """The lengths of the dimensions that an equation reduces, cuts, joins, indexes or orders: those
     that its result lacks, and those that its parameters name."""
-    name, params, numbers = eqn.primitive.name, eqn.params, eqn.params.get("dimension_numbers")
+    name, params = eqn.primitive.name, eqn.params
+    numbers: Any = params.get("dimension_numbers")
     taken, made = ([getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars))
     shape = next(iter(taken or made), ())
     if name == "scan":

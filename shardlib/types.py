@@ -402,7 +402,11 @@ class Stacked:
         (dim, hint), spec = item, parse_spec(item[0])
         if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
-        return Mapped[lambda kind: array_type(kind.element, parse_spec(f"{dim} {kind.spec}")), hint]
+
+        def stack(kind: ArrayType) -> ArrayType:
+            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
+
+        return jax.tree.map(stack, type_tree(hint))
 
 
 @typing.dataclass_transform(frozen_default=True)
