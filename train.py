@@ -226,8 +226,8 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
 def rotation(
     position: u32["B/d L"], d_head: int, config: ModelConfig
 ) -> tuple[f32["B/d L half"], f32["B/d L half"]]:
-    """The sines and cosines by which `rope` turns what stands at a position: pair i, of half as
-    many as D, by the position times max_timescale^(-2i/D).
+    """The sines and cosines by which `rope` turns what stands at a position. Of D/2 pairs, pair i
+    turns by the position times max_timescale^(-2i/D).
 
     Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
     Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""

@@ -57,6 +57,7 @@ def plain_attention(
     v: floating["B L K D"],
     document: integer["B L"],
 ) -> floating["B L Q K D"]:
+    """What `attention` computes, whose scores are there for a block of queries at a time."""
     length = q.shape[1]
     block = math.gcd(length, BLOCK)
     if block < 64:

@@ -4,6 +4,7 @@
     f32["M/t/d"]           M is split over t first, then each part over d
     f32["B/d L M {U:t}"]   each device along t holds a partial sum; the value is their total
     f32[""]                a scalar
+    floating["B L"]        of f32 or bf16, as integer["B L"] is of any integers
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
