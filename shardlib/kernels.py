@@ -43,7 +43,7 @@ def attention(
     keys, documents = Spec((rows, length, kv_heads, size)), Spec((rows, length))
     right = f"{queries}, {keys}, {keys}, {documents} -> {queries}"
     fits = [*others, call.result] == [keys, keys, documents, queries]
-    call.require(fits, f"for such queries it must be `{right}`")
+    call.require(fits, f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     on_gpu = device is not None and device.platform == "gpu"
     has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
