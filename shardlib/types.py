@@ -95,10 +95,8 @@ class Spec:
 
 
 _ITEM = re.compile(
-    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+\b)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
-    r"(?=$|[\s,{]|->)"
-    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}"
-    r"|(?P<mark>,|->)",
+    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
+    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}",
     re.ASCII,
 )
 
@@ -107,15 +105,15 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
     """The specs, and the commas and arrows that stand between them."""
     specs, marks = [Spec()], []
     for word in re.finditer(r"\{[^}]*\}?|,|->|((?!->)[^\s,{])+", text):
+        if word[0] in (",", "->"):
+            specs.append(Spec())
+            marks.append(word[0])
+            continue
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None or bool(item["open"]) != bool(item["close"]):
             problem = (
                 "expected a dimension like M, M/t or [V/t], or sums owed like {U:t} or {U:d,t}"
             )
-        elif item["mark"]:
-            specs.append(Spec())
-            marks.append(item["mark"])
-            continue
         elif spec.unreduced:
             problem = "sums owed stand once, at the end"
         else:

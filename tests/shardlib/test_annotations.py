@@ -65,7 +65,9 @@ def unchecked(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef):
             hints = [a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg)]
             is_checked = not CHECKS.isdisjoint(map(name_of, node.decorator_list))
-            if not is_checked and any(map(needs_check, [*hints, node.returns])):
+            local = [a.annotation for a in ast.walk(node) if isinstance(a, ast.AnnAssign)]
+            unseen = any(map(has_string, local))  # nothing looks at a local variable's
+            if unseen or (not is_checked and any(map(needs_check, [*hints, node.returns]))):
                 yield node.name
 
 
@@ -89,3 +91,4 @@ def test_a_hint_that_nothing_checks_is_found():
         assert [*unchecked(ast.parse(f"def f({signature}): ..."))] == ["f"] * is_found, signature
     assert [*unchecked(ast.parse('def f() -> f32[""]: ...'))] == ["f"]
     assert not [*unchecked(ast.parse('@jax.jit\n@typechecked\ndef f(x: f32["N"]): ...'))]
+    assert [*unchecked(ast.parse('@typechecked\ndef f():\n    x: f32["N"] = 1'))] == ["f"]
