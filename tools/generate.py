@@ -247,14 +247,13 @@ class Text:
     def __init__(self, name: str, id_offset: int):
         self.tokenizer = text.Tokenizer(name, id_offset)
         self.is_bytes = name == "bytes_utf8"
-        self.end: int | None = None  # the id of the end of a text
         if self.is_bytes:
-            self.offset, count = 1, 256
+            self.offset, count, end = 1, 256, None
         else:
-            self.offset, count = id_offset, len(self.tokenizer.slow)
-            if self.tokenizer.slow.eos_token_id is not None:
-                self.end = self.tokenizer.slow.eos_token_id + id_offset
+            slow = self.tokenizer.slow
+            self.offset, count, end = id_offset, len(slow), slow.eos_token_id
         self.ids = range(max(1, self.offset), count + self.offset)  # the format reserves 0
+        self.end = None if end is None else end + self.offset  # the id of the end of a text
 
     def encode(self, prompt: str) -> list[int]:
         import pyarrow
