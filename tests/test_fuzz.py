@@ -149,7 +149,9 @@ STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_datase
 
 def starts():
     """The shipped configs, with a dataset that is here."""
-    for path in sorted((ROOT / "configs").glob("*_*.yaml")):
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        if path.stem == "base":
+            continue
         streams = "stream" in path.stem or "fineweb" in path.stem
         data = STREAM if streams else ["flat_tokens.filespec=tokens.zarr"]
         yield [f"--config-name={path.stem}", "paths.model_name=x", *data]
