@@ -165,11 +165,12 @@ class Sampling:
     ids: range  # of these tokens
 
 
-def sample(logits: jax.Array, draws: jax.Array, how: Sampling) -> jax.Array:
-    """For logits f32[B, N] a place i32[B] each: the likeliest first, that at which the sum of their
-    probabilities reaches the draw, f32[B] from above 0 to 1. Top-p keeps those before which there
-    is less than that: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, section 3.1. It is
-    taken of what top-k keeps."""
+@typechecked
+def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]:
+    """Chooses a place in each row: the likeliest first, that at which the sum of the probabilities
+    reaches the draw, which is above 0 and at most 1. Top-p keeps the places before which the sum is
+    less than that: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, section 3.1. It is taken
+    of what top-k keeps."""
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     falling, places = lax.top_k(logits, logits.shape[-1])
@@ -211,7 +212,7 @@ def generate(
     how: Sampling,
     config: train.Config,
 ) -> Iterator[jax.Array]:
-    """The next so many ids, each u32[rows, 1], of as many texts that begin with the prompt, and of
+    """Yields the next ids, u32[rows, 1], of so many texts that begin with the prompt, and of some
     more where d doesn't divide `samples`."""
     rows = multiple(samples, mesh_shape()["d"])
     inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
@@ -309,7 +310,7 @@ def evaluate(
     by: Text | None,
     config: train.Config,
 ) -> str:
-    """A line that says how well the model predicts a split, or its first batches."""
+    """Says in a line how well the model predicts a split, or its first batches."""
     check_ids(data.name, data.max_token_id, config)
     tokens = config.training.tokens
     rows = multiple(tokens.batch, mesh_shape()["d"])
@@ -390,7 +391,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """A type for argparse: a number, with bounds that are allowed."""
+    """A type for argparse: a number from `low` to `high`."""
 
     def number(written: str) -> Any:
         if not low <= (value := kind(written)) <= high:
