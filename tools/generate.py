@@ -425,7 +425,7 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--evaluate", metavar="DATASET", help="flat tokens: the loss of its validation split")
     add("--batches", type=count, help="so many of the split, from its start; all by default")
-    add("--mesh", type=mesh, default="d=1,t=1", help="simulated where there are only CPUs")
+    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
     add("--tokenizer", help="its name, if the dataset doesn't say by which it was made")
     add("--id-offset", type=int, default=0, help="the same")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
