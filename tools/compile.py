@@ -1,6 +1,6 @@
 """Compiles a config's training step ahead of time, and says whether it fits.
 
-    python -m tools.compile --config-name=c4_tpux8_270m topology=v5e:2x4
+    python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
     python -m tools.compile --config-name=c4_h100x8_1b mesh.d=256 topology=v5p:8x8x4
     python -m tools.compile --config-name=local_test_synthetic
 
