@@ -5,8 +5,9 @@
 
 Export takes the newest complete checkpoint, or the one named. It keeps all bits of the weights,
 unless --dtype=bfloat16 rounds them. config.json comes last: without it, a folder is unfinished.
-Both embeddings, or a file of weights, up to 4 GB, must fit into memory. A tokenizer that belongs to
-the model is saved beside it by transformers' own `save_pretrained`.
+A file of weights, 4 GB, with the layers that a chunk of the checkpoint spans, must fit into memory,
+and so must both embeddings. A tokenizer that belongs to the model is saved beside it by
+transformers' own `save_pretrained`.
 
 Import takes Llamas, and Mistrals without a sliding window, from a folder that `hf download` made
 with their safetensors, a tensor at a time. It prints the section `model` that a config needs for a
@@ -219,7 +220,7 @@ def write_weights(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max(SHARD_BYTES, *nbytes.values()),
     )
-    pairs = iter(tqdm(zip(wanted, values, strict=True), unit=" tensors", disable=None))
+    pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
     for file, names in files.filename_to_tensors.items():
         part = {
             tensor.name: tensor.to_theirs(value).astype(dtype, order="C", copy=False)
@@ -251,8 +252,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
     except DamageError as error:
         raise UserError(f"{source.path} is damaged: {error}") from None
     config = llama_config(model, length, id_offset)
-    rope = config["rope_parameters"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    rope = dict(config["rope_parameters"])
     config |= {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -261,8 +261,8 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
         "dtype": dtype,
         # By the names of transformers 4, which other programs read.
         "torch_dtype": dtype,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling if model.rope_scaling else None,
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope if model.rope_scaling else None,
     }
     unfinished = folder / "config.json.unfinished"
     unfinished.write_text(json.dumps(config, indent=2) + "\n")
