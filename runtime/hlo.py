@@ -12,9 +12,6 @@ import jax
 from shardlib.audit import phase
 from shardlib.ops import SCOPE
 
-COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
-INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
-
 # Parts of an op_name that say how JAX got there, not what the source does.
 MACHINERY = re.compile(
     r"shard_map|(transpose\()?jvp\(\)+|while|body|cond|closed_call|eval_jaxpr|"

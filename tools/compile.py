@@ -21,7 +21,6 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 import train
-from runtime import hlo
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
@@ -66,6 +65,8 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
 
 # --- What is sent beside compute ------------------------------------------------------------------
 
+COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
+INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
 CYCLES = 1000  # a microsecond, or somewhat less
 
 
@@ -84,9 +85,9 @@ def sent(text: str) -> list[Sent]:
     calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
     computation = ""
     for line in text.splitlines():
-        if match := hlo.COMPUTATION.match(line):
+        if match := COMPUTATION.match(line):
             computation = "" if line.startswith("ENTRY") else match[1]
-        elif match := hlo.INSTRUCTION.match(line):
+        elif match := INSTRUCTION.match(line):
             calls[computation].append(match)
 
     def array(call: re.Match[str]) -> tuple[int, int] | None:
