@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import optax
 
 import train
+from data.loader import TokenBatch
 from data.sources import open_batches
 from runtime.run import compile_step
 from shardlib.devices import make_mesh, simulate_cpu_devices
+from shardlib.types import make_shardings
 from tests.helpers import compose_config, starts_of
 
 CONFIG = compose_config("local_test_synthetic", "paths.model_name=none")
@@ -97,9 +99,9 @@ def ours(axes, host_batch):
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):
         if host_batch is None:
-            loader, _ = open_batches(config, train.check_sizes(config))
+            loader, _ = open_batches(config, train.dimensions(config))
             host_batch = jax.device_get(loader.load(0))
-        shardings = train.make_shardings(train.TokenBatch)
+        shardings = make_shardings(TokenBatch)
         batch = jax.device_put(host_batch, shardings)
         state = [train.init_state(config)]
         weights = jax.device_get(state[0].weights)
