@@ -41,6 +41,8 @@ def names(path: str) -> list[str]:
             found = store.ls(inner, detail=False)
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise OSError("a file is in its way") from error
     if found == [inner]:
         raise NotADirectoryError(f"{path} is a file, not a folder")
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
