@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import runtime.checkpoint
-from runtime import storage
 from runtime.checkpoint import (
     CHUNK_BYTES,
     CheckpointError,
@@ -348,31 +347,6 @@ def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
         other.config(Whole)
 
 
-def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
-    def removed_by_half(path):
-        shutil.rmtree(f"{path}/embed")
-        raise OSError("killed")
-
-    with jax.set_mesh(mesh(4, 2)):
-        policy = CheckpointsConfig("", 2, 10, True)
-        tree, first = on_mesh(values()), opened(tmp_path, policy=policy)
-        for step in 10, 11, 12:
-            written(first, step, tree)
-        with monkeypatch.context() as patched:
-            patched.setattr(storage, "remove", removed_by_half)
-            written(first, 13, tree)
-        half = tmp_path / f"00000011.{first.start}"
-        assert not (half / "embed").exists() and (half / "gain").exists()
-        assert opened(half).newest_step == 0
-        unfinished = shutil.copytree(tmp_path / f"00000013.{first.start}", tmp_path / "00000009.1")
-        del zarr.open_group(unfinished).attrs["write_completed"]
-        second = opened(tmp_path, policy=policy)
-        written(second, 14, tree)
-    left = ["00000009.1", f"00000010.{first.start}", f"00000013.{first.start}"]
-    left.append(f"00000014.{second.start}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
 OTHERS = {
     "another format": {"format": 2},
     "another number in the model's config": {"config": "model: {size: small, rope: 50}\n"},
@@ -393,23 +367,38 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
     golden.check("checkpoints.txt", case, str(error.value))
 
 
-@pytest.mark.parametrize("change", ["cut short", "missing"])
+DESCRIPTIONS = {
+    "cut short": (lambda text: text[:40], "its description can't be read: "),
+    "missing": (None, "its description can't be read: "),
+    "of another shape": (lambda text: text.replace("24", "25"), "its description isn't what was"),
+    "of chunks elsewhere": (
+        lambda text: text.replace('"separator": "/"', '"separator": "."'),
+        "chunk 0.0.0 can't be read: it is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DESCRIPTIONS)
 def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path, capsys):
-    with jax.set_mesh(mesh(4, 2)):
+    damaged, problem = DESCRIPTIONS[change]
+    with jax.set_mesh(mesh(1, 1)):
         file = save(tmp_path) / "layers/w/zarr.json"
-        if change == "missing":
-            file.unlink()
+        text = file.read_text()
+        if damaged:
+            file.write_text(damaged(text))
+            assert file.read_text() != text
         else:
-            file.write_text(file.read_text()[:40])
+            file.unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
-    assert "is damaged: layers/w: its description can't be read" in capsys.readouterr().err
+    assert f"is damaged: layers/w: {problem}" in capsys.readouterr().err
 
 
 ATTRIBUTES = {
     "cut short": lambda text: text[: len(text) // 2],
     "under another key": lambda text: text.replace('"attributes"', '"at4ributes"'),
     "of a group of another kind": lambda text: text.replace('"group"', '"grouq"'),
+    "with its mark under another key": lambda text: text.replace('"write_comp', '"vrite_comp'),
     "with another number": lambda text: text.replace('"hosts": 1', '"hosts": 3'),
 }
 
