@@ -193,8 +193,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} {problem}") from None
 
     def check(self, model: Any, arrays: dict[str, Any], prefix: str, cure: str) -> None:
-        """Raises CheckpointError, which ends with a cure, unless the section `model` of its config
-        has all of `model`, and its arrays under a prefix are as `entries` describes `arrays`."""
+        """Compares with the keys of a config's section `model`, which may be none, and with what
+        `entries` says of arrays, those under a prefix. Raises CheckpointError, which names the
+        first difference and a cure."""
         there, found = OmegaConf.create(self.about["config"]).model, self.about["arrays"]
         pairs = [(f"model.{key}", there.get(key), model[key]) for key in model]
         for name in dict.fromkeys([*arrays, *found]):
@@ -210,8 +211,8 @@ class Checkpoint:
         return storage.open_group(self.path)
 
     def array(self, name: str) -> zarr.Array:
-        """As the manifest describes it. Raises DamageError if it isn't, and OSError where the store
-        can't be had."""
+        """Raises DamageError unless it is described as in the manifest, and OSError where the store
+        doesn't say."""
         entry = self.about["arrays"][name]
         with storage.opening(self.path):
             try:
@@ -226,8 +227,9 @@ class Checkpoint:
         return array
 
     def read(self, array: zarr.Array, index: Any = ()) -> np.ndarray:
-        """A part of an array, as `storage.read`; an OSError names the checkpoint."""
-        with storage.opening(self.path):  # it may be whole, and readable again soon
+        """A part of an array, as `storage.read` has it. An OSError names the checkpoint, which may
+        be whole, and readable again soon."""
+        with storage.opening(self.path):
             return storage.read(array, index)
 
 
@@ -381,8 +383,8 @@ class Checkpoints:
         return about
 
     def _remove_old(self, written: int) -> None:
-        """What isn't to be kept, and what was left by a removal that was cut off. Later steps than
-        the one just written are of checkpoints that were damaged: they don't count, and stay."""
+        """Removes what isn't to be kept, and what a removal that was cut off has left. Later steps
+        than the one just written are of damaged checkpoints: they don't count, and stay."""
         last, every = self.policy.keep_last, self.policy.keep_every
         if not last:
             return
@@ -451,8 +453,8 @@ class Checkpoints:
         return about["positions"][jax.process_index()]
 
     def check_model(self, prefix: str = "") -> None:
-        """Raises CheckpointError if the newest checkpoint is another model's, going by its arrays
-        under a prefix, and DamageError if it doesn't say."""
+        """Raises CheckpointError if the newest checkpoint, or what it has under a prefix, is of
+        another model, and DamageError if what tells is damaged."""
         if not prefix and all(name.startswith("weights/") for name in self.found.about["arrays"]):
             raise CheckpointError(
                 f"{self.newest} has weights alone: a new run starts from them by paths.clone_from, "
