@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from data.loader import Batches, TokenBatch
@@ -187,6 +188,7 @@ class Weights:
     unembed: f32["V/t M/d"]
 
 
+@typechecked
 def init_weights(config: Config) -> Weights:
     """Gains, whose names end in norm, are one; the rest is normal, with deviation 1/sqrt(fan-in).
     The projections that add to the residual stream are scaled down by the root of the number of
@@ -220,9 +222,12 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
     return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
 
 
-def rotation(position: jax.Array, d_head: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """The sines and cosines, f32[B, L, D/2], by which `rope` turns what stands at position[B, L]:
-    pair i by the position times max_timescale^(-2i/D).
+@typechecked
+def rotation(
+    position: u32["B/d L"], d_head: int, config: ModelConfig
+) -> tuple[f32["B/d L half"], f32["B/d L half"]]:
+    """The sines and cosines by which `rope` turns what stands at a position. Of D/2 pairs, pair i
+    turns by the position times max_timescale^(-2i/D).
 
     Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
     Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""
@@ -237,13 +242,19 @@ def rotation(position: jax.Array, d_head: int, config: ModelConfig) -> tuple[jax
     return jnp.sin(angle), jnp.cos(angle)
 
 
-def rope(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + D/2) of x[B, L, ..., D]. Su et al. 2021,
+@typechecked
+def rope(
+    q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], sin: f32["B/d L half"], cos: f32["B/d L half"]
+) -> tuple[bf16["B/d L Q K/t D"], bf16["B/d L K/t D"]]:
+    """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
-    over_heads = tuple(range(2, x.ndim - 1))
-    sin, cos = jnp.expand_dims(sin, over_heads), jnp.expand_dims(cos, over_heads)
-    x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+    def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
+        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+    sin, cos = sin[:, :, None], cos[:, :, None]  # the same for all heads
+    return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
 @typechecked
@@ -286,8 +297,9 @@ def decoder(
         q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
-        q = save_for_backward(rope(q, sin, cos))
-        k = save_for_backward(rope(k, sin, cos))
+        q, k = rope(q, k, sin, cos)
+        q = save_for_backward(q)
+        k = save_for_backward(k)
         v = save_for_backward(v)
         mixed, kept = attend(q, k, v, cache)
         mixed = save_for_backward(mixed)
@@ -395,12 +407,14 @@ class Metrics:
     norms: f32["N"]  # those that `norm_names` names; none without metrics.norms_interval
 
 
+@typechecked
 def fresh_state(weights: Weights) -> State:
     """Step 0 with these weights and zero moments."""
     zeros = jax.tree.map(jnp.zeros_like, weights)
     return State(jnp.uint32(0), weights, zeros, zeros)
 
 
+@typechecked
 def init_state(config: Config) -> State:
     """The same on any mesh."""
     make = jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=make_shardings(State))
@@ -430,12 +444,12 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
         total = take(batch)
     else:
 
-        def add(total: Any, rows: TokenBatch) -> tuple[Any, tuple[()]]:
+        def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
             # The barrier keeps the TPU's compiler (libtpu 0.0.50) from crashing.
             found = jax.tree.map(lax.optimization_barrier, take(rows))
             return jax.tree.map(jnp.add, total, found), ()
 
-        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: rearrange(x, "(parts B) L -> parts B L", parts=count), batch)
         zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
         total, () = lax.scan(add, zero, parts)
     targets = target_count(batch)
@@ -482,14 +496,11 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
 def norm_names(config: Config) -> list[str]:
     """Of `Metrics.norms`: of the gradients before they are clipped, the weights and the updates,
     each tensor's, and each layer's of those that are stacked."""
-    kinds = named(type_tree(Weights))
-    stacked = {name for name, kind in kinds.items() if kind.spec.dims[0].name == "layers"}
-    return [
-        f"{what}_norm/{name}" + f"/{i}" * (name in stacked)
-        for what in ("grad", "weight", "update")
-        for name in kinds
-        for i in range(config.model.layers if name in stacked else 1)
-    ]
+    names = []
+    for name, kind in named(type_tree(Weights)).items():
+        stacked = kind.spec.dims[0].name == "layers"
+        names += [f"{name}/{i}" for i in range(config.model.layers)] if stacked else [name]
+    return [f"{what}_norm/{name}" for what in ("grad", "weight", "update") for name in names]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -556,6 +567,7 @@ def step_flops(config: Config) -> tuple[int, int]:
     return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
 
 
+@typechecked
 def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
     """The mean of the losses of the split's first batches, the same ones each time."""
     count = config.training.validation_batches
@@ -578,16 +590,24 @@ def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[S
     return state, f"resumed at step {source.newest_step} from {source.newest}"
 
 
-def begin(config: Config, data: Batches, run: Run) -> tuple[Any, State, Checkpoints] | None:
-    """What `train` starts with: the compiled step, the state and the run's checkpoints. None if all
-    steps are done."""
+@typechecked
+def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
+    """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
+    grads = named(gradients(weights, batch, config))
+    bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
+    found = ", ".join(bad) or "none, with the weights of now"
+    return f"gradients that are not finite: {found}; {origin}"
+
+
+def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> None:
+    """Trains to the last step, or until a signal says to stop."""
     hyper = config.training
     told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
     saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
     if saved.newest_step >= hyper.steps:
         saved.check_model()
         run.say_complete(saved.newest_step)
-        return None
+        return
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, saved, data)
     run.begin(
@@ -600,30 +620,8 @@ def begin(config: Config, data: Batches, run: Run) -> tuple[Any, State, Checkpoi
         vectors={"norms": norm_names(config)},
         origin=origin,
     )
-    return step_once, state, saved
 
-
-def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
-    """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
-    grads = named(gradients(weights, batch, config))
-    bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
-    found = ", ".join(bad) or "none, with the weights of now"
-    return f"gradients that are not finite: {found}; {origin}"
-
-
-def train(
-    config: Config,
-    step_once: Callable[[State, TokenBatch], tuple[State, Metrics]],
-    state: State,
-    saved: Checkpoints,
-    data: Batches,
-    held_out: Batches | None,
-    run: Run,
-) -> None:
-    """Trains to the last step, or until a signal says to stop."""
-    hyper = config.training
-
-    def explain(step: int, batch: TokenBatch) -> str:
+    def explain(step: int, batch: Any) -> str:
         saved.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
@@ -651,8 +649,7 @@ def main(config: Config) -> int:
         data, held_out = open_batches(config, sizes)
     cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
     with jax.set_mesh(mesh), run:
-        if begun := begin(config, data, run):
-            train(config, *begun, data, held_out, run)
+        train(config, data, held_out, run)
         return run.end()
 
 

@@ -3,7 +3,8 @@
 from mypy.plugin import AnalyzeTypeContext, Plugin
 from mypy.types import AnyType, Type, TypeOfAny
 
-ARRAYS = {f"shardlib.types.{name}" for name in ("f32", "bf16", "i32", "u32", "bool_")}
+NAMES = ("f32", "bf16", "i32", "u32", "bool_", "floating", "integer")
+ARRAYS = {f"shardlib.types.{name}" for name in NAMES}
 
 
 def array(_: AnalyzeTypeContext) -> Type:

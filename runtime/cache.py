@@ -11,8 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+from omegaconf import OmegaConf
 
-from runtime.config import by_key
+from runtime.config import flat
 
 
 def cache_folder(root: str) -> pathlib.Path:
@@ -48,7 +49,8 @@ def unless_passed_before(root: str, config: Any, check: Callable[[], object]) ->
         for file in sorted(files)
         if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
     ]
-    given = {key: value for key, value in by_key(config).items() if not key.startswith("paths.")}
+    values = flat(OmegaConf.structured(config))
+    given = {key: value for key, value in values.items() if not key.startswith("paths.")}
     here = repr((given, version("jax"), sys.version)).encode()
     digest = hashlib.sha256(b"".join([here, *texts])).hexdigest()
     mark = cache_folder(root) / f"checked-{digest}"

@@ -85,10 +85,10 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def by_key(config: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a typed config by their keys with dots."""
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a config of OmegaConf's by their keys with dots."""
     values: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        inner = dataclasses.is_dataclass(value)
-        values |= by_key(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    for name, value in tree.items():
+        inner = hasattr(value, "items")
+        values |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return values

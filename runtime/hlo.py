@@ -32,25 +32,9 @@ def describe(op_name: str) -> str:
 
 
 def op_names(hlo: str) -> dict[str, str]:
-    """Instruction -> its op_name, the path of JAX's scopes that led to it.
-
-    A fusion without one takes one from its body: the last that has a type string, or the last.
-    """
-    names: dict[str, str] = {}
-    bodies: dict[str, str] = {}
-    fusions: dict[str, str] = {}
-    computation = ""
-    for line in hlo.splitlines():
-        if match := COMPUTATION.match(line):
-            computation = match[1]
-        elif match := INSTRUCTION.match(line):
-            if found := re.search(r'op_name="([^"]*)"', match[4]):
-                names[match[1]] = found[1]
-                if SCOPE.search(found[1]) or not SCOPE.search(bodies.get(computation, "")):
-                    bodies[computation] = found[1]
-            elif found := re.search(r"calls=%([\w.-]+)", match[4]):
-                fusions[match[1]] = found[1]
-    return {name: bodies[body] for name, body in fusions.items() if body in bodies} | names
+    """Instruction -> its op_name, the path of JAX's scopes that led to it. Fusions that XLA makes
+    of conversions have none."""
+    return dict(re.findall(r'^ +(?:ROOT )?%(\S+) = .*op_name="([^"]*)"', hlo, re.MULTILINE))
 
 
 def start_profile(folder: pathlib.Path, session: str) -> None:

@@ -54,7 +54,7 @@ def program(
 
     def typed(composed: DictConfig, given: Any) -> C:
         if given.job.config_name == "base":
-            raise UserError(f"choose a config by --config-name=: {_names(folder)}")
+            raise UserError(f"choose a config by --config-name=: {', '.join(_names(folder))}")
         merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
         return cast(C, OmegaConf.to_object(merged))
 
@@ -79,31 +79,26 @@ def program(
                     raise UserError(job + _message(error, schema, folder)) from error
                 if not found:  # with --help
                     return
-                if found[0][1].mode != RunMode.MULTIRUN:
-                    if code := function(configs[0]):
-                        sys.exit(code)
-                    return
-                module = sys.modules["__main__"].__spec__
-                here = function.__module__
-                jobs = []
-                for number, (composed, given) in enumerate(found):
-                    jobs.append([f"--config-name={given.job.config_name}", *given.overrides.task])
-                    if names:
-                        jobs[-1].append(f"{names}='{OmegaConf.select(composed, names)}/{number}'")
-                _sweep(module.name if module and here == "__main__" else here, jobs)
+                if found[0][1].mode == RunMode.MULTIRUN:
+                    _sweep(found, names)
+                elif code := function(configs[0]):
+                    sys.exit(code)
 
         return main
 
     return decorate
 
 
-def _sweep(module: str, jobs: list[list[str]]) -> None:
-    """Runs a program with the arguments of each job. One that is stopped stops the sweep; one that
-    fails doesn't."""
-    failed = []
-    for number, arguments in enumerate(jobs):
+def _sweep(found: list[tuple[DictConfig, Any]], names: str) -> None:
+    """Runs this program for each config. A run that is stopped stops the sweep; one that fails
+    doesn't."""
+    program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
+    for number, (composed, given) in enumerate(found):
+        arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
+        if names:
+            arguments.append(f"{names}='{OmegaConf.select(composed, names)}/{number}'")
         print(f"job {number}: {' '.join(arguments)}", flush=True)
-        with subprocess.Popen([sys.executable, "-m", module, *arguments]) as process:
+        with subprocess.Popen([*program, *arguments]) as process:
             signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to both processes
             signal.signal(signal.SIGTERM, lambda *_: process.terminate())
             code = process.wait()
@@ -112,12 +107,13 @@ def _sweep(module: str, jobs: list[list[str]]) -> None:
         if code:
             failed.append(str(number))
     if failed:
-        raise UserError(f"of {len(jobs)} jobs, these failed: {', '.join(failed)}")
+        raise UserError(f"of {len(found)} jobs, these failed: {', '.join(failed)}")
 
 
-def _names(folder: str) -> str:
+def _names(folder: str) -> list[str]:
+    """The configs in a folder that a run may name."""
     files = (ROOT / folder).glob("*.yaml")
-    return ", ".join(sorted(file.stem for file in files if file.stem != "base"))
+    return sorted(file.stem for file in files if file.stem != "base")
 
 
 def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
@@ -130,50 +126,30 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
+    """What is wrong with a config, in a line: the key, and what to write instead."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        name = str(error.missing_cfg_file)
-        there = ", ".join(error.options) if error.options else _names(folder)
-        close = difflib.get_close_matches(name.rpartition("/")[2], there.split(", "))
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        return f"no config {name}; {hint}there are {there}"
+        name, there = error.missing_cfg_file, error.options or _names(folder)
+        meant = difflib.get_close_matches(name.rpartition("/")[2], there)
+        hint = f"did you mean {' or '.join(meant)}? " if meant else ""
+        return f"no config {name}; {hint}there are {', '.join(there)}"
+    if isinstance(error, OverrideParseException):
+        return f"can't read {error.override}: {' '.join(str(error).split())}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
+    key, known = getattr(cause, "full_key", None) or "", list(_keys(schema))
+    section, _, last = key.rpartition(".")
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is missing: add {key}=..."
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        section, _, last = str(key).rpartition(".")
-        sections = {known: known.rpartition(".")[0] for known in _keys(schema)}
-        names = {known: known.rpartition(".")[2] for known in sections}
-        if key in sections:
-            return f"{key}: in this config {section} is null"
-        siblings = [known for known in sections if sections[known] == section]
-        if not siblings and section in sections:
+    if any(name.startswith(f"{key}.") for name in known):
+        return f"{key} is a section: set {key}.KEY=..."
+    if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if key in known:
+            return f"{key}: {section} is null in this config"
+        if section in known and not any(name.startswith(f"{section}.") for name in known):
             return f"unknown key {key}; to add it to {section}, write +{key}=..."
-        for known in [k for k in names if names[k] == last], siblings, list(names):
-            close = difflib.get_close_matches(last, [names[name] for name in known])
-            if meant := [name for name in known if names[name] in close]:
-                return f"unknown key {key}; did you mean {' or '.join(meant)}?"
-        return f"unknown key {key}; there are {', '.join(siblings)}"
-    if isinstance(error, OverrideParseException):
-        return (
-            f"can't read {error.override}; an override is KEY=VALUE without spaces around the =, "
-            "and a value with special signs is in quotes within the shell's quotes"
-        )
-    if group := re.match(r"Could not override '([^']*)'. No match", str(error)):
-        return f"this config isn't made of parts, so {group[1]}= has nothing to choose"
-    if "Config group override must be" in str(error):
-        for part in (argument.partition("=")[0] for argument in sys.argv[1:]):
-            if part and (ROOT / folder / part).is_dir():
-                return f"{part}= chooses a file in {folder}/{part}; its keys are {part}.KEY=..."
-    problem = str(cause).split("\n    ")[0]
-    if re.search(r"not Optional|'None'|NoneType", problem):
-        return f"{key} can't be null"
-    if kind := re.search(r"is not a subclass of (\w+)", problem):  # it may name nothing else
-        hints = typing.get_type_hints(schema).items()
-        key = key or next((name for name, hint in hints if kind[1] in str(hint)), None)
-    if key and re.search(r"is not a (subclass|ListConfig)|Cannot merge", problem):
-        inner = any(known.startswith(f"{key}.") for known in _keys(schema))
-        return f"{key} is a " + (f"section: set {key}.KEY=..." if inner else f"list: {key}=[...]")
+        meant = [name for name in known if name.rpartition(".")[2] == last]
+        meant = meant or difflib.get_close_matches(key, known)
+        return f"unknown key {key}" + (f"; did you mean {' or '.join(meant)}?" if meant else "")
+    problem = " ".join(str(cause).split("\n    ")[0].split())
     return f"{key}: {problem}" if key else problem

@@ -4,11 +4,11 @@ all that may end it."""
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import functools
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import platform
 import shlex
@@ -25,16 +25,9 @@ from omegaconf import MISSING, OmegaConf
 
 from runtime import cache, hlo
 from runtime.checkpoint import CheckpointsConfig
-from runtime.config import (
-    ROOT,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-)
+from runtime.config import ROOT, Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, flat
 from runtime.sinks import DESTINATIONS, Row, check_destinations, json_lines
-from runtime.supervise import Lease, LeaseError, Stop, Watchdog
+from runtime.supervise import Stop, locked
 from shardlib import devices
 from shardlib.errors import UserError
 
@@ -116,18 +109,31 @@ def compile_step(
     return lowered.compile(compiler_options=options | more)
 
 
-class MetricsError(UserError):
-    """An earlier metrics.jsonl that can't be read."""
-
-
-class NotFiniteError(UserError):
-    """A loss or gradient that is no number, more often than the config allows."""
-
-
 def due(interval: int, step: int, steps: int) -> bool:
     """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
     it is never due."""
     return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
+
+
+def replace(file: pathlib.Path, text: str) -> None:
+    """Writes a file anew, so that whoever is killed here leaves the old one."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.replace(file)
+
+
+def rows_before(metrics: pathlib.Path, step: int) -> Iterator[str]:
+    """The lines of a metrics.jsonl up to the first of `step`, or of a later one, or one cut short.
+    Raises UserError for one that can't be read."""
+    for number, line in enumerate(metrics.read_text().splitlines(keepends=True), 1):
+        try:
+            if not line.endswith("\n") or json.loads(line)["step"] >= step:
+                return
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"{metrics}, line {number} is no row of metrics; mend it, or move it away"
+            ) from None
+        yield line
 
 
 class Log:
@@ -140,53 +146,30 @@ class Log:
         self.on_terminal, self.shows = sys.stdout.isatty(), False
 
     def open(self, config: str, first_step: int) -> None:
-        """Before `first_step`: writes the config and what else the run depends on, says what has
-        changed in the config, and keeps the metrics of the steps before.
-
-        Those of later steps, done after the checkpoint by an earlier start of the run, are cut off.
-        A run from step 0 sets all earlier metrics aside, as `metrics.<time>.jsonl`. Raises
-        MetricsError for one that it can't read.
-        """
+        """Writes the config and what else the run depends on, and says what has changed in the
+        config. Keeps the metrics of the steps before `first_step`: later ones, which an earlier
+        start did after the checkpoint, are cut off. A run from step 0 sets all earlier metrics
+        aside, as `metrics.<time>.jsonl`. Raises UserError for metrics that it can't read."""
         if not self.first_host:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        metrics = self.folder / "metrics.jsonl"
+        metrics, earlier = self.folder / "metrics.jsonl", self.folder / "config.yaml"
         if metrics.exists() and first_step == 0:
             kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
             metrics.rename(kept_as)
             self.say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
-        metrics.touch()
-        kept = 0
-        for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):  # the last row, cut short
-                break
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, TypeError, KeyError):
-                where = f"{metrics}, line {number}"
-                raise MetricsError(
-                    f"{where} is no row of metrics; mend it, or move it away"
-                ) from None
-            if step >= first_step:
-                break
-            kept += len(line)
-        os.truncate(metrics, kept)
-        earlier = self.folder / "config.yaml"
+        if metrics.exists():
+            replace(metrics, "".join(rows_before(metrics, first_step)))
         if first_step and earlier.exists():
-            before, now = (flat(OmegaConf.create(c)) for c in (earlier.read_text(), config))
+            before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
             for key in sorted({*before, *now}):
-                if before.get(key) != now.get(key):
-                    self.say(
-                        f"changed since the last start: {key}={now.get(key)}, before "
-                        f"{before.get(key)}"
-                    )
-        part = self.folder / "config.yaml.part"  # a start that is killed here leaves the one before
-        part.write_text(config)
-        part.rename(earlier)
+                if (value := now.get(key)) != (other := before.get(key)):
+                    self.say(f"changed since the last start: {key}={value}, before {other}")
+        replace(earlier, config)
         with (self.folder / "starts.jsonl").open("a") as starts:
             starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
-        made = [json_lines, *(DESTINATIONS[name] for name in self.to)]
-        self.destinations = [make(self.folder, first_step, config) for make in made]
+        makers = [json_lines, *(DESTINATIONS[name] for name in self.to)]
+        self.destinations = [make(self.folder, first_step, config) for make in makers]
 
     def write(self, row: Row) -> None:
         """Appends a row to the metrics."""
@@ -234,13 +217,10 @@ class Run:
         check_destinations(config.metrics.to)  # of this machine: who reads a config needs none
         self.config, self.name = config, config.paths.model_name
         self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
-        host = jax.process_index()
         self.output = Log(self.folder, config.metrics.to)
         self.say = self.output.say
-        self.profile = self.folder / f"profile/host_{host}"
-        self.stop, self.lease = Stop(), Lease(self.folder, host == 0)
-        hangs = self.folder / f"hang.host_{host}.txt"
-        self.watchdog = Watchdog(config.hang_timeout_seconds, config.hang_ends, hangs)
+        self.profile = self.folder / f"profile/host_{jax.process_index()}"
+        self.stop = Stop()
         self.stopping = self.last = self.profiling = False
         self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
         self.seconds: list[float] = []  # of each step
@@ -250,7 +230,9 @@ class Run:
         cache.use_cache(self.config.paths.root_working_dir)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.stop)
-            stack.enter_context(self.lease)
+            if self.output.first_host:
+                stack.enter_context(locked(self.folder))
+            stack.callback(faulthandler.cancel_dump_traceback_later)
             self.held = stack.pop_all()
         return self
 
@@ -298,7 +280,6 @@ class Run:
             self.say(origin)
         if self.config.hlo_svg:
             self.say(f"drew {hlo.draw(self.compile_again, self.folder / 'step')}")
-        self.held.enter_context(self.watchdog)
 
     def say_complete(self, steps: int) -> None:
         """Says that all steps are done already."""
@@ -310,8 +291,10 @@ class Run:
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
         """Around the call of a step's program, for whose batch the loop has waited so many seconds:
-        they are part of the step's time."""
-        self.watchdog.beat()
+        they are part of the step's time. Where the next one isn't begun within
+        hang_timeout_seconds, the stacks of all threads go to standard error."""
+        if seconds := self.config.hang_timeout_seconds:
+            faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
         if self.config.profile and step == self.profiled[0]:
             self.flush()
             hlo.start_profile(self.profile, f"steps_{step}_to_{self.profiled[-1]}")
@@ -359,14 +342,15 @@ class Run:
 
     def flush(self) -> None:
         """Writes the row of the last step, if it isn't written yet, so that the time until the next
-        step is not in that one's. Raises NotFiniteError after too many updates in a row that were
+        step is not in that one's. Raises UserError after too many updates in a row that were
         left out."""
         if self.row:
             self.settle()
             row, self.row = self.row, {}
             self._write(row)
         if self.last:
-            self.watchdog.end()  # what follows, a save, may take longer than a step
+            # What follows, a save, may take longer than a step.
+            faulthandler.cancel_dump_traceback_later()
 
     def _write(self, row: Row) -> None:
         self.output.write(row)
@@ -376,7 +360,7 @@ class Run:
             loss, norm = row["loss"], row["grad_norm"]
             found = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
-                raise NotFiniteError(
+                raise UserError(
                     f"{found}; {self.explain()}. No checkpoint has it. training.skip_steps leaves "
                     "batches out, training.max_skipped_updates lets some be"
                 )
@@ -384,9 +368,7 @@ class Run:
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after a step: by the interval, a signal, or the run's end.
-        To be called once a step. Raises LeaseError if another run has taken the folder over."""
-        if self.lease.lost():
-            raise LeaseError(f"{self.folder} was taken over by another run")
+        To be called once a step."""
         self.done, self.stopping = step + 1, self.stop.after(step)
         self.last = self.stopping or self.done == self.steps
         return self.last or due(self.config.checkpoint_interval, step, self.steps)
@@ -433,34 +415,26 @@ class Run:
 
 
 def origin() -> dict[str, Any]:
-    """What else than the config a run depends on."""
-
-    def git(*command: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-        except OSError:  # there is no git
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    changes = git("status", "--porcelain")
+    """What a run depends on besides its config."""
     packages = ("jax", "jaxlib", "numpy", "zarr", "datasets", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
     devices = jax.devices()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if changes is None else bool(changes),
+        "commit": commit(),
         "versions": {"python": platform.python_version(), **versions},
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "hosts": jax.process_count(),
     }
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """By keys with dots."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        inner = hasattr(value, "items")
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return found
+def commit() -> str | None:
+    """The git commit of the source, with `-dirty` if files differ from it; None without git."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.check_output(
+            describe, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -52,7 +53,7 @@ def sum_over_chunks(
     """
 
     def split(array: jax.Array) -> jax.Array:
-        return jnp.moveaxis(array.reshape(array.shape[0], chunks, -1, *array.shape[2:]), 1, 0)
+        return rearrange(array, "B (chunks L) ... -> chunks B L ...", chunks=chunks)
 
     @jax.custom_vjp
     def total(shared: Any, x: jax.Array) -> jax.Array:

@@ -27,33 +27,6 @@ COLLECTIVES = {
     "ppermute": "permute",
 }
 
-# Primitives that may keep all lengths and yet don't treat the places along a dimension alike: the
-# positions of such dimensions, from the parameters and the array's rank.
-ORDERED: dict[str, Callable[[dict[str, Any], int], Iterable[int]]] = {
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
-        lambda params, _: [params["axis"]],
-    ),
-    **dict.fromkeys(("sort", "iota"), lambda params, _: [params["dimension"]]),
-    "rev": lambda params, _: params["dimensions"],
-    "random_bits": lambda _, rank: range(rank),  # each device would draw the same
-    "fft": lambda params, rank: range(rank - len(params["fft_lengths"]), rank),
-    "conv_general_dilated": lambda params, _: params["dimension_numbers"].lhs_spec[1:],
-    **dict.fromkeys(
-        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-        lambda params, _: [i for i, n in enumerate(params["window_dimensions"]) if n > 1],
-    ),
-    **dict.fromkeys(
-        ("cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "triangular_solve"),
-        lambda _, rank: (rank - 2, rank - 1),
-    ),
-    "gather": lambda params, _: params["dimension_numbers"].start_index_map,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"),
-        lambda params, _: params["dimension_numbers"].scatter_dims_to_operand_dims,
-    ),
-}
-
 
 class Equation(NamedTuple):
     """An equation of a jaxpr: what it is, under which names and at which line of the source it
@@ -130,22 +103,39 @@ def phase(path: str) -> str:
     return "forward" if "jvp(" in path else "update"
 
 
-def _lengths(eqn: JaxprEqn) -> list[int]:
-    """The lengths of the dimensions that an equation reduces, cuts, joins, indexes or orders."""
+def _lengths(eqn: JaxprEqn) -> Iterable[int]:
+    """The lengths of the dimensions that an equation reduces, cuts, joins, indexes or orders: those
+    that its result lacks, and those that its parameters name."""
     name, params = eqn.primitive.name, eqn.params
+    numbers: Any = params.get("dimension_numbers")
+    taken, made = ([getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars))
+    shape = next(iter(taken or made), ())
     if name == "scan":
         return [params["length"]]
-    taken, shapes = ([getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars))
-    if name in ORDERED:
-        shape = shapes[0] if name in ("iota", "random_bits") else taken[0]
-        return [shape[i] for i in ORDERED[name](params, len(shape))]
-    if name == "dynamic_update_slice":
-        return [n for n, part in zip(*taken[:2], strict=True) if n != part]
     if name == "reshape" or (next(jaxprs_in_params(params), None) and name[:6] != "reduce"):
         return []
-    kept = [collections.Counter(shape) for shape in shapes]
+    if name == "random_bits":
+        return made[0]  # each device would draw the same
+    if name == "dynamic_update_slice":
+        return [n for n, part in zip(*taken[:2], strict=True) if n != part]
+    if name == "gather":
+        return [shape[i] for i in numbers.start_index_map]
+    if name.startswith("scatter"):
+        return [shape[i] for i in numbers.scatter_dims_to_operand_dims]
+    if name == "conv_general_dilated":
+        return [shape[i] for i in numbers.lhs_spec[1:]]
+    if hasattr(jax.lax.linalg, name):
+        return shape[-2:]
+    if name == "fft":
+        return shape[-len(params["fft_lengths"]) :]
+    if "window_dimensions" in params:
+        return [n for n, size in zip(shape, params["window_dimensions"], strict=True) if size > 1]
+    named = params.get("axis", params.get("dimension", params.get("dimensions", ())))
+    ordered = [shape[i] for i in (named if isinstance(named, tuple) else (named,))]
+    kept = [collections.Counter(shape) for shape in made]
     counts = map(collections.Counter, taken)
-    return [n for count in counts for n in count if all(count[n] > out[n] for out in kept)]
+    lost = [n for count in counts for n in count if all(count[n] > out[n] for out in kept)]
+    return ordered + lost
 
 
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
@@ -324,21 +314,19 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     transfers, products = [], []
     for eqn, path, line, times in equations(live):
         name, op = eqn.primitive.name, op_of(eqn, path)
+        arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         if name in COLLECTIVES:
             over = tuple(axis for axis in axes if axis in axes_of(eqn))
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
-            arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-            elements = max(math.prod(array.shape) for array in arrays)
+            elements = max(array.size for array in arrays)
             size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
             row = (line, op, kind, over, phase(path), times, elements, size * (n - 1) / n)
             transfers.append(Transfer(*row))
         if name == "dot_general":
-            left, result = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore
-            summed = math.prod(left[i] for i in eqn.params["dimension_numbers"][0][0])
-            flops = 2 * summed * math.prod(result)
-            operands: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-            size = sum(math.prod(array.shape) * array.dtype.itemsize for array in operands)
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            flops = 2 * math.prod(arrays[0].shape[i] for i in summed) * arrays[-1].size
+            size = sum(array.size * array.dtype.itemsize for array in arrays)
             products.append(Product(line, op, phase(path), times, flops, size))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
     return Ledger(transfers, products, [array for body in bodies for array in _saved(body)])
@@ -360,7 +348,7 @@ def _saved(body: Any) -> Iterator[Saved]:
                         (inner,) = jaxprs_in_params(maker.params)
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
-                    size = math.prod(array.shape) * array.dtype.itemsize
+                    size = array.size * array.dtype.itemsize
                     row = (made_at(maker, index), times, shape, array.dtype.name, size)
                     yield Saved(*row, "host" if on_host(array) else "device")
         else:

@@ -1,15 +1,20 @@
 """Ops that are one fused kernel where a device has it, each with a plain twin that says what it
-computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit."""
+computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit.
+
+A kernel and its twin know no mesh: their type strings are of the part that one device has, so that
+B is its rows and K its heads.
+"""
 
 import math
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing
 from shardlib.ops import Call, define_op, widening_einsum
-from shardlib.types import Spec
+from shardlib.types import Spec, floating, integer, typechecked
 
 BLOCK = 512  # queries whose scores are there at a time
 
@@ -30,24 +35,29 @@ def attention(
     128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in this order, or the
     sequence or the head dimension is split.
     """
-    queries, keys, values, documents = call.operands
+    queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
+    call.require(not queries.unreduced, "pay the sum first")
     rows, length, _, kv_heads, size = queries.dims
-    for spec in keys, values:
-        wanted = Spec((rows, length, kv_heads, size))
-        call.require(spec.dims == wanted.dims, f"keys and values must be `{wanted}`")
-    call.require(documents.dims == (rows, length), f"documents must be `{Spec((rows, length))}`")
-    call.require(call.result.dims == queries.dims, f"the result must be `{queries}`")
     call.require(not length.axes and not size.axes, f"{length} and {size} can't be split")
-    call.require(not any(spec.unreduced for spec in call.operands), "pay the sum first")
+    keys, documents = Spec((rows, length, kv_heads, size)), Spec((rows, length))
+    right = f"{queries}, {keys}, {keys}, {documents} -> {queries}"
+    fits = [*others, call.result] == [keys, keys, documents, queries]
+    call.require(fits, f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     on_gpu = device is not None and device.platform == "gpu"
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
-    return (cudnn_attention if on_gpu and fits else plain_attention)(q, k, v, document)
+    has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
+    return (cudnn_attention if on_gpu and has_kernel else plain_attention)(q, k, v, document)
 
 
-def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
-    """q[B, L, Q, K, D], k and v[B, L, K, D], document[B, L] -> [B, L, Q, K, D]."""
+@typechecked
+def plain_attention(
+    q: floating["B L Q K D"],
+    k: floating["B L K D"],
+    v: floating["B L K D"],
+    document: integer["B L"],
+) -> floating["B L Q K D"]:
+    """What `attention` computes, whose scores are there for a block of queries at a time."""
     length = q.shape[1]
     block = math.gcd(length, BLOCK)
     if block < 64:
@@ -64,23 +74,28 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Arra
         visible = q_document[:, :, None] == document[:, None, :]
         visible &= q_position[:, None] >= jnp.arange(length)
         scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
-        shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        return (), jnp.einsum("bkgqs,bskd->bqgkd", shares, v)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+        return (), jnp.einsum("bkgqs,bskd->bqgkd", probabilities, v)
 
     def blocks(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+        return rearrange(x, "B (blocks L) ... -> blocks B L ...", L=block)
 
-    position = jnp.arange(length).reshape(-1, block)
+    position = rearrange(jnp.arange(length), "(blocks L) -> blocks L", L=block)
     _, mixed = lax.scan(attend, (), (blocks(q), blocks(document), position))
-    return jnp.moveaxis(mixed, 0, 1).reshape(q.shape)
+    return rearrange(mixed, "blocks B L Q K D -> B (blocks L) Q K D")
 
 
-def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+@typechecked
+def cudnn_attention(
+    q: floating["B L Q K D"],
+    k: floating["B L K D"],
+    v: floating["B L K D"],
+    document: integer["B L"],
+) -> floating["B L Q K D"]:
     """The same by cuDNN's flash attention, whose query heads of one key are neighbours."""
-    rows, length, _, keys, size = q.shape
     same = document[:, None, :, None] == document[:, None, None, :]
-    heads = q.swapaxes(2, 3).reshape(rows, length, -1, size)
+    heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(
         heads, k, v, mask=same, is_causal=True, implementation="cudnn"
     )
-    return mixed.reshape(rows, length, keys, -1, size).swapaxes(2, 3)
+    return rearrange(mixed, "B L (K Q) D -> B L Q K D", K=k.shape[2])

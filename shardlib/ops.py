@@ -28,11 +28,11 @@ from shardlib.types import (
     Spec,
     axes_problem,
     check,
+    check_tree,
     inside_shard_map,
     mesh_shape,
     parse_signature,
     show_axes,
-    typed_leaves,
 )
 
 
@@ -43,12 +43,6 @@ def scope_name(op: str, signature: str) -> str:
 
 # Finds that name, of any op, in a longer path.
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
-
-
-def parse_scope_name(name: str) -> tuple[str, str]:
-    """The inverse of `scope_name`."""
-    op, _, signature = name.replace("|", "/").partition("(")
-    return op, signature.removesuffix(")")
 
 
 class Call:
@@ -70,9 +64,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
     """Wraps `implementation(call, *operands)` into an op that takes a string and is checked."""
     name = implementation.__name__
     shown = f"{implementation.__module__.rpartition('.')[2]}.{name}"
-    _, *parameters = inspect.signature(implementation).parameters.values()
-    any_number = parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
-    parameters = [p for p in parameters if p.kind != inspect.Parameter.KEYWORD_ONLY]
+    parameters = inspect.signature(implementation).parameters.values()
+    takes = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters) - 1  # 0: any number
 
     @functools.wraps(implementation)
     def op(signature: str, *operands: jax.Array, **options: Any) -> jax.Array:
@@ -80,8 +73,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             raise ShardTypeError(f"{shown} takes its string first, then its operands")
         call = Call(shown, signature)
         call.require(inside_shard_map(), "call it inside a typed_shard_map")
-        count, takes = len(call.operands), len(parameters)
-        call.require(any_number or count == takes, f"it takes {takes} operand(s), not {count}")
+        count = len(call.operands)
+        call.require(takes in (0, count), f"it takes {takes} operand(s), not {count}")
         call.require(
             len(operands) == count, f"the string has {count} operand(s), the call {len(operands)}"
         )
@@ -409,8 +402,7 @@ def _squares(
     """Of each array the axes it is split over, and the sum that is owed over them."""
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
-    for path, kind, x in typed_leaves(tree, hint, f"the operand of ops.{op}"):
-        check(x, kind, path)
+    for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
         if kind.spec.unreduced:
             raise ShardTypeError(f"{path} is {kind}: pay the sum first")
         kept = kind.spec.dims[:1] == (Dim(each),)

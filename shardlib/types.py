@@ -4,6 +4,7 @@
     f32["M/t/d"]           M is split over t first, then each part over d
     f32["B/d L M {U:t}"]   each device along t holds a partial sum; the value is their total
     f32[""]                a scalar
+    floating["B L"]        of f32 or bf16, as integer["B L"] is of any integers
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
@@ -94,10 +95,8 @@ class Spec:
 
 
 _ITEM = re.compile(
-    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+\b)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
-    r"(?=$|[\s,{]|->)"
-    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}"
-    r"|(?P<mark>,|->)",
+    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
+    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}",
     re.ASCII,
 )
 
@@ -106,15 +105,15 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
     """The specs, and the commas and arrows that stand between them."""
     specs, marks = [Spec()], []
     for word in re.finditer(r"\{[^}]*\}?|,|->|((?!->)[^\s,{])+", text):
+        if word[0] in (",", "->"):
+            specs.append(Spec())
+            marks.append(word[0])
+            continue
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None or bool(item["open"]) != bool(item["close"]):
             problem = (
                 "expected a dimension like M, M/t or [V/t], or sums owed like {U:t} or {U:d,t}"
             )
-        elif item["mark"]:
-            specs.append(Spec())
-            marks.append(item["mark"])
-            continue
         elif spec.unreduced:
             problem = "sums owed stand once, at the end"
         else:
@@ -157,7 +156,7 @@ class ArrayType(type):
     """The class of the classes that `f32["B/d L"]` and its like make."""
 
     element: "DType"
-    dtype: np.dtype
+    dtype: Any
     spec: Spec
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -172,7 +171,7 @@ class DType:
     """An element type; subscripted with a type string it gives an array type."""
 
     name: str
-    dtype: np.dtype
+    dtype: Any  # NumPy's, or the abstract class of several
 
     def __getitem__(self, text: str) -> ArrayType:
         if not isinstance(text, str):
@@ -194,6 +193,8 @@ bf16 = DType("bf16", np.dtype(jnp.bfloat16))
 i32 = DType("i32", np.dtype(jnp.int32))
 u32 = DType("u32", np.dtype(jnp.uint32))
 bool_ = DType("bool_", np.dtype(jnp.bool_))
+floating = DType("floating", np.floating)  # of any width, for what isn't stored
+integer = DType("integer", np.integer)
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
 Sizes = dict[str, tuple[int, str]]
@@ -267,8 +268,8 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
-    if isinstance(expected, ArrayType) and value.dtype != expected.dtype:
-        return f"the dtype is {value.dtype}, not {expected.dtype}"
+    if isinstance(expected, ArrayType) and not jnp.issubdtype(value.dtype, expected.dtype):
+        return f"the dtype is {value.dtype}, not {expected.element.name}"
     if len(value.shape) != len(spec.dims):
         return f"it has {len(value.shape)} dimensions, the type {len(spec.dims)}"
     if problem := axes_problem(spec):
@@ -329,9 +330,10 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
         return "outside a shard_map no array owes a sum"
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None  # a tracer's layout is not known yet, and a numpy array has none
-    mesh, layout = jax.sharding.get_mesh(), value.sharding
+    layout = value.sharding
     if layout.is_fully_replicated and not spec.axes:
         return None
+    mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         wanted = NamedSharding(mesh, PartitionSpec(*(dim.axes or None for dim in spec.dims)))
         if layout.is_equivalent_to(wanted, value.ndim):
@@ -387,33 +389,23 @@ class Mapped:
     """`Mapped[function, Layer]`: a Layer whose arrays have the types that the function makes of
     those declared."""
 
-    def __init__(self, function: Callable[[ArrayType], ArrayType], inner: Any, shown: str = ""):
-        self.function, self.inner = function, inner
-        self.shown = shown or f"Mapped[{function.__name__}, {_name(inner)}]"
-
-    def __class_getitem__(cls, item: tuple[Any, Any]) -> Any:
-        return cls(*item)
-
-    def __repr__(self) -> str:
-        return self.shown
+    def __class_getitem__(cls, item: tuple[Callable[[ArrayType], ArrayType], Any]) -> Any:
+        function, hint = item
+        return jax.tree.map(function, type_tree(hint))
 
 
 class Stacked:
     """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
-        (dim, inner), spec = item, parse_spec(item[0])
+        (dim, hint), spec = item, parse_spec(item[0])
         if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:
             return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
 
-        return Mapped(stack, inner, f'Stacked["{dim}", {_name(inner)}]')
-
-
-def _name(hint: Any) -> str:
-    return str(getattr(hint, "__name__", hint))
+        return jax.tree.map(stack, type_tree(hint))
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -429,16 +421,16 @@ def pytree_dataclass(cls: type) -> type:
 
 @functools.cache
 def type_tree(hint: Any) -> Any:
-    """The annotation as a tree with an array type for each array; None if it has no arrays.
+    """The annotation as a tree with an array type for each array, which a Stacked or Mapped one is
+    already; None if it has no arrays.
 
     Raises SpecError where arrays stand among other things, or in something other than an array
-    type, a pytree_dataclass, a Mapped one or a tuple: such an annotation could not be checked. A
+    type, a pytree_dataclass or a tuple: such an annotation could not be checked. A
     tuple may say Any of what isn't to be.
     """
-    if isinstance(hint, ArrayType):
+    leaves = jax.tree.leaves(hint)
+    if leaves and all(isinstance(leaf, ArrayType) for leaf in leaves):
         return hint
-    if isinstance(hint, Mapped):
-        return jax.tree.map(hint.function, type_tree(hint.inner))
     parts: tuple[Any, ...] = typing.get_args(hint)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
@@ -458,8 +450,9 @@ def type_tree(hint: Any) -> Any:
     return tree
 
 
-def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
-    """Path, type and value of each array of a tree; ShardTypeError if it isn't shaped as `hint`."""
+def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
+    """Checks each array of a tree; returns its path, its type and itself. Raises ShardTypeError
+    where one isn't of its type, or the tree isn't shaped as `hint`."""
     leaves: list[tuple[str, ArrayType, Any]] = []
 
     def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
@@ -469,8 +462,10 @@ def typed_leaves(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType,
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
-        wanted, found = _name(hint), jax.tree.map(describe, tree)
+        wanted, found = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
         raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
+    for path, kind, value in leaves:
+        check(value, kind, path)
     return leaves
 
 
@@ -500,7 +495,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
     Raises UserError where a dimension doesn't split evenly over its axes of the mesh in context,
-    which names the dimension's key in a config, given `keys`; SpecError where it has no size.
+    which names the dimension's key in a config, given `keys`; or where it has no size.
     """
     mesh = mesh_shape()
 
@@ -509,7 +504,10 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
         for dim in kind.spec.dims:
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
             if length is None:
-                raise SpecError(f"{kind}: no size is given for {dim.name}")
+                raise UserError(
+                    f"{kind}: no size is given for {dim.name}; a new dimension goes into "
+                    "DIMENSIONS, with its key in the config"
+                )
             if length % math.prod(mesh[axis] for axis in dim.axes):
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
@@ -532,9 +530,6 @@ class _Checked:
         self.name, self.signature = fn.__name__, inspect.signature(fn)
         hints = typing.get_type_hints(fn)
         self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
-        for parameter in self.signature.parameters.values():
-            if parameter.name in self.hints and str(parameter).startswith("*"):
-                raise SpecError(f"{self.name}: `{parameter.name}` takes many, and can't be checked")
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """The call's arguments, those annotated checked."""
@@ -542,18 +537,13 @@ class _Checked:
         bound.apply_defaults()
         for name, value in bound.arguments.items():
             if name in self.hints:
-                where = f"argument `{name}` of {self.name}"
-                for path, kind, leaf in typed_leaves(value, self.hints[name], where):
-                    check(leaf, kind, path)
+                check_tree(value, self.hints[name], f"argument `{name}` of {self.name}")
         return bound
 
     def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
         if "return" not in self.hints:
             return []
-        leaves = typed_leaves(result, self.hints["return"], f"the result of {self.name}")
-        for path, kind, leaf in leaves:
-            check(leaf, kind, path)
-        return leaves
+        return check_tree(result, self.hints["return"], f"the result of {self.name}")
 
 
 def typechecked(fn: F) -> F:

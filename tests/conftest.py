@@ -1,7 +1,10 @@
 """All tests run on 8 simulated CPU devices, those of `make test-gpu` on the GPU; the variables must
 be set before JAX is first used."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
@@ -9,6 +12,11 @@ os.environ["XLA_FLAGS"] = (
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else another process made it for this one
+    # Many tests compile the same programs: all processes of this session share them.
+    shared = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_cache_")
+    atexit.register(shutil.rmtree, shared, ignore_errors=True)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is refused at once
 
 from tests.bucket import bucket  # noqa: F401

@@ -56,7 +56,6 @@ SMALL = [
 def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tuple[str, str]:
     """Runs the program in this process; what it printed, and the message it ended with, if any."""
     monkeypatch.setattr("sys.argv", ["train", *arguments])
-    jax.config.update("jax_compilation_cache_dir", None)  # as in a process of its own
     message = ""
     try:
         program()

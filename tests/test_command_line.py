@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import functools
+import itertools
 import json
 import os
 import re
@@ -39,7 +39,7 @@ def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
     for name in "first", "second":
         done = run(
             "--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}",
-            f"paths.model_name={name}", "training.steps=3",
+            f"paths.model_name={name}", "training.steps=3", JAX_COMPILATION_CACHE_DIR="",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -92,7 +92,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"run", ".compilation_cache"}, "nothing else is written"
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints"}
+    assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
 
 def test_two_hosts_train_as_one_does(tmp_path):
@@ -194,51 +194,45 @@ def test_bad_input_gets_one_message(message, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-# Weights as the files in configs/model state them.
-CUSTOMARY = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1.07e9, "2b": 2.15e9}
-CUSTOMARY |= {"gpt2": 162e6, "8b": 8.03e9}
-
-
-def kind(name):
-    return next((part for part in name.split("_") if part in ("v5ex16", "tpux8", "local")), "gpu")
-
-
-@functools.cache
-def memory_of_a_step(model, training, mesh, chip):
-    """Bytes on a device, as the audit predicts them. Many configs have the same step."""
-    config = compose_config("local_test_synthetic", "paths.model_name=x")
-    config = dataclasses.replace(config, model=model, training=training, mesh=mesh)
-    axes = dataclasses.asdict(mesh)
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
-    found = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
-    return found.arguments + found.temporary
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_composes_and_its_step_traces_on_its_mesh(name):
+def test_every_config_composes_and_says_what_its_step_needs(name):
     text = (ROOT / f"configs/{name}.yaml").read_text()
     assert re.match(rf"# .*\n(#.*\n)*#   python -m train --config-name={name} .*\n", text)
     streamed = name.startswith(("local_stream", "fineweb_edu"))
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
-    axes = dict(config.mesh.__dict__)
-    abstract = jax.sharding.AbstractMesh(
-        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
-    )
-    sizes = train.dimensions(config)
-    with jax.sharding.use_abstract_mesh(abstract):
-        shapes = make_shapes(tuple[train.State, TokenBatch], sizes)
-        count = sum(leaf.size for leaf in jax.tree.leaves(shapes[0].weights))
-        if stated := CUSTOMARY.get(name.rpartition("_")[2]):
-            assert f"{count / 1e9:.3g}" == f"{stated / 1e9:.3g}"
-        state, _ = jax.eval_shape(lambda *args: train.training_step(*args, config), *shapes)
-    assert state.weights == shapes[0].weights
+    axes = dataclasses.asdict(config.mesh)
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
     chip = "v5e" if "v5e" in name else None
-    needed = memory_of_a_step(config.model, config.training, config.mesh, chip)
-    stated = re.search(r"each (chip|core|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
+    found = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
+    needed = found.arguments + found.temporary
+    stated = re.search(r"each (chip|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
     assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated
     # By default JAX has three quarters of a GPU's memory.
-    assert needed < {"v5ex16": 15.75, "tpux8": 16, "local": 0.02}.get(kind(name), 60) * 2**30
+    limit = 0.02 if name.startswith("local") else 15.75 if chip else 60
+    assert needed < limit * 2**30
+
+
+def choices(group):
+    return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", choices("model"))
+def test_every_choice_of_model_data_and_hardware_composes(model):
+    """Each dimension splits over the mesh, and the model has as many weights as its file says."""
+    comment = (ROOT / f"configs/model/{model}.yaml").read_text()
+    number, unit = re.search(r"([\d.]+) (million|billion)", comment).groups()
+    weights = float(number) * {"million": 1e6, "billion": 1e9}[unit]
+    for data, hardware in itertools.product(choices("data"), choices("hardware")):
+        where = "flat_tokens.filespec=x.zarr" if data == "c4" else "hf_dataset.path=x"
+        groups = f"model={model}", f"data={data}", f"hardware={hardware}"
+        config = compose_config("pretrain", *groups, "paths.model_name=x", where)
+        assert config.source() is (config.flat_tokens if data == "c4" else config.hf_dataset)
+        mesh = devices.abstract_mesh(dataclasses.asdict(config.mesh))
+        with jax.sharding.use_abstract_mesh(mesh):
+            state, _ = make_shapes(tuple[train.State, TokenBatch], train.dimensions(config))
+        count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+        assert f"{count:.3g}" == f"{weights:.3g}"
 
 
 # Edits of train.py that keep every shape on a mesh with equal sides, and change what is computed.

@@ -131,7 +131,7 @@ def test_the_rows_of_the_audit_in_the_readme():
         for line in (ROOT / "README.md").read_text().splitlines()
         if re.match(r" +(train\.py:|saved at|sent at)", line)
     ]
-    there = report("c4_a100x8_1b", "mesh={d: 4, t: 2}")
+    there = report("c4_h100x8_1b", "mesh={d: 4, t: 2}")
     assert len(shown) == 4 and all(line in there for line in plain("\n".join(shown)))
 
 
@@ -143,9 +143,9 @@ def test_the_answers_of_the_audit_in_its_page(monkeypatch):
     for line in example.splitlines():
         name, product = line.split(" = ")
         edits.append((f"{name} = save_for_backward({product})", line))
-    found = report("c4_a100x8_2b")
+    found = report("c4_h100x8_2b")
     monkeypatch.setattr(audit, "train", edited("train.py", *edits))
-    found += report("c4_a100x8_2b")
+    found += report("c4_h100x8_2b")
     lines = plain("\n".join(text.split("```")[1::2]))
     shown = [line for line in lines if re.match("8 dev|Mem|At the|made|saved|train|A dev", line)]
     assert len(shown) == 14 and not set(shown) - set(found)

@@ -9,8 +9,8 @@ import pytest
 
 from shardlib import audit, devices
 from tests import compiled, tpu_programs
-from tools import memory, overlap
-from tools.compile import tpu_mesh
+from tools import memory
+from tools.compile import sent, share_hidden, tpu_mesh
 
 pytestmark = pytest.mark.tpu
 PROGRAMS = [*tpu_programs.LISTED, *tpu_programs.HELD_OUT]
@@ -90,9 +90,9 @@ def test_all_that_is_sent_is_found_and_much_of_it_is_beside_compute(program, lea
     axes, jaxpr, _, text = built(program)
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
-    assert sum(row.elements for row in overlap.sent(text)) == wanted
+    assert sum(row.elements for row in sent(text)) == wanted
     transfers = [row._asdict() for row in audit.ledger(jaxpr, axes).transfers]
-    share = re.search(r"(\d+)% of it beside compute", overlap.share_hidden(text, transfers))
+    share = re.search(r"(\d+)% of it beside compute", share_hidden(text, transfers))
     assert least <= int(share[1]) <= 100
 
 

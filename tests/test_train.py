@@ -23,12 +23,14 @@ from tests.helpers import (
     IN_F32,
     MESHES,
     ROOT,
+    SMALL,
     assert_close,
     compose_config,
     edited,
     mesh,
     small_config,
     starts_of,
+    train_here,
 )
 
 
@@ -187,6 +189,17 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     np.testing.assert_allclose(found, np.mean(losses), rtol=1e-6)
 
 
+def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
+    module = edited("train.py", ('w_up: f32["M/d F/t"]', 'w_up: f32["M/d G/t"]'))
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
+    arguments += [f"paths.root_working_dir={tmp_path}"]
+    _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
+    assert message == (
+        'error: f32["layers M/d G/t"]: no size is given for G; a new dimension goes into '
+        "DIMENSIONS, with its key in the config"
+    )
+
+
 def test_the_step_reuses_the_states_memory(in_f32):
     config = small_config()
     with jax.set_mesh(mesh(4, 2)):
@@ -221,7 +234,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     settings = "training.steps=4", "training.validation_interval=2"
     config = small_config(*settings, f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)), Run(config) as run:
-        train.train(config, *train.begin(config, Loader(), run), Loader(), Loader(), run)
+        train.train(config, Loader(), Loader(), run)
     assert events[:6] == ["start 0", "start 1", "read 0", "read 1", "validate", "start 2"]
     assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 

@@ -189,7 +189,7 @@ def check(case, message, before, folder):
     assert message.startswith("error: ") and "Traceback" not in message
     golden.check("wrong_inputs.txt", case, message)
     written = {p for p in contents(folder) if p not in before}
-    left = {"config.yaml", "starts.jsonl", "zarr.json"}
+    left = {"config.yaml", "starts.jsonl", "zarr.json", "lock"}
     assert {path.name for path in written} <= left, "no data is written"
     assert before.items() <= contents(folder).items(), "nothing is harmed"
 
@@ -278,9 +278,8 @@ def test_starting(case, folder, capsys, monkeypatch):
 
 
 def test_a_run_that_is_at_work(folder, capsys, monkeypatch):
-    monkeypatch.setattr(supervise, "RENEWED", 0.05)
     nothing_is_compiled(monkeypatch)
-    with supervise.Lease(pathlib.Path("runs/run")):
+    with supervise.locked(pathlib.Path("runs/run")):
         before = contents(folder)
         _, message = train_here(capsys, monkeypatch, "--config-name=local_test_synthetic", *MODEL)
         held = f"process {os.getpid()} on {socket.gethostname()}"

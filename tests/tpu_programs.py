@@ -47,7 +47,7 @@ class Program(NamedTuple):
     def build(self):
         """The config, and train.py as a module with the edits."""
         config = compose_config(
-            f"c4_a100x8_{self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
+            "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "paths.model_name=x", "flat_tokens.filespec=x",
             *(edit for edit in self.edits if isinstance(edit, str)),

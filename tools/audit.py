@@ -1,8 +1,8 @@
 """What a training step keeps, sends and computes on each device, without devices, data or weights.
 
-    python -m tools.audit --config-name=c4_a100x8_1b
-    python -m tools.audit --config-name=c4_a100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
-    python -m tools.audit --config-name=c4_a100x8_1b audit.chip=a100 audit.html=audit.html
+    python -m tools.audit --config-name=c4_h100x8_1b
+    python -m tools.audit --config-name=c4_h100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
+    python -m tools.audit --config-name=c4_h100x8_1b audit.chip=a100 audit.html=audit.html
 
 Traces the step that train.py runs, for the config's mesh, and prints the ledger of its jaxpr. Sizes
 are decimal: a GB is 10^9 bytes.

@@ -1,21 +1,21 @@
 """Compiles a config's training step ahead of time, and says whether it fits.
 
-    python -m tools.compile --config-name=c4_tpux8_270m topology=v5e:2x4
-    python -m tools.compile --config-name=c4_a100x8_1b mesh.d=256 topology=v5p:8x8x4
+    python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
+    python -m tools.compile --config-name=c4_h100x8_1b mesh.d=256 topology=v5p:8x8x4
     python -m tools.compile --config-name=local_test_synthetic
 
 For a slice of TPUs, on a machine that has none but `libtpu`, from requirements-tpu.txt. Or, without
 a topology, for the devices that are here. It may take some minutes.
 """
 
+import collections
 import dataclasses
-import importlib.util
 import math
 import os
 import re
+import statistics
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import mesh_utils, topologies
@@ -27,7 +27,6 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
-from tools.overlap import share_hidden
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -38,12 +37,6 @@ class CompileConfig(train.Config):
 def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Of the chips of a slice that isn't here. Raises UserError if libtpu isn't installed, or
     doesn't know the slice, or if it has another number of chips than the mesh."""
-    if not importlib.util.find_spec("libtpu"):
-        raise UserError(
-            f"topology={topology} needs the TPU's compiler: pip install -r requirements-tpu.txt"
-        )
-    if not re.fullmatch(r"\w+:[1-9]\d*(x[1-9]\d*)*", topology):
-        raise UserError(f"topology={topology}: write it like v5e:2x4 or v5p:2x2x2")
     # libtpu would look for its machine, of whatever type, and say at length that it finds none; and
     # as it uses no device, several may compile at a time.
     settings = {
@@ -57,35 +50,106 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     jax.config.update("jax_platforms", "cpu")
     # A v4 chip's two cores work as one device, as those of later chips do anyway.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+    sizes = tuple(axes.values())
     try:
-        slice_ = topologies.get_topology_desc(topology, "tpu", **options)
-    except Exception as error:
-        says = str(error).splitlines()[0]
-        raise UserError(f"topology={topology}: there is no such slice. libtpu: {says}") from None
-    needed, found = math.prod(axes.values()), len(slice_.devices)
-    if needed != found:
-        shown = devices.show_axes(axes)
-        raise UserError(f"topology={topology} has {found} chips, and the mesh {shown} {needed}")
-    chips = mesh_utils.create_device_mesh(
-        tuple(axes.values()), slice_.devices, allow_split_physical_axes=True
-    )
+        slice_ = topologies.get_topology_desc(topology, "tpu", **options).devices
+        chips = mesh_utils.create_device_mesh(sizes, slice_, allow_split_physical_axes=True)
+    except Exception as error:  # libtpu's or JAX's
+        raise UserError(
+            f"topology={topology} for the mesh {devices.show_axes(axes)}: "
+            f"{str(error).splitlines()[0]}. Write it like v5e:2x4, with as many chips as the mesh; "
+            "it needs the TPU's compiler: pip install -r requirements-tpu.txt"
+        ) from None
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
 
 
-def summed_whole(text: str) -> Iterator[tuple[str, int]]:
-    """The all-reduces of a compiled program that the source doesn't say, array by array, and bytes:
-    of narrow parts, TPUs sum whole arrays where the source gathers or scatters."""
+# --- What is sent beside compute ------------------------------------------------------------------
+
+CYCLES = 1000  # a microsecond, or somewhat less
+
+
+class Sent(NamedTuple):
+    """A collective of a TPU's scheduled program."""
+
+    elements: int  # of the array, whole along the axes
+    bytes: int  # of that; twice for an all-reduce
+    in_loop: bool
+    hidden: bool  # a microsecond or more of compute lies between its start and its end
+
+
+def sent(text: str) -> list[Sent]:
+    """What a TPU's program sends, by the order in which its compiler has scheduled it and the
+    cycles that the compiler takes each instruction to need."""
+    calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
+    computation = ""
     for line in text.splitlines():
-        match = hlo.INSTRUCTION.match(line)
-        if match and match[3].startswith("all-reduce"):
-            named = re.search(r'op_name="([^"]*)"', line)
-            what = hlo.describe(named[1]) if named else "reduce_scatter"
-            if re.search("psum|pmax|pmin", what.rpartition(":")[2]):
-                continue
-            for kind, bits, dims in re.findall(r"([a-z]+)(\d+)\[([\d,]*)\]", match[2]):
-                elements = math.prod(int(n) for n in dims.split(",") if n)
-                yield f"{kind}{bits}[{dims}] {what}", elements * int(bits) // 8
+        if match := hlo.COMPUTATION.match(line):
+            computation = "" if line.startswith("ENTRY") else match[1]
+        elif match := hlo.INSTRUCTION.match(line):
+            calls[computation].append(match)
+
+    def array(call: re.Match[str]) -> tuple[int, int] | None:
+        """Elements and bytes of the collective that an instruction is, or that it calls."""
+        _, shape, op, rest = call.groups()
+        if op not in ("all-gather", "reduce-scatter", "all-reduce"):
+            called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", rest)
+            return next(filter(None, (array(c) for name in called for c in calls[name])), None)
+        group, elements, size = group_size(rest), 0, 0
+        for bits, dims in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", shape):
+            part = math.prod(int(d) for d in dims.split(",") if d)
+            whole = part * group if op == "reduce-scatter" else part
+            elements += whole
+            size += whole * int(bits) // 8
+        return (elements, 2 * size if op == "all-reduce" else size) if group > 1 else None
+
+    found = []
+    for body in ["", *re.findall(r"body=%([\w.-]+)", text)]:
+        now, started = 0, dict[str, tuple[tuple[int, int], int]]()
+        for call in calls[body]:
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', call[4])
+            # On v5e %async-collective-start.7, fusions that carry it on, %async-collective-done.7;
+            # on a SparseCore %x.call-start, %x.call-update where operands come late, %x.call-done.
+            step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[1])
+            key = step[1] + step[3] if step else call[1]
+            if step and step[2] == "done" and key in started:
+                what, start = started.pop(key)
+                found.append(Sent(*what, bool(body), now - start > CYCLES))
+            elif step and step[2] == "update" and key in started:
+                started[key] = started[key][0], now
+            elif cycles:
+                now += int(cycles[1])
+            elif sends := array(call):
+                if step:
+                    started[key] = sends, now
+                else:
+                    found.append(Sent(*sends, bool(body), False))
+    return found
+
+
+def group_size(rest: str) -> int:
+    """Of `mesh['d'=64,'t'=4] {'t'}`, or, by jax 0.10, of `{{0,1},{2,3}}`."""
+    if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
+    listed = re.search(r"groups=\{\{([\d,]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1
+
+
+def share_hidden(text: str, transfers: list[dict[str, Any]]) -> str:
+    """How much a TPU's program sends a step, and how much of it beside compute. How often a loop
+    runs is not in its text, but in the ledger."""
+    times = {(row["elements"], row["times"] > 1): row["times"] for row in transfers}
+    often = statistics.mode(row["times"] for row in transfers if row["times"] > 1)
+    total = hidden = 0
+    for row in sent(text):
+        size = row.bytes * times.get((row.elements, row.in_loop), often if row.in_loop else 1)
+        total, hidden = total + size, hidden + size * row.hidden
+    share = f", {hidden / total:.0%} of it beside compute" if total else ""
+    return f"A step sends {show(total)}{share}, by the order of instructions."
+
+
+# --- Program --------------------------------------------------------------------------------------
 
 
 @program(CompileConfig, "configs", NOT_USED)
@@ -94,7 +158,7 @@ def main(config: CompileConfig) -> None:
     probed = probe(config)
     mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
-    chip = devices.find_chip(kind)
+    is_tpu, chip = kind.startswith("TPU"), devices.find_chip(kind)
     predicted = audit_step(config, probed, chip)
     held = predicted["arguments"] + predicted["temporary"]
 
@@ -116,32 +180,25 @@ def main(config: CompileConfig) -> None:
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
-    if kind.startswith("TPU"):
+    if is_tpu:
         peak = stats.peak_memory_in_bytes  # temp_size counts memory that is used twice twice
     else:
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = arguments + kept + stats.temp_size_in_bytes
-    rows = [
+    sizes = [
         ("arguments", arguments, predicted["arguments"]),
         ("temporary", peak - arguments, predicted["temporary"]),
         ("in all", peak, held),
     ]
-    print(table(("bytes of a device", "the compiler's", "the audit's", "predicted"),
-          [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in rows]))  # fmt: skip
-    if not kind.startswith("TPU"):
-        print("\nThe audit's rules are those of a TPU's compiler.")
+    rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
+    print(table(("bytes of a device", "the compiler's", "the audit's", "predicted"), rows))
     if chip:
-        left = chip.memory - peak
-        print(
-            f"\nIt {'fits' if left > 0 else 'does not fit'}: {show(peak)} of {show(chip.memory)}."
-        )
-    text = str(step.as_text())
-    if kind.startswith("TPU"):
-        print(f"\n{share_hidden(text, predicted['transfers'])}")
-    found = summed_whole(text)
-    if sums := [(what, show(size)) for what, size in found if size > 1e6]:
-        print("\nWhere the source gathers or scatters these, the compiler sums them whole, which")
-        print(f"takes up to twice the bytes:\n\n{table(('array', 'size'), sums)}")
+        verdict = "fits" if peak < chip.memory else "does not fit"
+        print(f"\nIt {verdict}: {show(peak)} of {show(chip.memory)}.")
+    if is_tpu:
+        print(f"\n{share_hidden(str(step.as_text()), predicted['transfers'])}")
+    else:
+        print("\nThe audit's rules are those of a TPU's compiler.")
 
 
 if __name__ == "__main__":

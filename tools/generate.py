@@ -1,4 +1,4 @@
-"""Text from a checkpoint's model, or how well the model predicts a dataset.
+"""Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
@@ -26,12 +26,14 @@ training, so longer rows get lower numbers.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +44,6 @@ from jax import lax
 
 import train
 from data import flat_tokens, text
-from data.flat_tokens import FlatTokens, FlatTokensError
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
@@ -62,6 +63,7 @@ from shardlib.types import (
     i32,
     make_shapes,
     make_shardings,
+    mesh_shape,
     parse_signature,
     pytree_dataclass,
     typechecked,
@@ -69,7 +71,7 @@ from shardlib.types import (
     u32,
 )
 
-PREFILL = 256  # tokens of a prompt, at most, that are computed together
+PREFILL = 128  # tokens of a prompt that are computed together
 
 # --- Model ----------------------------------------------------------------------------------------
 # That of train.py, over weights that are whole along d and with a cache of keys and values. S is
@@ -86,12 +88,11 @@ def gathered(stored: ArrayType) -> ArrayType:
 Weights = Mapped[gathered, train.Weights]
 
 
+@typechecked
 def lay_out(weights: train.Weights) -> Weights:
-    """The weights as generation takes them, on the mesh in context."""
-    shardings, tree = jax.tree.flatten(make_shardings(Weights))
-    pairs = zip(jax.tree.leaves(weights), shardings, strict=True)
-    leaves = [jax.device_put(leaf.astype(bf16.dtype), where) for leaf, where in pairs]
-    return jax.tree.unflatten(tree, leaves)
+    """Casts the weights to bf16 and gathers them, as generation takes them."""
+    narrow = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), weights)
+    return jax.device_put(narrow, make_shardings(Weights))
 
 
 def whole(signature: str, weight: jax.Array) -> jax.Array:
@@ -103,40 +104,17 @@ def whole(signature: str, weight: jax.Array) -> jax.Array:
 
 @pytree_dataclass
 class Cache:
-    """A layer's keys, rotated, and values, at the positions before the inputs at hand; what is at
-    later ones is never seen."""
+    """A layer's keys, rotated, and values. What is at later positions than those computed so far is
+    never seen."""
 
     k: bf16["B/d S K/t D"]
     v: bf16["B/d S K/t D"]
 
 
-@typechecked
-def attention(
-    q: bf16["B/d L Q K/t D"],
-    k: bf16["B/d L K/t D"],
-    v: bf16["B/d L K/t D"],
-    cache: Cache,
-    first: i32[""],
-    window: int,
-) -> bf16["B/d L Q K/t D"]:
-    """Causal attention of queries at positions from `first` on, to the keys and values in the cache
-    and to those that come with them. Each query sees `window` positions, up to its own."""
-    cached, length = cache.k.shape[1], q.shape[1]
-    scores = [
-        ops.einsum_unreduced("B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, cache.k, dtype=f32),
-        ops.einsum_unreduced("B/d L Q K/t D, B/d N K/t D -> B/d Q K/t L N", q, k, dtype=f32),
-    ]
-    slot = jnp.arange(cached + length)
-    position = jnp.where(slot < cached, slot, first + slot - cached)
-    age = (first + jnp.arange(length))[:, None] - position
-    visible = (age >= 0) & (age < window) & ((slot < first) | (slot >= cached))
-    scaled = jnp.concatenate(scores, axis=-1) / math.sqrt(q.shape[-1])
-    probabilities = jax.nn.softmax(jnp.where(visible, scaled, -jnp.inf), axis=-1).astype(bf16.dtype)
-    old, new = jnp.split(probabilities, [cached], axis=-1)
-    mixed = ops.einsum_unreduced(
-        "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", old, cache.v, dtype=f32
-    ) + ops.einsum_unreduced("B/d Q K/t L N, B/d N K/t D -> B/d L Q K/t D", new, v, dtype=f32)
-    return mixed.astype(bf16.dtype)
+def insert(cache: Any, new: Any, first: jax.Array) -> Any:
+    """The cache of one layer, or of all, with new keys and values at positions from `first` on."""
+    update = lax.dynamic_update_slice_in_dim
+    return jax.tree.map(lambda old, part: update(old, part, first, axis=-3), cache, new)
 
 
 @typechecked
@@ -148,17 +126,32 @@ def extend(
     config: train.Config,
 ) -> tuple[bf16["B/d L M/t"], Stacked["layers", Cache]]:
     """The residual stream of inputs at positions from `first` on, with those before in the cache;
-    and the cache with these in it too."""
+    and the cache with these in it too. Attention is causal, and sees as many positions as a row of
+    the training has."""
+    position = first + jnp.arange(inputs.shape[1])
+    age = position[:, None] - jnp.arange(cache.k.shape[2])
+    visible = (age >= 0) & (age < config.training.tokens.len)
 
-    def attend(q: Any, k: Any, v: Any, cache: Cache) -> tuple[jax.Array, Cache]:
-        return attention(q, k, v, cache, first, config.training.tokens.len), Cache(k, v)
+    @typechecked
+    def attend(
+        q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], v: bf16["B/d L K/t D"], layer: Cache
+    ) -> tuple[bf16["B/d L Q K/t D"], Any]:
+        new = Cache(k, v)
+        layer = insert(layer, new, first)
+        scores = ops.einsum_unreduced(
+            "B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, layer.k, dtype=f32
+        )
+        scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
+        mixed = ops.einsum_unreduced(
+            "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", probabilities, layer.v
+        )
+        return mixed, new
 
-    place = (first + jnp.arange(inputs.shape[1])).astype(u32.dtype)
-    position = jnp.broadcast_to(place, inputs.shape)
-    x, new = train.decoder(weights, inputs, position, attend, cache, config.model, whole)
+    positions = jnp.broadcast_to(position.astype(u32.dtype), inputs.shape)
+    x, new = train.decoder(weights, inputs, positions, attend, cache, config.model, whole)
     # All layers' at once, after the loop, so that the cache is written in place.
-    at = (0, 0, first, 0, 0)
-    return x, jax.tree.map(lambda old, x: lax.dynamic_update_slice(old, x, at), cache, new)
+    return x, insert(cache, new, first)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -167,117 +160,83 @@ def extend(
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     temperature: float  # that logits are divided by; 0: the likeliest token
-    top_k: int  # of so many of the likeliest tokens; 0: of all
+    top_k: int | None  # of so many of the likeliest tokens; None: of all
     top_p: float  # of the likeliest tokens that have this share of the probability together
+    ids: range  # of these tokens
 
 
-def sample(logits: jax.Array, draws: jax.Array, how: Sampling) -> jax.Array:
-    """For logits f32[B, V] an id i32[B] each, which depends on draws, f32[B] from 0 to below 1:
-    that at which the cumulative probability of the ids, the likeliest first, passes the draw. Top-p
-    keeps the ids before which there is less than that: Holtzman et al. 2019,
-    https://arxiv.org/abs/1904.09751, section 3.1. It is taken of what top-k keeps."""
+@typechecked
+def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]:
+    """Chooses a place in each row: the likeliest first, that at which the sum of the probabilities
+    reaches the draw, which is above 0 and at most 1. Top-p keeps the places before which the sum is
+    less than that: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751, section 3.1. It is taken
+    of what top-k keeps."""
     if how.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(i32.dtype)
-    ids = lax.broadcasted_iota(i32.dtype, logits.shape, 1)
-    falling, ids = lax.sort((-logits, ids), num_keys=1)
-    if how.top_k:
-        falling, ids = falling[:, : how.top_k], ids[:, : how.top_k]
-    probabilities = jax.nn.softmax(-falling / how.temperature, axis=-1)
-    upto = jnp.cumsum(probabilities, axis=-1)
-    probabilities = jnp.where(upto - probabilities < how.top_p, probabilities, 0)
-    upto = jnp.cumsum(probabilities, axis=-1)
-    passed = (upto <= draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
-    # Rounding may take the draw beyond all: the last that has a share is meant.
-    last = (probabilities > 0).sum(axis=-1, keepdims=True) - 1
-    chosen = jnp.arange(ids.shape[1]) == jnp.minimum(passed, last)
-    return jnp.where(chosen, ids, 0).sum(axis=-1)
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-@typed_shard_map
-def prefill(
-    weights: Weights,
-    cache: Stacked["layers", Cache],
-    inputs: u32["B/d L"],
-    first: i32[""],
-    config: train.Config,
-) -> Stacked["layers", Cache]:
-    """The cache with the inputs at positions from `first` on in it."""
-    return extend(weights, cache, inputs, first, config)[1]
+        return jnp.argmax(logits, axis=-1)
+    falling, places = lax.top_k(logits, logits.shape[-1])
+    probabilities = jax.nn.softmax(falling[:, : how.top_k] / how.temperature, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
+    chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
+    return jnp.take_along_axis(places, chosen, axis=-1)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
 @typed_shard_map
-def decode(
+def step(
     weights: Weights,
     cache: Stacked["layers", Cache],
-    ids: u32["B/d"],
-    position: i32[""],
-    draws: f32["S B/d"],
-    vocabulary: u32["V/t"],
+    inputs: u32["B/d L"],
+    first: i32[""],
+    draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
-) -> tuple[u32["B/d"], i32[""], Stacked["layers", Cache]]:
-    """The next ids, by the draws at the position of those given, and what the next step takes with
-    them. `vocabulary` is each id that may come, and 0 in the place of one that may not."""
-    x, cache = extend(weights, cache, ids[:, None], position, config)
-    logits = train.logits(train.head(weights, whole), x, config.model)[:, 0]
-    logits = jnp.where(vocabulary > 0, logits, -jnp.inf)
-    logits = ops.all_gather("B/d V/t -> B/d V", logits)
-    draw = lax.dynamic_index_in_dim(draws, position, keepdims=False)
-    chosen = sample(logits, draw, how)
-    # All along t have chosen the same, which JAX only takes from a sum of what each part has of it.
-    ids = ops.index_unreduced("[V/t], B/d -> B/d {U:t}", vocabulary, chosen)
-    return ops.psum("B/d {U:t} -> B/d", ids), position + 1, cache
+) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
+    """The ids that follow inputs at positions from `first` on, and the cache with the inputs in
+    it."""
+    x, cache = extend(weights, cache, inputs, first, config)
+    logits = train.logits(train.head(weights, whole), x[:, -1:], config.model)[:, 0]
+    logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
+    chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
+    # All along t have drawn the same, which JAX takes from a reduction alone.
+    return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
 
 
+@typechecked
 def generate(
     weights: Weights,
     prompt: list[int],
     tokens: int,
-    rows: int,
+    samples: int,
     seed: int,
     how: Sampling,
-    vocabulary: np.ndarray,
     config: train.Config,
-) -> Iterator[np.ndarray]:
-    """The next so many ids, uint32[rows] each, of as many texts that begin with the prompt. The
-    devices are a step ahead of what this gives, so that they don't wait for the host."""
-    inputs = np.array([config.model.start_token, *prompt], np.uint32)
-    *known, last = inputs
-    length = -(-(len(inputs) + tokens) // PREFILL) * PREFILL
-    sizes = train.dimensions(config) | {"B": rows, "S": length}
+) -> Iterator[jax.Array]:
+    """Yields the next ids, u32[rows, 1], of so many texts that begin with the prompt, and of some
+    more where d doesn't divide `samples`."""
+    rows = multiple(samples, mesh_shape()["d"])
+    inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
+    length = inputs.shape[1]
     kind = Stacked["layers", Cache]
-    empty = functools.partial(jax.tree.map, jnp.zeros_like, make_shapes(kind, sizes))
+    shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": length + tokens})
+    empty = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
     cache = jax.jit(empty, out_shardings=make_shardings(kind))()
-    # In parts of few lengths, which divide the cache's, so that few programs are compiled.
-    part = min(PREFILL, max(16, 1 << (len(known) - 1).bit_length())) if known else 1
-    for first in range(0, len(known), part):
-        here = np.zeros((rows, part), np.uint32)
-        here[:, : len(known[first : first + part])] = known[first : first + part]
-        cache = prefill(weights, cache, here, np.int32(first), config)
     # Each row has a key of its own: what it draws depends on no other row, nor on their number.
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-    draws = jax.vmap(lambda key: jax.random.uniform(key, (length,)), out_axes=1)(keys)
-    start = np.full(rows, last), np.int32(len(known)), draws, vocabulary
-    hint = tuple[u32["B/d"], i32[""], f32["S B/d"], u32["V/t"]]
-    ids, position, draws, vocabulary = jax.device_put(start, make_shardings(hint))
-    before = None
-    for _ in range(tokens):
-        ids, position, cache = decode(weights, cache, ids, position, draws, vocabulary, config, how)
-        if before is not None:
-            yield np.asarray(before)
-        before = ids
-    yield np.asarray(before)
+    draws = 1 - np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys))
+    for first in range(0, length, PREFILL):
+        part = inputs[:, first : first + PREFILL]
+        ids, cache = step(weights, cache, part, np.int32(first), draws[:, 0], config, how)
+    yield ids
+    for i in range(1, tokens):
+        here = np.int32(length + i - 1)
+        ids, cache = step(weights, cache, ids, here, draws[:, i], config, how)
+        yield ids
 
 
-@functools.partial(jax.jit, static_argnames="config")
-@typed_shard_map
-def summed_loss(
-    weights: train.Weights, batch: TokenBatch, config: train.Config
-) -> tuple[f32[""], f32[""]]:
-    """In nats, and over how many targets."""
-    return train.total_loss(weights, batch, config), train.target_count(batch)
+def multiple(least: int, of: int) -> int:
+    """The first multiple that isn't less."""
+    return -(-least // of) * of
 
 
 # --- Text -----------------------------------------------------------------------------------------
@@ -287,16 +246,15 @@ class Text:
     """Text <-> ids, by the tokenizer that the dataset was made by."""
 
     def __init__(self, name: str, id_offset: int):
-        self.tokenizer, self.offset = text.Tokenizer(name, id_offset), id_offset
+        self.tokenizer = text.Tokenizer(name, id_offset)
         self.is_bytes = name == "bytes_utf8"
-        self.end: int | None = None  # the id of the end of a text
-        count = 256
         if self.is_bytes:
-            self.offset = 1
+            self.offset, count, end = 1, 256, None
         else:
-            found, count = self.tokenizer.slow.eos_token_id, len(self.tokenizer.slow)
-            self.end = None if found is None else found + id_offset
+            slow = self.tokenizer.slow
+            self.offset, count, end = id_offset, len(slow), slow.eos_token_id
         self.ids = range(max(1, self.offset), count + self.offset)  # the format reserves 0
+        self.end = None if end is None else end + self.offset  # the id of the end of a text
 
     def encode(self, prompt: str) -> list[int]:
         import pyarrow
@@ -304,41 +262,20 @@ class Text:
         stored, _ = self.tokenizer(pyarrow.chunked_array([[prompt]]))
         return flat_tokens.decode(stored)[0].tolist()
 
-    def decode(self, ids: Any) -> str:
-        own = np.asarray(ids, np.int64) - self.offset
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        own = (np.array(ids, int) - self.offset).tolist()
         if self.is_bytes:
-            return own.astype(np.uint8).tobytes().decode(errors="replace")
-        # Clean-up would change what is before a token as it comes.
-        options = {"clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.slow.decode(own.tolist(), **options))
+            return bytes(own).decode(errors="replace")
+        # Clean-up would change text that has been shown.
+        return str(self.tokenizer.slow.decode(own, clean_up_tokenization_spaces=False))
 
     def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
         """Of the text of documents that start where it says. A character that is cut at either end
         counts as the three bytes of a replacement character, where tokens aren't bytes."""
         if self.is_bytes:
             return len(ids)
-        parts = np.split(ids, np.flatnonzero(is_start))
-        return sum(len(self.decode(part).encode()) for part in parts)
-
-
-class Stream:
-    """Ids that come one by one -> text as soon as it is certain: half a character waits for the
-    rest of it. Some tokens before are decoded with each, as it may depend on them whether there is
-    a space."""
-
-    def __init__(self, decode: Callable[[Any], str], before: list[int]):
-        self.decode, self.ids, self.shown = decode, list(before), len(before)
-
-    def add(self, new: int) -> str:
-        self.ids.append(new)
-        return "" if self.decode(self.ids).endswith("\N{REPLACEMENT CHARACTER}") else self.end()
-
-    def end(self) -> str:
-        """What still waits."""
-        found = self.decode(self.ids)[len(self.decode(self.ids[: self.shown])) :]
-        self.ids = self.ids[self.shown :]
-        self.shown = len(self.ids)
-        return found
+        documents = np.split(ids, np.flatnonzero(is_start))
+        return sum(len(self.decode(document).encode()) for document in documents)
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -347,149 +284,128 @@ class Stream:
 def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     """The checkpoints, and the config of the newest. Raises CheckpointError."""
     # What a checkpoint doesn't say, from before a key was there, or of imported weights.
+    none = ["paths.model_name=none", "flat_tokens.filespec=none"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        other = compose(
-            "local_test_synthetic", ["paths.model_name=none", "flat_tokens.filespec=none"]
-        )
-    config = newest(path).config(train.Config, defaults=other)
+        defaults = compose("local_test_synthetic", none)
+    config = newest(path).config(train.Config, defaults=defaults)
     told = train.State, train.dimensions(config), config.to_yaml()
     return Checkpoints(path, *told, io_threads=32, key="folder"), config
 
 
-def parse_mesh(mesh: str) -> dict[str, int]:
-    """`t=2,d=1` -> the axes in the mesh's order; those that aren't named are 1."""
-    names = [field.name for field in dataclasses.fields(train.MeshConfig)]
-    given = dict(part.partition("=")[::2] for part in mesh.split(","))
-    if not given.keys() <= set(names) or not all(map(str.isdecimal, given.values())):
-        raise UserError(f"--mesh {mesh}: write it like {','.join(f'{n}=1' for n in names)}")
-    axes = {name: int(given.get(name, 1)) for name in names}
-    if min(axes.values()) < 1:
-        raise UserError(f"--mesh {mesh}: each axis is at least 1")
-    return axes
+def check_ids(name: str, largest: int, config: train.Config) -> None:
+    """Raises UserError if the model has no such id."""
+    last = config.model.vocab - 1
+    if largest > last:
+        raise UserError(
+            f"{name} has ids up to {largest}, and the model's vocabulary ends with {last}: it was "
+            "made by another tokenizer"
+        )
 
 
+@typechecked
 def evaluate(
     weights: train.Weights,
-    data: FlatTokens,
+    data: flat_tokens.FlatTokens,
     batches: int | None,
     by: Text | None,
     config: train.Config,
-) -> tuple[float, int, int]:
-    """The sum of the losses of a split's tokens in nats, their number, and that of their bytes; no
-    bytes without a tokenizer. Raises FlatTokensError."""
-    if data.max_token_id >= config.model.vocab:
-        raise FlatTokensError(
-            f"{data.name} has ids up to {data.max_token_id}; the model's vocabulary ends with "
-            f"{config.model.vocab - 1}"
-        )
-    tokens, d = config.training.tokens, config.mesh.d
-    rows = -(-tokens.batch // d) * d
+) -> str:
+    """Says in a line how well the model predicts a split, or its first batches."""
+    check_ids(data.name, data.max_token_id, config)
+    tokens = config.training.tokens
+    rows = multiple(tokens.batch, mesh_shape()["d"])
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
         read = data.read(first, min(first + size, data.token_count))
-        ids, starts = (np.pad(part, (0, size - len(part))).reshape(rows, -1) for part in read)
+        count = len(read[0])
+        ids, starts = (np.pad(part, (0, size - count)).reshape(rows, -1) for part in read)
         batch = TokenBatch.of(ids, starts, config.model.start_token)
-        batch = jax.device_put(batch, make_shardings(TokenBatch))
-        loss, count = summed_loss(weights, batch, config)
-        nats, targets = nats + float(loss), targets + int(count)
+        nats += count * float(train.validation_step(weights, batch, config))
+        targets += count
         size_of_text += by.count_bytes(*read) if by else 0
-    return nats, targets, size_of_text
-
-
-def show_losses(nats: float, tokens: int, size_of_text: int) -> str:
-    per_token = nats / tokens
-    bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte" if size_of_text else ""
+    bits = "bits per byte need a --tokenizer"
+    if size_of_text:
+        bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
-        f"{tokens:,} tokens: {per_token:.4f} nats per token, perplexity {math.exp(per_token):.4g}, "
-        + (bits or "bits per byte need a --tokenizer")
+        f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
+        f"perplexity {math.exp(nats / targets):.4g}, {bits}"
     )
 
 
+@typechecked
 def write(given: argparse.Namespace, weights: Weights, by: Text, config: train.Config) -> None:
-    """The text to stdout, as it comes if it is one, and the speed to stderr."""
-    vocab, d = config.model.vocab, config.mesh.d
+    """Prints the texts to stdout, a single one as it comes, and the speed to stderr."""
     prompt = by.encode(given.prompt)
-    if max(prompt, default=0) >= vocab:
-        raise UserError(
-            f"the prompt has id {max(prompt)}, and the model's vocabulary ends with {vocab - 1}: "
-            "it is of another --tokenizer"
-        )
-    vocabulary = np.arange(vocab, dtype=np.uint32)
-    vocabulary[[i for i in range(vocab) if i not in by.ids]] = 0
-    how = Sampling(given.temperature, min(given.top_k, vocab), given.top_p)
-    rows = -(-given.samples // d) * d
-    one = given.samples == 1
-    streams = [Stream(by.decode, prompt) for _ in range(given.samples)]
-    texts, ended = [given.prompt] * given.samples, [False] * given.samples
-    print(given.prompt if one else "", end="", flush=True)
-    began = time.perf_counter()
-    args = prompt, given.tokens, rows, given.seed, how, vocabulary, config
-    for count, ids in enumerate(generate(weights, *args)):
-        if count == 0:
-            first = time.perf_counter()
-        for i, stream in enumerate(streams):
-            ended[i] |= ids[i] == by.end
-            new = "" if ended[i] else stream.add(int(ids[i]))
-            texts[i] += new
-            print(new if one else "", end="", flush=True)
-        if all(ended):
+    check_ids("the prompt", max(prompt, default=0), config)
+    how = Sampling(given.temperature, given.top_k, given.top_p, by.ids)
+    steps = generate(weights, prompt, given.tokens, given.samples, given.seed, how, config)
+    texts, ended = [list(prompt) for _ in range(given.samples)], np.zeros(given.samples, bool)
+    one, shown = given.samples == 1, ""
+    times = [time.perf_counter()]
+    # The devices are a step ahead, so that they don't wait for the host.
+    for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
+        new = np.asarray(ids)[: given.samples, 0]
+        times.append(time.perf_counter())
+        ended |= new == by.end
+        for i in np.flatnonzero(~ended):
+            texts[i].append(int(new[i]))
+        # Half a character waits for the rest of it.
+        if one and not (now := by.decode(texts[0])).endswith("\N{REPLACEMENT CHARACTER}"):
+            print(now[len(shown) :], end="", flush=True)
+            shown = now
+        if ended.all():
             break
-    seconds = time.perf_counter() - first
-    for i, stream in enumerate(streams):
-        rest = stream.end()
-        print(rest if one else f"--- sample {i + 1}\n{texts[i]}{rest}")
-    read = sum(x.nbytes for x in jax.tree.leaves((weights.layers, weights.unembed)))
-    share = ""
-    if chip := devices.find_chip(jax.devices()[0].device_kind):
-        rate = read / config.mesh.t * count / max(seconds, 1e-9)
-        share = f", weights read at {rate / chip.bandwidth:.0%} of the memory's bandwidth"
+    for number, whole_text in enumerate(map(by.decode, texts), 1):
+        print(whole_text[len(shown) :] if one else f"--- sample {number}\n{whole_text}")
+    later = len(times) - 2
+    rate = later * given.samples / max(times[-1] - times[1], 1e-9)
     print(
-        f"{count + 1} tokens: the first after {first - began:.1f} s, compiling included, then "
-        f"{count * given.samples / max(seconds, 1e-9):,.0f} tokens/s{share}",
+        f"{later + 1} tokens: the first after {times[1] - times[0]:.1f} s, compiling included, "
+        f"then {rate:,.0f} tokens/s",
         file=sys.stderr,
     )
 
 
 def run(given: argparse.Namespace) -> None:
     """Raises UserError or OSError for what a user can mend."""
-    for name, low in ("tokens", 1), ("samples", 1), ("top_k", 0), ("temperature", 0), ("seed", 0):
-        if not getattr(given, name) >= low:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} {getattr(given, name)}: it must be at least {low}")
-    if not 0 < given.top_p <= 1:
-        raise UserError(f"--top-p {given.top_p}: it is above 0, and at most 1")
-    if given.batches is not None and given.batches < 1:
-        raise UserError(f"--batches {given.batches}: it must be at least 1")
-    axes = parse_mesh(given.mesh)
+    axes = dataclasses.asdict(given.mesh)
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
         checkpoints, config = open_checkpoint(given.checkpoint)
-        hyper = dataclasses.replace(config.training, microbatches=1)  # any mesh will do
-        config = dataclasses.replace(config, mesh=train.MeshConfig(**axes), training=hyper)
-        named = (given.tokenizer, given.id_offset) if given.tokenizer else None
+        named = given.tokenizer and (given.tokenizer, given.id_offset)
         if given.evaluate:
             named = named or flat_tokens.tokenizer_of(given.evaluate)
-        elif config.flat_tokens or config.hf_dataset:
-            named = named or config.source().tokenizer_used()
-        if not named and not given.evaluate:
-            raise UserError(
-                "the run's dataset isn't here, or doesn't say by which tokenizer it was made: "
-                "name it by --tokenizer, which is bytes_utf8 or one of transformers'"
-            )
-        by = Text(*named) if named else None
-        try:
-            make_shapes(train.Weights, train.dimensions(config))
-        except UserError as error:
-            raise UserError(f"--mesh {given.mesh}: {error}") from None
-        weights = checkpoints.restore("weights")
-        print(f"{checkpoints.newest}", file=sys.stderr)
-        if given.evaluate:
-            data = FlatTokens(given.evaluate, "validation")
-            losses = evaluate(weights, data, given.batches, by, config)
-            print(f"{data.name}, {show_losses(*losses)}")
+            by = Text(*named) if named else None
+            data = flat_tokens.FlatTokens(given.evaluate, "validation")
+            print(evaluate(checkpoints.restore("weights"), data, given.batches, by, config))
         else:
-            assert by, "it was looked for above"
-            write(given, lay_out(weights), by, config)
+            named = named or config.source().tokenizer_used()
+            if not named:
+                raise UserError(
+                    "the run's dataset isn't here, or doesn't say by which tokenizer it was made: "
+                    "name it by --tokenizer, which is bytes_utf8 or one of transformers'"
+                )
+            by = Text(*named)
+            write(given, lay_out(checkpoints.restore("weights")), by, config)
+        print(f"by {checkpoints.newest}", file=sys.stderr)
+
+
+def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """A type for argparse: a number from `low` to `high`."""
+
+    def number(written: str) -> Any:
+        if not low <= (value := kind(written)) <= high:
+            raise argparse.ArgumentTypeError(f"{written} is not from {low} to {high}")
+        return value
+
+    return number
+
+
+def mesh(written: str) -> train.MeshConfig:
+    """A type for argparse: `t=2,d=4`. Axes that aren't named are 1."""
+    sizes = {field.name: 1 for field in dataclasses.fields(train.MeshConfig)}
+    named = dict(part.split("=") for part in written.split(","))
+    return train.MeshConfig(**sizes | {name: int(size) for name, size in named.items()})
 
 
 def main() -> None:
@@ -498,25 +414,22 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, within(int, 1)
     add("checkpoint", help="a folder or bucket of checkpoints, or one of them")
     add("--prompt", default="", help="what the text begins with; by default, a document's start")
-    add("--tokens", type=int, default=128, metavar="N", help="to add to it")
-    add("--samples", type=int, default=1, metavar="N", help="texts; one is shown as it comes")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token")
-    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens; 0: of all")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of those that have this share")
+    add("--tokens", type=count, default=128, help="so many to add to it")
+    add("--samples", type=count, default=1, help="so many texts; one is shown as it comes")
+    add("--temperature", type=within(float, 0), default=0.8, help="0: the likeliest token")
+    add("--top-k", type=count, help="of so many of the likeliest tokens; of all by default")
+    add("--top-p", type=within(float, 0, 1), default=1.0, help="of those that have this share")
     add("--seed", type=int, default=0)
     add("--evaluate", metavar="DATASET", help="flat tokens: the loss of its validation split")
-    add("--batches", type=int, metavar="N", help="of the split, from its start; all by default")
-    add("--mesh", default="d=1,t=1", help="simulated where there are only CPUs")
-    add("--tokenizer", metavar="NAME", help="if the dataset doesn't say by which it was made")
+    add("--batches", type=count, help="so many of the split, from its start; all by default")
+    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
+    add("--tokenizer", help="its name, if the dataset doesn't say by which it was made")
     add("--id-offset", type=int, default=0, help="the same")
-    with user_errors():
-        try:
-            run(parser.parse_args())
-        except KeyboardInterrupt:
-            sys.exit(130)
+    with user_errors(), contextlib.suppress(KeyboardInterrupt):
+        run(parser.parse_args())
 
 
 if __name__ == "__main__":

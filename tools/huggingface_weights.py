@@ -1,76 +1,92 @@
 """A checkpoint's weights <-> a folder that Hugging Face `transformers` loads as a Llama.
 
-    python -m tools.huggingface_weights export runs/x/checkpoints x_llama --tokenizer=gpt2
+    python -m tools.huggingface_weights export runs/x/checkpoints x_llama
     python -m tools.huggingface_weights import Llama-3.2-1B llama
 
 Export takes the newest complete checkpoint, or the one named. It keeps all bits of the weights,
 unless --dtype=bfloat16 rounds them. config.json comes last: without it, a folder is unfinished.
+A file of weights, 4 GB, with the layers that a chunk of the checkpoint spans, must fit into memory,
+and so must both embeddings. A tokenizer that belongs to the model is saved beside it by
+transformers' own `save_pretrained`.
 
-Import takes Llamas, and Mistrals without a sliding window, as safetensors. It prints the section
-`model` that a config needs for a run to start from them, by paths.clone_from.
+Import takes Llamas, and Mistrals without a sliding window, from a folder that `hf download` made
+with their safetensors, a tensor at a time. It prints the section `model` that a config needs for a
+run to start from them, by paths.clone_from.
 
 Where a dataset's ids are a tokenizer's plus an offset, --id-offset moves the rows of the embeddings
 likewise; the last ones become the first.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import operator
 import pathlib
-import sys
+import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
+import transformers
+from einops import rearrange
+from huggingface_hub import split_state_dict_into_shards_factory
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import train
 from runtime import checkpoint, storage
-from runtime.checkpoint import Checkpoint, CheckpointError, show_entry
+from runtime.checkpoint import Checkpoint, show_entry
+from runtime.config import flat
 from runtime.errors import user_errors
 from runtime.storage import DamageError
+from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 
 SHARD_BYTES = 4 * 10**9  # of a file of weights, at most, unless one tensor is larger
-READ_BYTES = 2**31  # of a checkpoint's layers, read at once at most, unless one is larger
 STEP = 1  # of an imported checkpoint: the least that counts as one
 
-# Hugging Face's name of each array of train.Weights, or of a layer's part of it, and its dimensions
-# there. `K Q D` is a single one, in which query head k * Q + q is ours at [q, k].
+# Hugging Face's name of each array of train.Weights, or of a layer of it, and its dimensions there,
+# as einops writes them. Query head k * Q + q of (K Q D) is ours at [q, k].
 TENSORS = {
-    "embed": ("model.embed_tokens.weight", "V, M"),
-    "layers/attention_norm": ("model.layers.{}.input_layernorm.weight", "M"),
-    "layers/w_q": ("model.layers.{}.self_attn.q_proj.weight", "K Q D, M"),
-    "layers/w_k": ("model.layers.{}.self_attn.k_proj.weight", "K D, M"),
-    "layers/w_v": ("model.layers.{}.self_attn.v_proj.weight", "K D, M"),
-    "layers/w_o": ("model.layers.{}.self_attn.o_proj.weight", "M, K Q D"),
-    "layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "M"),
-    "layers/w_gate": ("model.layers.{}.mlp.gate_proj.weight", "F, M"),
-    "layers/w_up": ("model.layers.{}.mlp.up_proj.weight", "F, M"),
-    "layers/w_down": ("model.layers.{}.mlp.down_proj.weight", "M, F"),
-    "final_norm": ("model.norm.weight", "M"),
-    "unembed": ("lm_head.weight", "V, M"),
+    "weights/embed": ("model.embed_tokens.weight", "V M"),
+    "weights/layers/attention_norm": ("model.layers.{}.input_layernorm.weight", "layers M"),
+    "weights/layers/w_q": ("model.layers.{}.self_attn.q_proj.weight", "layers (K Q D) M"),
+    "weights/layers/w_k": ("model.layers.{}.self_attn.k_proj.weight", "layers (K D) M"),
+    "weights/layers/w_v": ("model.layers.{}.self_attn.v_proj.weight", "layers (K D) M"),
+    "weights/layers/w_o": ("model.layers.{}.self_attn.o_proj.weight", "layers M (K Q D)"),
+    "weights/layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "layers M"),
+    "weights/layers/w_gate": ("model.layers.{}.mlp.gate_proj.weight", "layers F M"),
+    "weights/layers/w_up": ("model.layers.{}.mlp.up_proj.weight", "layers F M"),
+    "weights/layers/w_down": ("model.layers.{}.mlp.down_proj.weight", "layers M F"),
+    "weights/final_norm": ("model.norm.weight", "M"),
+    "weights/unembed": ("lm_head.weight", "V M"),
 }
-# What RoPE of the type llama3 has there, and in train.RopeScalingConfig.
+EMBED, UNEMBED = TENSORS["weights/embed"][0], TENSORS["weights/unembed"][0]
+
+# What config.json calls the fields of train.ModelConfig and train.RopeScalingConfig; the latter are
+# in its RoPE of the type llama3.
+MODEL = {
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "layers",
+    "num_key_value_heads": "n_kv",
+    "head_dim": "d_head",
+    "vocab_size": "vocab",
+    "rms_norm_eps": "norm_eps",
+}
 LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_len",
 }
-EMBED, UNEMBED = TENSORS["embed"][0], TENSORS["unembed"][0]
-SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # dtypes
 
 
-# --- The two layouts ------------------------------------------------------------------------------
+# --- The two forms --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,30 +94,39 @@ class Tensor:
     """One of Hugging Face's tensors, and where its values are in a checkpoint."""
 
     name: str
-    shape: tuple[int, ...]
+    theirs: str  # its dimensions, as einops writes them
     array: str
-    layer: int | None  # the index of the array's first dimension
-    split: tuple[int, ...]  # the shape, before several dimensions were made one
-    order: tuple[int, ...]  # of those dimensions, as the array has them
-    rolled: int  # rows that stand at the start of the array and at the end of the tensor
+    index: Any  # a layer of the array, or all of it
+    sizes: dict[str, int]  # of the dimensions that this part has, in order
+    id_offset: int  # 0 unless the first dimension is ids
 
-    def ours(self, values: np.ndarray) -> np.ndarray:
-        values = values.reshape(self.split).transpose(self.order)
-        return np.roll(values, self.rolled, axis=0) if self.rolled else values
+    @property
+    def ours(self) -> str:
+        return " ".join(self.sizes)
 
-    def theirs(self, values: np.ndarray) -> np.ndarray:
-        values = np.roll(values, -self.rolled, axis=0) if self.rolled else values
-        return values.transpose(np.argsort(self.order)).reshape(self.shape)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        part = jax.ShapeDtypeStruct(tuple(self.sizes.values()), np.float32)
+        return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
+
+    def to_ours(self, values: np.ndarray) -> np.ndarray:
+        values = rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
+        return np.roll(values, self.id_offset, axis=0)
+
+    def to_theirs(self, values: np.ndarray) -> np.ndarray:
+        values = np.roll(values, -self.id_offset, axis=0)
+        return rearrange(values, f"{self.ours} -> {self.theirs}")
 
 
 def sizes(model: train.ModelConfig) -> dict[str, int]:
-    keys = {name: key.split(".") for name, key in train.DIMENSIONS.items()}
-    return {n: operator.attrgetter(k[1])(model) for n, k in keys.items() if k[0] == "model"}
+    known = flat(vars(model), "model.")
+    return {name: known[key] for name, key in train.DIMENSIONS.items() if key in known}
 
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """The arrays of a checkpoint of the weights."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, 1), ("d", "t"))):
+    axes = dataclasses.fields(train.MeshConfig)
+    with jax.sharding.use_abstract_mesh(abstract_mesh({axis.name: 1 for axis in axes})):
         found = checkpoint.entries(train.State, sizes(model))
     return {name: entry for name, entry in found.items() if name.startswith("weights/")}
 
@@ -109,38 +134,39 @@ def entries(model: train.ModelConfig) -> dict[str, Any]:
 def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
     """All of a model, an array's layers one after the other. Raises UserError unless Llama's files
     have a tensor for each array of train.Weights, and no more."""
-    made, size, arrays = [], sizes(model), entries(model)
-    for array in dict.fromkeys([*arrays, *(f"weights/{name}" for name in TENSORS)]):
-        name, text = TENSORS.get(array.removeprefix("weights/"), ("", ""))
-        if not name:
-            raise UserError(f"{array}: Llama's files have no tensor for it")
-        if array not in arrays:
-            raise UserError(f"{array}: Llama's files need it, and train.py's model lacks it")
-        entry, stacked = arrays[array], "{}" in name
-        groups = [group.split() for group in text.split(", ")]
-        theirs, ours = list(itertools.chain(*groups)), entry["dimensions"][stacked:]
-        if sorted(theirs) != sorted(ours) or entry["dtype"] != "float32":
+    made, arrays = [], entries(model)
+    for array in arrays | TENSORS:
+        name, theirs = TENSORS.get(array, ("", ""))
+        entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
+        size = dict(zip(entry["dimensions"], entry["shape"], strict=True))
+        if sorted(size) != sorted(re.findall(r"\w+", theirs)) or entry["dtype"] != "float32":
             raise UserError(
-                f"{array} is {show_entry(entry)}; Llama's files have float32[{text}] for it"
-                + (", of each layer" if stacked else "")
+                f"{array} is {show_entry(arrays.get(array))} in train.py; Llama's files have "
+                + (f"float32[{theirs}]" if theirs else "no tensor for it")
             )
-        shape = tuple(math.prod(size[dim] for dim in group) for group in groups)
-        split, order = tuple(size[dim] for dim in theirs), tuple(theirs.index(dim) for dim in ours)
-        rolled = id_offset if theirs[0] == "V" else 0
-        for i in range(model.layers) if stacked else [None]:
-            made.append(Tensor(name.format(i), shape, array, i, split, order, rolled))
+        dims, rolled = theirs.removeprefix("layers "), id_offset if "V" in size else 0
+        for index in range(size.pop("layers")) if "layers" in size else [...]:
+            made.append(Tensor(name.format(index), dims, array, index, size, rolled))
     return made
 
 
-def size_of(tensor: Tensor, dtype: Any) -> int:
-    """In bytes."""
-    return math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
-
-
-def progress(tensors: Iterable[Tensor], dtype: Any) -> tqdm:
-    """Counts bytes, on a terminal only."""
-    total = sum(size_of(tensor, dtype) for tensor in tensors)
-    return tqdm(total=total, unit="B", unit_scale=True, disable=None)
+def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[str, Any]:
+    """What config.json says of the function that a model computes, and of the rows that it was
+    trained on, by the names of transformers 5."""
+    rope = {"rope_type": "default", "rope_theta": float(model.rope_max_timescale)}
+    if scaling := model.rope_scaling:
+        rope |= {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3.items()}
+        rope["rope_type"] = "llama3"
+    return {
+        **{theirs: getattr(model, ours) for theirs, ours in MODEL.items()},
+        "num_attention_heads": model.n_q_per_kv * model.n_kv,
+        "max_position_embeddings": length,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": (model.start_token - id_offset) % model.vocab,
+    }
 
 
 def check_empty(path: str) -> None:
@@ -156,154 +182,82 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     Raises CheckpointError for another model than train.py's."""
     model = source.config(train.ModelConfig, "model")
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
-    wanted, arrays = entries(model), source.about["arrays"]
-    for name in dict.fromkeys([*wanted, *(n for n in arrays if n.startswith("weights/"))]):
-        there, here = show_entry(arrays.get(name)), show_entry(wanted.get(name))
-        if there != here:
-            raise CheckpointError(
-                f"{source.path} is of another model: {name} is {there} there, {here} in train.py"
-            )
+    source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
 
 
 def is_tied(source: Checkpoint) -> bool:
     """Whether the embedding and the unembedding are equal bit for bit."""
-    one, other = (source.array(f"weights/{name}") for name in ("embed", "unembed"))
-
-    def rows(array: Any, first: int) -> np.ndarray:
-        return source.read(array, slice(first, first + one.chunks[0])).view(np.uint32)
-
-    starts = range(0, one.shape[0], one.chunks[0])
-    return all(np.array_equal(rows(one, i), rows(other, i)) for i in starts)
+    one, other = (source.read(source.array(f"weights/{name}")) for name in ("embed", "unembed"))
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
     """The values of tensors, as the checkpoint has them."""
-    for name, group in itertools.groupby(wanted, key=lambda tensor: tensor.array):
-        array, layers = source.array(name), list(group)
-        if layers[0].layer is None:
-            yield source.read(array)
-            continue
-        # A chunk may span layers, and is read whole.
-        count = min(array.chunks[0], max(1, READ_BYTES // size_of(layers[0], array.dtype)))
-        for first in range(0, len(layers), count):
-            yield from source.read(array, slice(first, first + count))
+    for name in dict.fromkeys(tensor.array for tensor in wanted):
+        array, stacked = source.array(name), TENSORS[name][1].startswith("layers")
+        count = array.chunks[0] if stacked else array.shape[0]  # a chunk is read whole
+        for first in range(0, array.shape[0], count):
+            values = source.read(array, slice(first, first + count))
+            yield from values if stacked else [values]
 
 
-def shards(wanted: list[Tensor], dtype: str) -> list[list[Tensor]]:
-    made: list[list[Tensor]] = []
-    total = 0
-    for tensor in wanted:
-        size = size_of(tensor, dtype)
-        if not made or total + size > SHARD_BYTES:
-            made.append([])
-            total = 0
-        made[-1].append(tensor)
-        total += size
-    return made
+def write_weights(
+    folder: pathlib.Path, wanted: list[Tensor], values: Iterator[np.ndarray], dtype: Any
+) -> int:
+    """Writes files of safetensors, and if there are several, an index of them. Returns the number
+    of their bytes."""
+    nbytes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in wanted}
+    files = split_state_dict_into_shards_factory(
+        nbytes,
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max(SHARD_BYTES, *nbytes.values()),
+    )
+    pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
+    for file, names in files.filename_to_tensors.items():
+        part = {
+            tensor.name: tensor.to_theirs(value).astype(dtype, order="C", copy=False)
+            for tensor, value in itertools.islice(pairs, len(names))
+        }
+        safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
+        del part  # before the next one is read
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return files.metadata["total_size"]
 
 
-def write_shard(
-    path: pathlib.Path, part: list[Tensor], dtype: str, values: Iterator[np.ndarray], bar: tqdm
-) -> None:
-    """A file of safetensors, a tensor at a time; their library would want all of them at once.
-    https://github.com/huggingface/safetensors#format"""
-    kind = next(name for name, each in SAFETENSORS.items() if each == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in part:
-        first, end = end, end + size_of(tensor, dtype)
-        about = {"dtype": kind, "shape": tensor.shape, "data_offsets": (first, end)}
-        header[tensor.name] = about
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in part:
-            turned = tensor.theirs(next(values)).astype(jnp.dtype(dtype), order="C", copy=False)
-            file.write(turned.reshape(-1).view(np.uint8).data)
-            bar.update(turned.nbytes)
-
-
-def save_tokenizer(name: str, vocab: int, folder: pathlib.Path) -> None:
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        problem = str(error).split("\n")[0]
-        raise UserError(f"--tokenizer={name} can't be opened: {problem}") from None
-    if len(tokenizer) > vocab:
-        raise UserError(f"--tokenizer={name} has {len(tokenizer)} ids, the model {vocab}")
-    tokenizer.save_pretrained(folder)
-
-
-def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[str, Any]:
-    """What config.json says of a model. RoPE is there under the names of transformers 5, and under
-    those of 4, which other programs read."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling := model.rope_scaling:
-        rope = {"rope_type": "llama3"}
-        rope |= {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3.items()}
-    theta = float(model.rope_max_timescale)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.n_q_per_kv * model.n_kv,
-        "num_key_value_heads": model.n_kv,
-        "head_dim": model.d_head,
-        "vocab_size": model.vocab,
-        "max_position_embeddings": length,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": theta,
-        "rope_scaling": rope if model.rope_scaling else None,
-        "rope_parameters": {"rope_theta": theta, **rope},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": (model.start_token - id_offset) % model.vocab,
-        "eos_token_id": None,  # no document's end is a token
-        "pad_token_id": None,
-    }
-
-
-def export_weights(
-    path: str, output: str, dtype: str, tokenizer: str | None, id_offset: int
-) -> None:
+def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
     """Raises UserError or OSError for what can't be read, said in a Llama's terms, or written."""
     if "://" in output:
         raise UserError(f"{output}: the output is a local folder")
     check_empty(output)
-    source = checkpoint.newest(path)
+    source, folder = checkpoint.newest(path), pathlib.Path(output)
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
         raise UserError("LlamaConfig wants model.d_model to be a multiple of its query heads")
-    wanted, folder = tensors(model, id_offset), pathlib.Path(output)
-    if tokenizer:
-        save_tokenizer(tokenizer, model.vocab, folder)
+    wanted = tensors(model, id_offset)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tied = is_tied(source)
-        wanted = [t for t in wanted if not tied or t.name != UNEMBED]
-        values, parts = stored(source, wanted), shards(wanted, dtype)
-        places: dict[str, str] = {}
-        with progress(wanted, dtype) as bar:
-            for i, part in enumerate(parts, 1):
-                shard = f"-{i:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-                file = f"model{shard}.safetensors"
-                write_shard(folder / file, part, dtype, values, bar)
-                places |= {tensor.name: file for tensor in part}
+        wanted = [tensor for tensor in wanted if not tied or tensor.name != UNEMBED]
+        total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:
         raise UserError(f"{source.path} is damaged: {error}") from None
-    total = sum(size_of(tensor, dtype) for tensor in wanted)
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     config = llama_config(model, length, id_offset)
-    config |= {"tie_word_embeddings": tied, "torch_dtype": dtype, "dtype": dtype}
+    rope = dict(config["rope_parameters"])
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": tied,
+        "eos_token_id": None,  # no document's end is a token
+        "dtype": dtype,
+        # By the names of transformers 4, which other programs read.
+        "torch_dtype": dtype,
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope if model.rope_scaling else None,
+    }
     unfinished = folder / "config.json.unfinished"
     unfinished.write_text(json.dumps(config, indent=2) + "\n")
     unfinished.replace(folder / "config.json")
@@ -316,178 +270,96 @@ def export_weights(
 
 def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
     """The model that config.json describes, the length of its rows, and whether its embeddings are
-    tied. Raises UserError for what train.py's model hasn't, by the name that it has there."""
+    tied. Raises UserError for another function than train.py's model computes."""
     path = folder / "config.json"
     try:
-        kind = json.loads(path.read_text())["model_type"]
-    except FileNotFoundError:
-        raise UserError(f"{path} isn't there; `hf download` makes such a folder") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} can't be read: {error!r}") from None
-    if kind not in ("llama", "mistral"):
-        raise UserError(f"{path}: model_type is {kind}; this model is a llama or mistral")
-    import transformers  # knows the defaults of what a file leaves out
-
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder)
-    except Exception as error:  # those of its validation are of classes of their own
-        problem = " ".join(str(error).split())
-        raise UserError(f"{path} can't be read: {problem}") from None
-    rope = dict(config.rope_parameters)
-    rope.pop("type", None)  # an older name of rope_type
-    if rope.get("partial_rotary_factor") == 1:
-        del rope["partial_rotary_factor"]
-    theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    wanted = [
-        ("attention_bias", getattr(config, "attention_bias", False), False),
-        ("mlp_bias", getattr(config, "mlp_bias", False), False),
-        ("sliding_window", getattr(config, "sliding_window", None), None),
-        ("hidden_act", config.hidden_act, "silu"),
-        ("quantization_config", getattr(config, "quantization_config", None), None),
-    ]
-    for key, value, only in wanted:
-        if value != only:
-            there, here = json.dumps(value), json.dumps(only)
-            raise UserError(f"{path}: {key} is {there}; this model has {here} only")
-    known = LLAMA3 if rope_type == "llama3" else {}
-    if rope_type not in ("default", "llama3"):
-        raise UserError(f"{path}: rope_type is {rope_type}; this model has default and llama3")
-    if odd := sorted(rope.keys() ^ known.keys()):
-        raise UserError(f"{path}: {odd[0]} is no part of this model's rope_type {rope_type}")
-    if theta != int(theta):
-        raise UserError(f"{path}: rope_theta is {theta}; this model's is an integer")
-    start, vocab = config.bos_token_id, config.vocab_size
-    if start is None or not 0 <= start < vocab:
+        said = json.loads(path.read_text())
+        if said["model_type"] not in ("llama", "mistral"):
+            raise UserError(f"model_type is {said['model_type']}, not llama or mistral")
+        # It knows the defaults of what a file leaves out.
+        config: Any = transformers.AutoConfig.for_model(**said)
+    except Exception as error:  # its validation's errors have classes of their own
+        raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+    # "type" is an older name of rope_type.
+    silent = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
+    rope = dict(said for said in config.rope_parameters.items() if said not in silent)
+    config.rope_parameters = rope
+    start, vocab, length = config.bos_token_id, config.vocab_size, config.max_position_embeddings
+    if start not in range(vocab):
         raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of what starts a "
             f"document, below vocab_size={vocab}"
         )
-    if heads % keys:
-        raise UserError(f"{path}: num_attention_heads={heads} isn't a multiple of {keys}")
-    scaling = {known[key]: value for key, value in rope.items()}
+    scaling = None
+    if rope["rope_type"] == "llama3":
+        scaling = train.RopeScalingConfig(**{ours: rope[key] for key, ours in LLAMA3.items()})
     model = train.ModelConfig(
-        d_model=config.hidden_size,
-        n_q_per_kv=heads // keys,
-        n_kv=keys,
-        d_head=config.head_dim,
-        layers=config.num_hidden_layers,
-        vocab=vocab,
-        d_ff=config.intermediate_size,
-        rope_max_timescale=int(theta),
-        rope_scaling=train.RopeScalingConfig(**scaling) if scaling else None,
-        norm_eps=config.rms_norm_eps,
+        **{ours: getattr(config, theirs) for theirs, ours in MODEL.items()},
+        n_q_per_kv=config.num_attention_heads // config.num_key_value_heads,
+        rope_max_timescale=int(rope["rope_theta"]),
+        rope_scaling=scaling,
         start_token=(start + id_offset) % vocab,
     )
-    return model, config.max_position_embeddings, config.tie_word_embeddings
+    # The function is the same if this model, exported, says the same.
+    wanted = {"sliding_window": None, "quantization_config": None}
+    for key, here in (wanted | llama_config(model, length, id_offset)).items():
+        there = getattr(config, key, here)
+        if there != here:
+            found, own = json.dumps(there), json.dumps(here)
+            raise UserError(f"{path}: {key} is {found}; train.py's model has {own}")
+    return model, length, config.tie_word_embeddings
 
 
-@contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[Any]:
-    """A file of safetensors. Raises OSError where it is none."""
-    import safetensors
-
-    try:
-        with safetensors.safe_open(path, "numpy") as file:
-            yield file
-    except safetensors.SafetensorError as error:
-        raise OSError(f"{path} can't be read: {error}") from None
-
-
-def weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    index, one = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
+def find(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Any]:
+    """The tensors of a folder, unread. Raises UserError unless just the wanted ones are there, in
+    these shapes."""
+    there: dict[str, Any] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} can't be read: {error!r}") from None
-    else:
-        names = {one.name}
-    paths = [folder / name for name in sorted(names)]
-    if lost := [path for path in paths if not path.exists()]:
-        other = sorted(folder.glob("*.bin"))
-        there = f"; {other[0].name} isn't read: save it as safetensors" if other else ""
-        raise UserError(f"{lost[0]} isn't there{there}")
-    return paths
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a file."""
-
-    path: pathlib.Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self) -> np.ndarray:
-        with reading(self.path) as file:
-            return file.get_tensor(self.name)
-
-
-def find(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Stored]:
-    """The tensors by their names. Raises UserError unless just the wanted ones are there, in these
-    shapes."""
-    there: dict[str, Stored] = {}
-    for path in weight_files(folder):
-        with reading(path) as file:
-            names = file.keys()
-            for name in names:
-                part = file.get_slice(name)
-                there[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+            file = safetensors.safe_open(path, "numpy")
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path} can't be read: {error}") from None
+        names = file.keys()
+        # Old Llamas have their RoPE's frequencies, which follow from the config.
+        slices = {n: file.get_slice(n) for n in names if not n.endswith("rotary_emb.inv_freq")}
+        if twice := there.keys() & slices.keys():
+            raise UserError(f"{path} has {min(twice)}, and so has another file: move one away")
+        there |= slices
     if tied and EMBED in there:
-        one = there[EMBED]
-        other = there.setdefault(UNEMBED, one)
-        if other is not one and not np.array_equal(other.read(), one.read()):
-            raise UserError(f"{folder} has a {UNEMBED} of its own, and tie_word_embeddings=true")
-    # Old Llamas have their RoPE's frequencies, which follow from the config.
-    given = {name for name in there if not name.endswith(".rotary_emb.inv_freq")}
-    names = {tensor.name for tensor in wanted}
-    for what, odd in ("lacks", names - given), ("has what this model lacks:", given - names):
-        if odd:
-            more = f", and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise UserError(f"{folder} {what} {min(odd)}{more}")
-    for tensor in wanted:
-        one = there[tensor.name]
-        if one.shape != tensor.shape:
-            raise UserError(
-                f"{one.path}: {one.name} is {list(one.shape)}, by config.json {list(tensor.shape)}"
-            )
-        if one.dtype not in SAFETENSORS:
-            raise UserError(
-                f"{one.path}: {one.name} is {one.dtype}, none of {', '.join(SAFETENSORS)}"
-            )
+        there.setdefault(UNEMBED, there[EMBED])  # its own goes first, as in transformers
+    kinds = dict.fromkeys(["F32", "F16", "BF16"], "float")
+    found, known = {}, {tensor.name: f"float{list(tensor.shape)}" for tensor in wanted}
+    for name, one in there.items():
+        found[name] = kinds.get(one.get_dtype(), one.get_dtype()) + str(one.get_shape())
+    for name in known | found:
+        if (one := found.get(name, "missing")) != (other := known.get(name, "missing")):
+            files = f"{folder}/model*.safetensors"
+            raise UserError(f"{files}: {name} is {one}; in the model of config.json it is {other}")
     return there
 
 
-def import_weights(folder: str, output: str, id_offset: int) -> None:
+def import_weights(path: str, output: str, id_offset: int) -> None:
     """Raises UserError or OSError for what can't be read, represented or written."""
     check_empty(output)
-    model, length, tied = model_in(pathlib.Path(folder), id_offset)
+    folder = pathlib.Path(path)
+    model, length, tied = model_in(folder, id_offset)
     wanted = tensors(model, id_offset)
-    there = find(pathlib.Path(folder), wanted, tied)
+    there = find(folder, wanted, tied)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
     # For tools.generate: a part of the logits at a time, as rows may be long.
-    tokens = {"batch": 1, "len": length}
-    rows = {"training": {"tokens": tokens, "loss_chunks": math.gcd(length, max(1, length // 1024))}}
+    chunks = math.gcd(length, max(1, length // 1024))
+    rows = {"training": {"tokens": {"batch": 1, "len": length}, "loss_chunks": chunks}}
     config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
-    about = {"step": STEP, "config": config, "hosts": 1}
     arrays = {}
     for name, entry in entries(model).items():
         lengths = zip(entry["dimensions"], entry["shape"], strict=True)
         arrays[name] = entry, [1 if dim == "layers" else size for dim, size in lengths]
-    path = f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}"
-    with storage.opening(path):
-        group = checkpoint.create(path, arrays, about)
-    with progress(wanted, "float32") as bar:
-        for tensor in wanted:
-            values = tensor.ours(there[tensor.name].read()).astype(np.float32, order="C")
-            index = ... if tensor.layer is None else slice(tensor.layer, tensor.layer + 1)
-            part = values if tensor.layer is None else values[None]
-            with storage.opening(path):
-                checkpoint.write(group, tensor.array, index, part)
-            bar.update(values.nbytes)
-    with storage.opening(path):
+    target = f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}"
+    with storage.opening(target):
+        group = checkpoint.create(target, arrays, {"step": STEP, "config": config, "hosts": 1})
+        for tensor in tqdm(wanted, unit=" tensors", disable=None):
+            values = tensor.to_ours(there[tensor.name][:]).astype(np.float32, order="C")
+            checkpoint.write(group, tensor.array, tensor.index, values)
         checkpoint.report(group, 0, len(wanted), None, None)
         checkpoint.complete(group, [None])
     print(f"# A run starts from it with paths.clone_from={output} and\n{section}", end="")
@@ -506,26 +378,18 @@ def main() -> None:
     out = commands.add_parser("export", help="a checkpoint to Hugging Face's files")
     out.add_argument("checkpoint", help="a folder or bucket of checkpoints, or one of them")
     out.add_argument("output", help="a folder, to be made")
-    out.add_argument("--tokenizer", help="what transformers.AutoTokenizer opens, to go with it")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     into = commands.add_parser("import", help="Hugging Face's files to a checkpoint")
     into.add_argument("folder", help="with config.json and safetensors")
-    into.add_argument("checkpoints", help="a folder or bucket, to be made")
+    into.add_argument("output", help="a folder or bucket of checkpoints, to be made")
     for command in out, into:
         command.add_argument("--id-offset", type=int, default=0, help="as the dataset's id_offset")
     given = parser.parse_args()
     with user_errors():
-        try:
-            if given.id_offset < 0:
-                raise UserError(f"--id-offset={given.id_offset}: it must be at least 0")
-            if given.command == "export":
-                export_weights(
-                    given.checkpoint, given.output, given.dtype, given.tokenizer, given.id_offset
-                )
-            else:
-                import_weights(given.folder, given.checkpoints, given.id_offset)
-        except KeyboardInterrupt:
-            sys.exit("interrupted: what is written isn't complete, and can be deleted")
+        if given.command == "export":
+            export_weights(given.checkpoint, given.output, given.dtype, given.id_offset)
+        else:
+            import_weights(given.folder, given.output, given.id_offset)
 
 
 if __name__ == "__main__":

@@ -14,108 +14,86 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import matplotlib
+import pandas
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from omegaconf import OmegaConf
 
+from runtime.config import flat
 from runtime.errors import user_errors
-from runtime.run import flat
 from shardlib.errors import UserError
 
-TOKENS = [(10**9, "billion tokens"), (10**6, "million tokens"), (1, "tokens")]
-TIMES = [(2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (0, 60, "minutes")]
+SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 
 
-def read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A run's config by keys with dots, and its metrics by name, float64[rows]; NaN where there is
-    none. Raises UserError if it has none at all."""
+def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
+    """A run's config by keys with dots, and its metrics, a row a step, with its tokens and seconds
+    so far. Raises UserError if it has none."""
     try:
         config = flat(OmegaConf.load(folder / "config.yaml"))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename} isn't there: {folder} is no run's folder") from None
-    except ValueError as error:
-        raise UserError(f"{folder}/metrics.jsonl can't be read: {error}") from None
-    if not rows:
+        run = pandas.DataFrame([json.loads(line) for line in lines], dtype=float)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{folder} has no metrics that can be read: {error}") from None
+    if run.empty:
         raise UserError(f"{folder}/metrics.jsonl has no step yet")
-    names = dict.fromkeys(name for row in rows for name in row)
-    return config, {
-        name: np.array([row.get(name, math.nan) for row in rows], np.float64) for name in names
-    }
+    batch = config["training.tokens.batch"] * config["training.tokens.len"]
+    run["tokens"] = (run["step"] + 1) * batch
+    run["seconds"] = (batch / run["tokens_per_second"]).cumsum()
+    return config, run
 
 
 def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -> list[str]:
     """Each run's name, and what it has else than the others; of its paths, the name is enough."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    differ = [
-        key
-        for key in keys
-        if not key.startswith("paths.") and len({str(c.get(key)) for c in configs}) > 1
-    ]
-    shown = [[f"{key.rpartition('.')[2]}={c.get(key)}" for key in differ] for c in configs]
+    table = pandas.DataFrame(configs).map(str)
+    differ = [key for key in table if not key.startswith("paths.") and table[key].nunique() > 1]
+    shown = [[f"{key.rpartition('.')[2]}={table[key][i]}" for key in differ] for i in table.index]
     return [", ".join([folder.name, *more]) for folder, more in zip(folders, shown, strict=True)]
 
 
-def smooth(values: np.ndarray, steps: float) -> np.ndarray:
+def smooth(values: pandas.Series, steps: float) -> pandas.Series:
     """Of each value and those before it the mean, by weights that fall to 1/e in so many steps.
-    What isn't finite is left out."""
-    decay = math.exp(-1 / steps) if steps else 0.0
-    total = weight = 0.0
-    means = np.full_like(values, math.nan)
-    for i, value in enumerate(values):
-        total, weight = decay * total, decay * weight
-        if math.isfinite(value):
-            total, weight = total + value, weight + 1
-            means[i] = total / weight
-    return means
+    A NaN counts for nothing, and stays one."""
+    fall = math.exp(-1 / steps) if steps else 0.0
+    return values.ewm(alpha=1 - fall).mean().where(values.notna())
 
 
 def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None) -> None:
     """Raises UserError for what is no run, and for a picture of no known kind."""
-    import matplotlib
-
-    matplotlib.use("agg")  # it needs no screen
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    from matplotlib import pyplot
-
-    runs = [read(folder) for folder in folders]
-    longest = max(len(metrics["step"]) for _, metrics in runs)
-    steps = max(1, longest // 100) if smoothing is None else smoothing
-    batches = [
-        config["training.tokens.batch"] * config["training.tokens.len"] for config, _ in runs
-    ]
-    tokens = [(run["step"] + 1) * batch for (_, run), batch in zip(runs, batches, strict=True)]
-    seconds = [
-        np.cumsum(n / run["tokens_per_second"]) for (_, run), n in zip(runs, batches, strict=True)
-    ]
-    scale, unit = next(u for u in TOKENS if max(map(np.max, tokens)) >= u[0])
-    _, second, times = next(u for u in TIMES if max(map(np.max, seconds)) >= u[0])
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    (by_tokens, by_time), (validation, speed) = axes
-    names = labels(folders, [config for config, _ in runs])
-    for i, (_, metrics) in enumerate(runs):
-        loss, seen = metrics["loss"], tokens[i] / scale
-        for panel, x in (by_tokens, seen), (by_time, seconds[i] / second):
-            panel.plot(x, loss, color=f"C{i}", alpha=0.25, linewidth=0.7)
-            panel.plot(x, smooth(loss, steps), color=f"C{i}", label=names[i] * (panel is by_tokens))
-        if "validation_loss" in metrics:
-            there = np.isfinite(metrics["validation_loss"])
-            validation.plot(seen[there], metrics["validation_loss"][there], f"C{i}.-")
-        speed.plot(seen, smooth(metrics["tokens_per_second"], steps), color=f"C{i}")
+    configs, runs = zip(*map(read, folders), strict=True)
+    steps = max(1, max(map(len, runs)) // 100) if smoothing is None else smoothing
+    longest = max(run["seconds"].max() for run in runs)
+    unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "minutes")
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    (by_tokens, by_time), (validation, speed) = axes = figure.subplots(2, 2)
+    for i, (run, label) in enumerate(zip(runs, labels(folders, configs), strict=True)):
+        color, tokens, loss = f"C{i}", run["tokens"], run["loss"]
+        for panel, x in (by_tokens, tokens), (by_time, run["seconds"] / SECONDS[unit]):
+            panel.plot(x, loss, color=color, alpha=0.25, linewidth=0.7)
+            (line,) = panel.plot(x, smooth(loss, steps), color=color)
+        line.set_label(label)
+        if "validation_loss" in run:
+            there = run.dropna(subset="validation_loss")
+            validation.plot(there["tokens"], there["validation_loss"], f"{color}.-")
+        speed.plot(tokens, smooth(run["tokens_per_second"], steps), color=color)
     mean = f", averaged over {steps:g} steps" if steps else ""
-    by_tokens.set(title=f"loss{mean}", xlabel=unit, ylabel="nats per token")
-    by_time.set(title=f"loss{mean}", xlabel=f"{times} of steps", ylabel="nats per token")
-    validation.set(title="validation loss", xlabel=unit, ylabel="nats per token")
-    speed.set(title=f"throughput{mean}", xlabel=unit, ylabel="tokens per second")
-    speed.set_ylim(bottom=0)
+    by_tokens.set(title=f"loss{mean}", xlabel="tokens", ylabel="nats per token")
+    by_time.set(title=f"loss{mean}", xlabel=f"{unit} of steps", ylabel="nats per token")
+    validation.set(title="validation loss", xlabel="tokens", ylabel="nats per token")
+    speed.set(
+        title=f"throughput{mean}", xlabel="tokens", ylabel="tokens per second", ylim=(0, None)
+    )
+    for axis in by_tokens.xaxis, validation.xaxis, speed.xaxis, speed.yaxis:
+        axis.set_major_formatter(EngFormatter())  # 5 M
     for panel in axes.flat:
         panel.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=min(len(runs), 2))
     try:
-        figure.savefig(output, dpi=150)
+        with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+            figure.savefig(output, dpi=150)
     except ValueError as error:  # of a format that isn't known
         raise UserError(str(error)) from None
-    pyplot.close(figure)
 
 
 def main() -> None:

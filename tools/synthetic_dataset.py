@@ -11,6 +11,7 @@ Each sequence starts with the id of its task:
 """
 
 import argparse
+import math
 
 import numpy as np
 
@@ -37,8 +38,7 @@ def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
     if task == 1:
         symbols = repeat_at(COPY_DISTANCE, symbols)
     elif task == 2:
-        words = symbols[: -(-length // (2 * WORD)) * WORD]
-        words = np.resize(words, (-(-length // (2 * WORD)), WORD))
+        words = np.resize(symbols, (math.ceil(length / (2 * WORD)), WORD))
         symbols = np.concatenate([words, words[:, ::-1]], axis=1).reshape(-1)
     elif task == 3:
         distance = int(rng.integers(1, DISTANCES + 1))

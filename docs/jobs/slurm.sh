@@ -13,7 +13,7 @@
 . .venv/bin/activate
 # --kill-on-bad-exit: when one process fails, Slurm ends the others at once.
 srun --kill-on-bad-exit=1 python -m train --config-name=fineweb_edu_h100x8_1b \
-  num_hosts="$SLURM_NNODES" mesh.d=32 checkpoint_interval=500 checkpoints.keep_last=3 \
+  hardware=h100x8x4 checkpoint_interval=500 checkpoints.keep_last=3 \
   hang_timeout_seconds=600 paths.root_working_dir=/shared/runs paths.model_name=1b
 code=$?
 # 143: stopped by SIGTERM, after it had saved. 124: a step hung. Both go on from the last checkpoint.

@@ -10,7 +10,7 @@ from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
 from tools import audit
 
-CONFIG = ["--config-name=c4_a100x8_1b", "mesh={d: 4, t: 2}"]
+CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
 
 
 def test_the_tables(tmp_path, capsys, monkeypatch):
@@ -25,7 +25,7 @@ def test_the_tables(tmp_path, capsys, monkeypatch):
 
 def test_the_sums_are_those_of_the_model():
     """By formulas of the shapes alone."""
-    config = compose_config("c4_a100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
+    config = compose_config("c4_h100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
                             "flat_tokens.filespec=x")  # fmt: skip
     result = audit.audit_step(config, audit.probe(config), None)
     batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
@@ -87,7 +87,7 @@ def test_the_sums_are_those_of_the_model():
 def test_types_where_lengths_are_one(options):
     """What a type says is as long as the array; that it can't be told is rare."""
     config = compose_config(
-        "c4_a100x8_1b", "paths.model_name=x", "flat_tokens.filespec=x", *options
+        "c4_h100x8_1b", "paths.model_name=x", "flat_tokens.filespec=x", *options
     )
     result = audit.audit_step(config, audit.probe(config), None)
     axes, sizes = vars(config.mesh), train.dimensions(config)

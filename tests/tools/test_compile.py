@@ -1,6 +1,5 @@
 """A step compiled ahead of time, for the devices that are here; for others, tests/test_tpu.py."""
 
-import importlib.util
 import re
 
 from tests import golden
@@ -19,30 +18,55 @@ def test_what_it_says(capsys, monkeypatch):
     assert (name, given, error) == ("arguments", predicted, "+0.0%")
 
 
-def test_what_can_not_be_done_is_said_before_compiling(capsys, monkeypatch):
-    option = "topology=v5e:0x8"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+def test_a_topology_that_can_not_be_had(capsys, monkeypatch):
+    """As on a machine without libtpu."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("JAX TPU support not installed\nand more")
+
+    monkeypatch.setattr(compiler.topologies, "get_topology_desc", refuse)
+    option = "topology=v5e:2x2"
     out, message = train_here(capsys, monkeypatch, *CONFIG, option, program=compiler.main)
     assert not out
     golden.check("wrong_inputs.txt", f"compile: {option}", message)
 
 
-def test_sums_that_the_source_does_not_say():
-    name = 'metadata={op_name="jit(training_step)/shard_map/'
-    lines = [
-        f'  %a = f32[4]{{0}} all-reduce(%x), {name}jvp(psum({{U:d}} -> ))/unreduced_psum"}}',
-        f'  %b = bf16[2,3]{{1,0}} all-reduce(%x), {name}jvp(all_gather(M|d -> M))/all_gather"}}',
-        "  %c = (bf16[8]{0}, f32[4,4]{1,0}) all-reduce(%x, %y), to_apply=%add",
-        f'  %d = f32[9]{{0}} all-gather(%x), {name}jvp(all_gather(M|d -> M))/all_gather"}}',
-    ]
-    assert list(compiler.summed_whole("\n".join(lines))) == [
-        ("bf16[2,3] all_gather(M/d -> M): all_gather", 12),
-        ("bf16[8] reduce_scatter", 16),
-        ("f32[4,4] reduce_scatter", 64),
-    ]
+SCHEDULED = """
+%carried (x: bf16[4,8]) -> bf16[8,8] {
+  ROOT %all-gather.1 = bf16[8,8]{1,0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+%body (p: (bf16[4,8])) -> (bf16[4,8]) {
+  %async-collective-start.7 = (bf16[4,8], bf16[8,8]) fusion(%a), kind=kCustom, calls=%carried
+  %fusion.1 = bf16[8,8] fusion(%b), calls=%dots, backend_config={"estimated_cycles":"900"}
+  %fusion.2 = bf16[8,8] fusion(%b), calls=%dots, backend_config={"estimated_cycles":"200"}
+  %async-collective-done.7 = bf16[8,8] fusion(%async-collective-start.7), kind=kCustom
+  %reduce-scatter.2 = bf16[4,8]{1,0} reduce-scatter(%c), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (q: f32[3]) -> f32[3] {
+  %g.call-start = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%g
+  %fusion.3 = f32[3] fusion(%q), calls=%dots, backend_config={"estimated_cycles":"5000"}
+  %all-reduce.3.call-start = (f32[3]) call-start(%q), to_apply=%sum
+  %fusion.4 = f32[3] fusion(%q), calls=%dots, backend_config={"estimated_cycles":"5000"}
+  %all-reduce.3.call-update = f32[3] call-update(%all-reduce.3.call-start, %fusion.4)
+  %fusion.5 = f32[3] fusion(%q), calls=%dots, backend_config={"estimated_cycles":"700"}
+  %all-reduce.3.call-done = f32[3] call-done(%all-reduce.3.call-update)
+  %while.1 = (bf16[4,8]) while(%t), condition=%c, body=%body
+  %all-reduce.9 = f32[3] all-reduce(%q), replica_groups=mesh['d'=4,'t'=1] {'t'}, to_apply=%add
+}
+
+%sum (x: f32[3]) -> f32[3] {
+  ROOT %all-reduce.4 = f32[3] all-reduce(%x), replica_groups=mesh['d'=4,'t'=1] {'d'}, to_apply=%add
+}
+"""
 
 
-def test_without_libtpu(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _, message = train_here(capsys, monkeypatch, *CONFIG, "topology=v5e:2x2", program=compiler.main)
-    golden.check("wrong_inputs.txt", "compile: without libtpu", message)
+def test_what_a_scheduled_program_sends_beside_compute():
+    """A gather over 1,100 cycles of compute, a scatter over none, a sum whose operands come late;
+    and one over an axis of one device, which sends nothing."""
+    assert sorted(compiler.sent(SCHEDULED)) == [
+        (3, 2 * 3 * 4, False, False),
+        (64, 128, True, False),
+        (64, 128, True, True),
+    ]

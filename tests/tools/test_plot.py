@@ -2,6 +2,7 @@ import json
 import re
 
 import numpy as np
+import pandas
 import pytest
 from matplotlib.figure import Figure
 
@@ -75,7 +76,7 @@ def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
 def test_smoothing_is_a_mean_of_falling_weights():
     values = np.random.default_rng(0).normal(size=50)
     values[[0, 20, 21]] = np.nan
-    found = plot.smooth(values, 5)
+    found = plot.smooth(pandas.Series(values), 5)
     for i in range(50):
         weights = np.exp(-(i - np.arange(i + 1)) / 5) * np.isfinite(values[: i + 1])
         if np.isfinite(values[i]):
@@ -83,13 +84,13 @@ def test_smoothing_is_a_mean_of_falling_weights():
             assert found[i] == pytest.approx(wanted)
         else:
             assert np.isnan(found[i])
-    np.testing.assert_array_equal(plot.smooth(values, 0), values)
+    np.testing.assert_array_equal(plot.smooth(pandas.Series(values), 0), values)
 
 
 MISTAKES = {
-    "no folder": "{folder}/x/config.yaml isn't there: {folder}/x is no run's folder",
+    "no folder": "{folder}/x has no metrics that can be read: [Errno 2] No such file",
     "no steps": "{folder}/x/metrics.jsonl has no step yet",
-    "damaged": "{folder}/x/metrics.jsonl can't be read: ",
+    "damaged": "{folder}/x has no metrics that can be read: Expecting",
     "no picture": "Format 'txt' is not supported",
 }
 
