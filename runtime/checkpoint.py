@@ -6,7 +6,6 @@ docs/checkpoints.md is the specification.
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import platform
@@ -14,7 +13,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -56,16 +55,13 @@ KEEP_ALL = CheckpointsConfig(root="", keep_last=0, keep_every=0, stop_on_error=T
 
 
 def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """A device's part of an array, cut evenly to CHUNK_BYTES or less if small factors allow it."""
+    """A device's part of an array, halved to CHUNK_BYTES or less, as far as its sizes are even."""
     chunk = list(shard)
     while itemsize * math.prod(chunk) > CHUNK_BYTES:
-        factors = [
-            (n, i) for i, length in enumerate(chunk) for n in range(2, 65) if length % n == 0
-        ]
-        if not factors:
+        even = [i for i, length in enumerate(chunk) if length % 2 == 0]
+        if not even:
             break
-        factor, i = min(factors)
-        chunk[i] //= factor
+        chunk[even[0]] //= 2
     return tuple(chunk)
 
 
@@ -123,8 +119,8 @@ def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
             dimension_names=entry["dimensions"],
         )
         manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "zarr")}
-    versions = {"python": platform.python_version(), **packages}
+    versions = {package.__name__: package.__version__ for package in (jax, np, zarr)}
+    versions = {"python": platform.python_version(), **versions}
     # It tells the other hosts that the arrays are there.
     group.update_attributes({**about, "format": FORMAT, "versions": versions, "arrays": manifest})
     return group
@@ -159,11 +155,8 @@ class Checkpoint:
 
     @functools.cached_property
     def attributes(self) -> dict[str, Any] | None:
-        """As they are there; none if its writer was killed early; None if they are damaged."""
-        try:
-            return storage.attributes(self.path)
-        except DamageError:
-            return None
+        """As they are there; empty if its writer was killed early, None if they are damaged."""
+        return storage.attributes(self.path)
 
     @property
     def counts(self) -> bool:
@@ -176,70 +169,68 @@ class Checkpoint:
     def about(self) -> dict[str, Any]:
         """The attributes of a complete one. Raises DamageError if they aren't what was written, and
         CheckpointError if it has another format."""
-        about = storage.attributes(self.path)
-        try:
-            self.group: Any = zarr.open_group(self.path, mode="r", zarr_format=3)
-        except Exception as error:  # whatever is left of the file
-            raise DamageError(f"it can't be opened: {error!r}") from None
+        about = self.attributes or {}
         if about.get("step") != self.step or about.get("checksum") != _checksum(about):
-            raise DamageError("its attributes aren't those that were written")
+            file = f"{self.path}/zarr.json"
+            raise DamageError(f"{file} isn't what was written; an older checkpoint may be whole")
         if (found := about["format"]) != FORMAT:
             raise CheckpointError(f"{self.path} has format {found}; this program reads {FORMAT}")
         return about
 
     def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
         """Its config, or a section, as `schema`, a dataclass; `defaults` has what it may not say.
-        Raises CheckpointError if it is damaged, or its sections have other keys or types."""
+        Raises CheckpointError if its sections have other keys or types."""
+        said: Any = OmegaConf.select(OmegaConf.create(self.about["config"]), section, default={})
+        if not section:
+            # A key of an earlier version said how the run was done, not what its model is.
+            known = {field.name for field in dataclasses.fields(cast(Any, schema))}
+            said = OmegaConf.masked_copy(said, [key for key in said if key in known])
         try:
-            said: Any = OmegaConf.create(self.about["config"])
-            if section:
-                said = OmegaConf.select(said, section, default={})
-            else:  # a key of an earlier version said how the run was done, not what its model is
-                known = {field.name for field in dataclasses.fields(cast(Any, schema))}
-                said = OmegaConf.masked_copy(said, [key for key in said if key in known])
             made = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
             return cast(C, OmegaConf.to_object(made))
-        except DamageError as error:
-            problem = f"is damaged: {error}; name another one"
         except OmegaConfBaseException as error:
             problem = f"has a config of another version: {str(error).splitlines()[0]}"
-        raise CheckpointError(f"{self.path} {problem}")
+            raise CheckpointError(f"{self.path} {problem}") from None
 
-    def array(self, name: str) -> zarr.Array:
-        """With all of its chunks there, as the manifest describes it."""
-        entry = self.about["arrays"][name]
-        try:
-            array = self.group[name]
-            stored = _stored_dtype(jnp.dtype(entry["dtype"]))
-            described = list(array.shape), list(array.chunks), array.dtype
-        except Exception as error:  # whatever is left of the file
-            raise DamageError(f"{name}: its description can't be read: {error!r}") from error
-        if described != (entry["shape"], entry["chunk_shape"], stored):
-            raise DamageError(f"{name}: its description isn't what was written")
-        storage.check_chunks(array, self.files)
-        return array
-
-    def read(self, array: zarr.Array, index: Any = ...) -> np.ndarray:
-        """A part of an array, as `storage.read`; an OSError names the checkpoint."""
-        try:
-            return storage.read(array, index)
-        except OSError as error:  # it may be whole, and readable again soon
-            raise OSError(f"{self.path}: {error}") from error
+    def check(self, model: Any, arrays: dict[str, Any], prefix: str, cure: str) -> None:
+        """Compares with the keys of a config's section `model`, which may be none, and with what
+        `entries` says of arrays, those under a prefix. Raises CheckpointError, which names the
+        first difference and a cure."""
+        there, found = OmegaConf.create(self.about["config"]).model, self.about["arrays"]
+        pairs = [(f"model.{key}", there.get(key), model[key]) for key in model]
+        for name in dict.fromkeys([*arrays, *found]):
+            if name.startswith(prefix):
+                pairs.append((name, show_entry(found.get(name)), show_entry(arrays.get(name))))
+        for name, theirs, ours in pairs:
+            if theirs != ours:
+                difference = f"{name} is {theirs} there, {ours} here"
+                raise CheckpointError(f"{self.path} is of another model: {difference}; {cure}")
 
     @functools.cached_property
-    def files(self) -> set[str]:
-        return storage.files(self.path)
+    def group(self) -> Any:
+        return storage.open_group(self.path)
 
-    def damage(self) -> Iterator[str]:
-        """Reads all of it; the first problem of each array that has one."""
-        for name in self.about["arrays"]:
+    def array(self, name: str) -> zarr.Array:
+        """Raises DamageError unless it is described as in the manifest, and OSError where the store
+        doesn't say."""
+        entry = self.about["arrays"][name]
+        with storage.opening(self.path):
             try:
-                array = self.array(name)
-                rows = array.chunks[0] if array.shape else 1
-                for first in range(0, array.shape[0] if array.shape else 1, rows):
-                    self.read(array, slice(first, first + rows) if array.shape else ...)
-            except DamageError as error:
-                yield str(error)
+                array = self.group[name]
+                described = list(array.shape), list(array.chunks)
+            except Exception as error:  # whatever is left of the file
+                store = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+                kind = OSError if store else DamageError
+                raise kind(f"{name}: its description can't be read: {error!r}") from error
+        if described != (entry["shape"], entry["chunk_shape"]):
+            raise DamageError(f"{name}: its description isn't what was written")
+        return array
+
+    def read(self, array: zarr.Array, index: Any = ()) -> np.ndarray:
+        """A part of an array, as `storage.read` has it. An OSError names the checkpoint, which may
+        be whole, and readable again soon."""
+        with storage.opening(self.path):
+            return storage.read(array, index)
 
 
 def listed(path: str) -> list[Checkpoint]:
@@ -308,8 +299,9 @@ class Checkpoints:
         # As bytes, for JAX would cut 64 bits to 32.
         seen = np.array([*which, self.start]).view(np.uint8)
         told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
-        self.newest_step, self.newest_start, self.start = told.tolist()  # step 0: none
-        self.newest = self._path(self.newest_step, self.newest_start)
+        self.newest_step, newest_start, self.start = told.tolist()  # step 0: none
+        self.found = Checkpoint(self._path(self.newest_step, newest_start))
+        self.newest = self.found.path
 
     def _path(self, step: int, start: int) -> str:
         folder = re.sub(rf"(^|/){NAME}$", "", self.path) or "."
@@ -322,21 +314,21 @@ class Checkpoints:
         """
         self.wait()
         leaves, described = named(tree), entries(self.hint, self.sizes)
-        shards = [
-            (name, shard.index, shard.data)
-            for name, leaf in leaves.items()
-            for shard in leaf.addressable_shards
-            if shard.replica_id == 0
-        ]
-        for _, _, part in shards:
-            part.copy_to_host_async()
-        # On a CPU these are views of the devices' memory. While there are any, XLA writes what is
-        # donated to other memory (AcquireDonation, in its PjRt client).
-        parts = [(name, index, np.asarray(part)) for name, index, part in shards]
         arrays = {
             name: (described[name], leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()
         }
+        shards = [
+            (name, shard)
+            for name, leaf in leaves.items()
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        ]
+        for _, shard in shards:
+            shard.data.copy_to_host_async()
+        # On a CPU these are views of the devices' memory. While there are any, XLA writes what is
+        # donated to other memory (AcquireDonation, in its PjRt client).
+        parts = [(name, shard.index, np.asarray(shard.data)) for name, shard in shards]
         about = {"step": step, "config": self.config, "hosts": jax.process_count()}
         path = self._path(step, self.start)
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
@@ -350,8 +342,8 @@ class Checkpoints:
 
     def _save(self, path: str, arrays: Any, about: Any, parts: Any, position: Any) -> None:
         """Hosts learn of each other from the store alone, as their devices are at work."""
+        host, hosts = jax.process_index(), range(jax.process_count())
         try:
-            host = jax.process_index()
             if host == 0:
                 create(path, arrays, about)
             self._wait(path, "arrays", writer=0)
@@ -362,16 +354,14 @@ class Checkpoints:
             report(group, host, len(writes), problem, position)
             self._wait(f"{path}/writers/{host}", "shards", writer=host)
             if host == 0:
-                hosts = range(jax.process_count())
                 reports = [self._wait(f"{path}/writers/{i}", "shards", writer=i) for i in hosts]
                 problem = next((each["problem"] for each in reports if each["problem"]), None)
                 if problem:
-                    group.update_attributes({"write_failed": problem})
+                    group.update_attributes({"write_completed": False, "write_failed": problem})
                 else:
                     complete(group, [each["position"] for each in reports])
                     self._remove_old(about["step"])
-            outcome = self._wait(path, "write_completed", "write_failed", writer=0)
-            problem = outcome.get("write_failed")
+            problem = self._wait(path, "write_completed", writer=0).get("write_failed")
         except Exception as error:  # each store raises its own
             problem = f"{error!r}"
         if not problem:
@@ -382,39 +372,35 @@ class Checkpoints:
         else:
             self.say(f"warning: {path} can't be written: {problem}; the run goes on")
 
+    @staticmethod
+    def _wait(path: str, key: str, writer: int) -> dict[str, Any]:
+        """A group's attributes, once it is there and has this one. The host that wrote it doesn't
+        wait: what isn't there by now was lost."""
+        while key not in (about := storage.attributes(path) or {}):
+            if writer == jax.process_index():
+                raise FileNotFoundError(f"{key} of {path} was written, and isn't there")
+            time.sleep(0.2)
+        return about
+
     def _remove_old(self, written: int) -> None:
-        """And those whose removal was begun. Later steps than the one just written are of
-        checkpoints that were damaged: they don't count, and are left."""
-        if not self.policy.keep_last:
+        """Removes what isn't to be kept, and what a removal that was cut off has left. Later steps
+        than the one just written are of damaged checkpoints: they don't count, and stay."""
+        last, every = self.policy.keep_last, self.policy.keep_every
+        if not last:
             return
         try:
-            groups = {each: about for each in listed(self.path) if (about := each.attributes)}
-        except OSError as error:
-            self.say(f"warning: nothing is removed: {error}")
-            return
-        complete = [each for each in groups if groups[each].get("write_completed") is True]
-        older = [each for each in complete if each.which <= (written, self.start)]
-        every = self.policy.keep_every
-        old = [each for each in older[: -self.policy.keep_last] if not every or each.step % every]
-        for path in [each.path for each in groups if each in old or groups[each].get("removed")]:
-            try:  # it is none from here on, so that all of it may go
+            groups = [(each, each.attributes or {}) for each in listed(self.path)]
+            complete = [each for each, about in groups if about.get("write_completed") is True]
+            older = [each for each in complete if each.which <= (written, self.start)]
+            old = [each for each in older[:-last] if not every or each.step % every]
+            begun = [each for each, about in groups if about.get("removed")]
+            for each in old + begun:
+                # It is none from here on, so that all of it may go.
                 mark = {"write_completed": False, "removed": True}
-                zarr.open_group(path, mode="r+").update_attributes(mark)
-                storage.remove(path)
-            except Exception as error:  # each store raises its own
-                self.say(f"warning: {path} can't be removed: {error!r}")
-
-    @staticmethod
-    def _wait(path: str, *keys: str, writer: int) -> dict[str, Any]:
-        """A group's attributes, once it is there and has one of those. The host that wrote it
-        doesn't wait: what isn't there by now was lost."""
-        pause = 0.05
-        while not (about := storage.attributes(path)).keys() & set(keys):
-            if writer == jax.process_index():
-                raise FileNotFoundError(f"{keys[0]} of {path} was written, and isn't there")
-            time.sleep(pause)
-            pause = min(2 * pause, 2)
-        return about
+                zarr.open_group(each.path, mode="r+").update_attributes(mark)
+                storage.remove(each.path)
+        except Exception as error:  # each store raises its own
+            self.say(f"warning: not all that is old in {self.path} can be removed: {error!r}")
 
     def restore(self, part: str = "") -> Any:
         """The newest checkpoint that is undamaged, which becomes `newest`, as a tree on the mesh in
@@ -424,37 +410,32 @@ class Checkpoints:
         Raises CheckpointError if there is none, and for another model's, naming the first
         difference between the `model` sections of the configs, or between the arrays.
         """
-        damaged = 0
         while self.newest_step:
+            tree = None
             try:
-                tree, whole = self._restore(part), True
+                tree = self._restore(part)
             except DamageError as error:
-                tree, whole = None, False
                 warning = f"warning: {self.newest} is damaged: {error}"
                 print(warning, file=sys.stderr, flush=True)
-            if multihost_utils.process_allgather(np.array(whole)).all():
+            if multihost_utils.process_allgather(np.array(tree is not None)).all():
                 return tree
-            damaged += 1
-            self._choose((self.newest_step, self.newest_start))
+            self._choose(self.found.which)
         raise CheckpointError(
-            f"{self.path} has no undamaged checkpoint, of {damaged}; to start anew, choose another "
-            f"{self.key}"
+            f"{self.path} has no undamaged checkpoint; to start anew, choose another {self.key}"
         )
 
     def _restore(self, part: str) -> Any:
-        found, prefix = Checkpoint(self.newest), f"{part}/" if part else ""
-        self._check(found, prefix)
+        found, prefix = self.found, f"{part}/" if part else ""
+        self.check_model(prefix)
         shapes, shardings = make_shapes(self.hint, self.sizes), make_shardings(self.hint)
         if part:
             shapes, shardings = getattr(shapes, part), getattr(shardings, part)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
             array = found.array(prefix + name)
-
-            def values(index: Any) -> np.ndarray:
-                return found.read(array, index).view(shape.dtype)
-
-            return jax.make_array_from_callback(shape.shape, sharding, values)
+            return jax.make_array_from_callback(
+                shape.shape, sharding, lambda index: found.read(array, index).view(shape.dtype)
+            )
 
         leaves = named(shapes)
         made = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
@@ -463,37 +444,22 @@ class Checkpoints:
     def position(self) -> Any:
         """This host's position in its stream, as the newest checkpoint has it. Raises
         CheckpointError if other hosts than today's wrote it."""
-        about = Checkpoint(self.newest).about
-        if (hosts := about["hosts"]) != jax.process_count():
+        about, hosts = self.found.about, jax.process_count()
+        if about["hosts"] != hosts:
             raise CheckpointError(
-                f"{self.newest} was written by {hosts} hosts, who share the stream; there are "
-                f"{jax.process_count()} now"
+                f"{self.newest} was written by {about['hosts']} hosts, who share the stream; there "
+                f"are {hosts} now"
             )
         return about["positions"][jax.process_index()]
 
-    def check_model(self) -> None:
-        """Raises CheckpointError if the newest checkpoint is another model's, or none any more."""
-        try:
-            self._check(Checkpoint(self.newest))
-        except DamageError as error:
-            problem = f"{self.newest} is damaged: {error}"
-            raise CheckpointError(f"{problem}; delete it to go on from the one before") from None
-
-    def _check(self, found: Checkpoint, prefix: str = "") -> None:
-        here, there = (OmegaConf.create(t).model for t in (self.config, found.about["config"]))
-        wanted, arrays = entries(self.hint, self.sizes), found.about["arrays"]
-        if not prefix and all(name.startswith("weights/") for name in arrays):
+    def check_model(self, prefix: str = "") -> None:
+        """Raises CheckpointError if the newest checkpoint, or what it has under a prefix, is of
+        another model, and DamageError if what tells is damaged."""
+        if not prefix and all(name.startswith("weights/") for name in self.found.about["arrays"]):
             raise CheckpointError(
-                f"{found.path} has weights alone: a new run starts from them by paths.clone_from, "
+                f"{self.newest} has weights alone: a new run starts from them by paths.clone_from, "
                 "with paths.clone_weights_only=true"
             )
-        pairs = [(f"model.{key}", there.get(key), here[key]) for key in here]
-        for name in dict.fromkeys([*wanted, *arrays]):
-            if name.startswith(prefix):
-                pairs.append((name, show_entry(arrays.get(name)), show_entry(wanted.get(name))))
-        for name, other, own in pairs:
-            if other != own:
-                raise CheckpointError(
-                    f"{found.path} is of another model: {name} is {other} there, {own} here; "
-                    f"choose another {self.key}, or the config it was made by"
-                )
+        model, arrays = OmegaConf.create(self.config).model, entries(self.hint, self.sizes)
+        cure = f"choose another {self.key}, or the config it was made by"
+        self.found.check(model, arrays, prefix, cure)

@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import zarr
+from zarr.storage import WrapperStore
 
 from shardlib.errors import UserError
 
@@ -22,9 +23,9 @@ def opening(path: str) -> Iterator[None]:
     """Each store raises its own errors: all become an OSError, which names the path."""
     try:
         yield
+    except DamageError:
+        raise
     except Exception as error:
-        if isinstance(error, OSError) and error.filename:
-            raise
         raise OSError(f"{path} can't be opened: {error}") from error
 
 
@@ -45,17 +46,9 @@ def names(path: str) -> list[str]:
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
 
 
-def files(path: str) -> set[str]:
-    """All that are in a folder, or under a prefix, however deep, by their names from there on."""
-    with opening(path):
-        store, inner = fsspec.core.url_to_fs(path)
-        store.invalidate_cache()
-        return {name.removeprefix(f"{inner}/") for name in store.find(inner)}
-
-
-def attributes(path: str) -> dict[str, Any]:
-    """A zarr group's; none if it isn't there. Raises DamageError where they can't be read, and
-    OSError where the store can't be had."""
+def attributes(path: str) -> dict[str, Any] | None:
+    """A zarr group's: empty if it isn't there, None if they are damaged. Raises OSError where the
+    store can't be had."""
     with opening(path):
         store, inner = fsspec.core.url_to_fs(path)
         try:
@@ -64,8 +57,8 @@ def attributes(path: str) -> dict[str, Any]:
             return {}
     try:
         return dict(json.loads(text)["attributes"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamageError(f"its attributes can't be read: {error!r}") from None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def remove(path: str) -> None:
@@ -77,48 +70,48 @@ def remove(path: str) -> None:
     store.rm(inner, recursive=True)
 
 
-def read(array: zarr.Array, index: Any = ...) -> np.ndarray:
-    """A part of an array, by slices. Raises DamageError, naming the first chunk that isn't what was
-    written, and OSError where the store doesn't give it."""
+class _WholeStore(WrapperStore[Any]):
+    """Fails where a chunk is missing, which zarr takes for one of zeros."""
+
+    _supports_sync_io = False  # zarr 3.4 has ways to read that go around `get`
+
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        value = await super().get(key, *args, **kwargs)
+        if value is None and not key.endswith("zarr.json"):
+            raise DamageError("it is missing")
+        return value
+
+
+def open_group(path: str) -> zarr.Group:
+    """A zarr 3 group, to read. Of its arrays, each chunk has to be there."""
+    group = zarr.open_group(path, mode="r", zarr_format=3)
+    return zarr.open_group(_WholeStore(group.store), path=group.path, mode="r", zarr_format=3)
+
+
+def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
+    """A part of an array, by slices. Raises DamageError, naming a chunk that is missing or isn't
+    what was written, and OSError where the store doesn't give it."""
     try:
         return np.asarray(array[index])
-    except Exception as error:  # each codec and store raises its own
-        for place, chunk in _chunks(array, index):
-            try:
-                array[chunk]
-            except Exception as cause:
-                problem = str(cause).split(". ")[0]
-                message = f"{array.path}: {_shown(place)} can't be read: {problem}"
-                # Codecs raise these; stores raise an OSError, or one of their own.
-                if isinstance(cause, ValueError | RuntimeError):
-                    raise DamageError(message) from cause
-                raise OSError(message) from cause
-        raise OSError(f"{array.path} can't be read: {error}") from error
+    except Exception:  # zarr doesn't say which chunk it is about
+        check(array, index)
+    return np.asarray(array[index])  # the store was in trouble, and is no more
 
 
-def check_chunks(array: zarr.Array, files: set[str]) -> None:
-    """Raises DamageError if an array lacks a chunk among its group's files, where zarr looks for
-    it: it would make one up."""
-    key = array.metadata.encode_chunk_key
-    lost = [place for place, _ in _chunks(array, ...) if f"{array.path}/{key(place)}" not in files]
-    if lost:
-        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise DamageError(f"{array.path}: {_shown(lost[0])} is missing{more}")
-
-
-def _shown(place: tuple[int, ...]) -> str:
-    """`chunk 0.3`; a scalar has but one."""
-    return f"chunk {'.'.join(map(str, place))}" if place else "its chunk"
-
-
-def _chunks(array: zarr.Array, index: Any) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """The chunks that a part of an array lies in, each with its place in their grid."""
+def check(array: zarr.Array, index: Any = ()) -> None:
+    """Reads a part of an array, chunk by chunk, and raises what `read` does."""
     given = index if isinstance(index, tuple) else (index,)
-    parts = [part for part in given if part is not ...]
-    ranges, rest = [], [slice(None)] * (array.ndim - len(parts))
-    for length, size, part in zip(array.shape, array.chunks, parts + rest, strict=True):
-        first, last, _ = part.indices(length)
-        ranges.append(range(first // size, -(-last // size)))
-    for place in itertools.product(*ranges):
-        pairs = zip(place, array.chunks, strict=True)
-        yield place, tuple(slice(i * n, (i + 1) * n) for i, n in pairs)
+    given += (slice(None),) * (array.ndim - len(given))
+    grid = []
+    for part, length, size in zip(given, array.shape, array.chunks, strict=True):
+        covered = range(length)[part]
+        grid.append(range(covered.start // size, -(-covered.stop // size)))
+    for place in itertools.product(*grid):
+        corners = zip(place, array.chunks, strict=True)
+        try:
+            array[tuple(slice(i * size, (i + 1) * size) for i, size in corners)]
+        except Exception as error:
+            chunk = f"{array.path}: chunk {'.'.join(map(str, place)) or 0}"
+            # Codecs raise these two; stores raise OSError, or errors of their own.
+            kind = DamageError if isinstance(error, ValueError | RuntimeError) else OSError
+            raise kind(f"{chunk} can't be read: {str(error).split('. ')[0]}") from error

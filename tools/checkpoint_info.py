@@ -11,13 +11,24 @@ import argparse
 import datetime
 import math
 import sys
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from runtime import storage
 from runtime.checkpoint import Checkpoint, listed, show_entry
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
+
+
+def damage(found: Checkpoint) -> Iterator[str]:
+    """Reads all of a checkpoint; the first problem of each array that has one."""
+    for name in found.about["arrays"]:
+        try:
+            storage.check(found.array(name))
+        except DamageError as error:
+            yield str(error)
 
 
 def describe(found: Checkpoint) -> tuple[str, bool]:
@@ -29,10 +40,10 @@ def describe(found: Checkpoint) -> tuple[str, bool]:
         reason = f": {about['write_failed']}" if "write_failed" in about else ""
         return f"{line}; not complete{reason}", False
     try:
-        damage = list(found.damage())
+        problems = list(damage(found))
     except DamageError as error:
         return f"{line}; DAMAGED: {error}", False
-    return f"{line}; " + ("DAMAGED: " + "; ".join(damage) if damage else "whole"), True
+    return f"{line}; " + ("DAMAGED: " + "; ".join(problems) if problems else "whole"), True
 
 
 def show(checkpoint: Checkpoint) -> None:

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import train
 from runtime import checkpoint, storage
-from runtime.checkpoint import Checkpoint, CheckpointError, show_entry
+from runtime.checkpoint import Checkpoint, show_entry
 from runtime.config import flat
 from runtime.errors import user_errors
 from runtime.storage import DamageError
@@ -182,13 +182,7 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     Raises CheckpointError for another model than train.py's."""
     model = source.config(train.ModelConfig, "model")
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
-    wanted, arrays = entries(model), source.about["arrays"]
-    for name in dict.fromkeys([*wanted, *(n for n in arrays if n.startswith("weights/"))]):
-        there, here = show_entry(arrays.get(name)), show_entry(wanted.get(name))
-        if there != here:
-            raise CheckpointError(
-                f"{source.path} is of another model: {name} is {there} there, {here} in train.py"
-            )
+    source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
 
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import runtime.checkpoint
-from runtime import storage
 from runtime.checkpoint import (
     CHUNK_BYTES,
     CheckpointError,
@@ -23,6 +22,7 @@ from runtime.checkpoint import (
     CheckpointsConfig,
     chunk_shape,
 )
+from runtime.storage import DamageError
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
 from tests.helpers import MESHES, mesh
@@ -152,36 +152,6 @@ def test_on_disk_is_what_the_page_says(tmp_path):
     }
 
 
-def test_whichever_write_fails_the_checkpoint_is_not_complete(tmp_path, monkeypatch):
-    """Every write of a save, by number, once: also that of a chunk, and that of the last mark."""
-    put, count, failing = zarr.storage.LocalStore.set, [0], [-1]
-
-    async def set_or_fail(self, key, value, *args, **kwargs):
-        count[0] += 1
-        if count[0] == failing[0]:
-            raise OSError(28, "No space left on device", key)
-        await put(self, key, value, *args, **kwargs)
-
-    monkeypatch.setattr(zarr.storage.LocalStore, "set", set_or_fail)
-    with jax.set_mesh(mesh(2, 2)):
-        tree = on_mesh(values())
-        save(tmp_path, 1, tree)
-        save(tmp_path, 2, tree)
-        total, count[0] = count[0] // 2, 0
-        assert total > 25
-        for number in range(1, total + 1):
-            failing[0] = number
-            with pytest.raises(CheckpointError, match=r"can't be written: .*No space left"):
-                save(tmp_path, 3, tree)
-            assert count[0] >= number
-            failing[0] = count[0] = 0
-            assert opened(tmp_path).newest_step == 2
-        assert len(list(tmp_path.iterdir())) > 20, "what was begun is left alone"
-        save(tmp_path, 3, tree)
-        assert_same_bits(restore(tmp_path), values())
-    assert opened(tmp_path).newest_step == 3
-
-
 def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
     with jax.set_mesh(mesh(2, 2)):
         tree = on_mesh(values())
@@ -208,14 +178,27 @@ def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch, capsys):
     with jax.set_mesh(mesh(4, 2)):
         path = save(pathlib.Path("checkpoints"))
         DAMAGE[case](path / chunk)
-        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore("checkpoints")
     array, _, index = chunk.partition("/c")
     said = capsys.readouterr().err
-    chunk_shown = f"chunk {index.strip('/').replace('/', '.')}" if index else "its chunk"
-    assert f"is damaged: {array}: {chunk_shown} " in said
+    place = index.strip("/").replace("/", ".") or 0
+    assert f"is damaged: {array}: chunk {place} can't be read: " in said
     if chunk == "embed/c/1/2":
         golden.check("checkpoints.txt", case, said.strip())
+
+
+def test_no_way_that_zarr_reads_makes_a_missing_chunk_up(tmp_path):
+    """Nor one that gets round a store's `get`, which newer versions have."""
+    if not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"):
+        pytest.skip("zarr is too old")
+    fused = {"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}
+    with jax.set_mesh(mesh(4, 2)), zarr.config.set(fused):
+        path = save(tmp_path)
+        assert_same_bits(restore(tmp_path), values())
+        (path / "embed/c/1/2").unlink()
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
+            restore(tmp_path)
 
 
 @pytree_dataclass
@@ -276,9 +259,11 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
         with pytest.raises(CheckpointError, match="layers/step is missing there, uint32"):
             opened(tmp_path, OtherLayers).restore("layers")
         (path / "layers/w/c/0/1/1").unlink()
-        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             opened(tmp_path).restore("layers")
-    assert "is damaged: layers/w: chunk 0.1.1 is missing" in capsys.readouterr().err
+    assert (
+        "is damaged: layers/w: chunk 0.1.1 can't be read: it is missing" in capsys.readouterr().err
+    )
 
 
 def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
@@ -307,15 +292,17 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         assert opened(tmp_path).newest == f"{tmp_path}/00000010.{third.start}"
 
 
-def test_one_is_named_by_its_path_from_wherever(tmp_path, monkeypatch):
+def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch):
     with jax.set_mesh(mesh(4, 2)):
         tree = on_mesh(values())
-        first, _ = save(tmp_path, 5, tree), save(tmp_path, 6, tree)
-        monkeypatch.chdir(tmp_path)
+        first, _ = save(tmp_path / "a", 5, tree), save(tmp_path / "b", 6, tree)
+        shutil.copytree(first, tmp_path / "b" / first.name)
+        monkeypatch.chdir(tmp_path / "b")
+        first = pathlib.Path(first.name).resolve()
         for path in str(first), f"{first}/", first.name, f"./{first.name}":
             found = opened(path)
             assert found.newest_step == 5 and pathlib.Path(found.newest).resolve() == first
-            assert runtime.checkpoint.newest(path).which == (5, found.newest_start)
+            assert runtime.checkpoint.newest(path).which == found.found.which
         assert_same_bits(opened(first.name).restore(), values())
         assert [one.step for one in runtime.checkpoint.listed(".")] == [5, 6]
 
@@ -360,39 +347,6 @@ def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
         other.config(Whole)
 
 
-def test_a_removal_that_was_cut_off_is_ended_and_nothing_unfinished_removed(tmp_path, monkeypatch):
-    def removed_by_half(path):
-        shutil.rmtree(f"{path}/embed")
-        raise OSError("killed")
-
-    with jax.set_mesh(mesh(4, 2)):
-        policy = CheckpointsConfig("", 2, 10, True)
-        tree, first = on_mesh(values()), opened(tmp_path, policy=policy)
-        for step in 10, 11, 12:
-            written(first, step, tree)
-        with monkeypatch.context() as patched:
-            patched.setattr(storage, "remove", removed_by_half)
-            written(first, 13, tree)
-        half = tmp_path / f"00000011.{first.start}"
-        assert not (half / "embed").exists() and (half / "gain").exists()
-        assert opened(half).newest_step == 0
-        unfinished = shutil.copytree(tmp_path / f"00000013.{first.start}", tmp_path / "00000009.1")
-        del zarr.open_group(unfinished).attrs["write_completed"]
-        second = opened(tmp_path, policy=policy)
-        written(second, 14, tree)
-    left = ["00000009.1", f"00000010.{first.start}", f"00000013.{first.start}"]
-    left.append(f"00000014.{second.start}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def test_a_checkpoint_needs_no_folder_around_it(tmp_path):
-    """It can be copied to another run, to start from."""
-    with jax.set_mesh(mesh(4, 2)):
-        path = save(tmp_path / "a")
-        shutil.copytree(path, tmp_path / "b" / path.name)
-        assert_same_bits(restore(tmp_path / "b"), values())
-
-
 OTHERS = {
     "another format": {"format": 2},
     "another number in the model's config": {"config": "model: {size: small, rope: 50}\n"},
@@ -413,23 +367,38 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
     golden.check("checkpoints.txt", case, str(error.value))
 
 
-@pytest.mark.parametrize("change", ["cut short", "missing"])
+DESCRIPTIONS = {
+    "cut short": (lambda text: text[:40], "its description can't be read: "),
+    "missing": (None, "its description can't be read: "),
+    "of another shape": (lambda text: text.replace("24", "25"), "its description isn't what was"),
+    "of chunks elsewhere": (
+        lambda text: text.replace('"separator": "/"', '"separator": "."'),
+        "chunk 0.0.0 can't be read: it is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DESCRIPTIONS)
 def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path, capsys):
-    with jax.set_mesh(mesh(4, 2)):
+    damaged, problem = DESCRIPTIONS[change]
+    with jax.set_mesh(mesh(1, 1)):
         file = save(tmp_path) / "layers/w/zarr.json"
-        if change == "missing":
-            file.unlink()
+        text = file.read_text()
+        if damaged:
+            file.write_text(damaged(text))
+            assert file.read_text() != text
         else:
-            file.write_text(file.read_text()[:40])
+            file.unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
-    assert "is damaged: layers/w: its description can't be read" in capsys.readouterr().err
+    assert f"is damaged: layers/w: {problem}" in capsys.readouterr().err
 
 
 ATTRIBUTES = {
     "cut short": lambda text: text[: len(text) // 2],
     "under another key": lambda text: text.replace('"attributes"', '"at4ributes"'),
     "of a group of another kind": lambda text: text.replace('"group"', '"grouq"'),
+    "with its mark under another key": lambda text: text.replace('"write_comp', '"vrite_comp'),
     "with another number": lambda text: text.replace('"hosts": 1', '"hosts": 3'),
 }
 
@@ -447,17 +416,18 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         assert file.read_text() != text
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest_step == 7
-        with pytest.raises(CheckpointError, match=r"is damaged: .*; delete it to go on from"):
-            keeping.check_model()
+        if change != "of a group of another kind":  # which is found once its arrays are read
+            with pytest.raises(DamageError, match=f"^{file} isn't what was written; an older"):
+                keeping.check_model()
         assert_same_bits(keeping.restore(), values())
         assert keeping.newest_step == 5
         said = capsys.readouterr().err
-        assert said.startswith(f"warning: {file.parent} is damaged: it") and said.count("\n") == 1
+        assert said.startswith(f"warning: {file.parent} is damaged: ") and said.count("\n") == 1
         written(keeping, 6, tree)
         left = {path.name.split(".")[0] for path in pathlib.Path("checkpoints").iterdir()}
         assert left == {"00000006", "00000007"}, "a damaged one is none that is kept"
         shutil.rmtree(next(pathlib.Path("checkpoints").glob("00000006.*")))
-        with pytest.raises(CheckpointError, match="has no undamaged checkpoint, of 1"):
+        with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore("checkpoints")
 
 
@@ -466,10 +436,9 @@ def test_chunks_divide_a_shard_evenly_and_fit(shard, itemsize):
     chunk = chunk_shape(tuple(shard), itemsize)
     assert all(length % part == 0 for length, part in zip(shard, chunk, strict=True))
     size = itemsize * int(np.prod(chunk, dtype=object))
-    large = [n for n in chunk if all(n % k for k in range(2, 65)) and n > 1]
-    assert size <= CHUNK_BYTES or len(large) == sum(n > 1 for n in chunk), "it could be cut more"
-    whole = itemsize * int(np.prod(shard, dtype=object))
-    assert size == whole if whole <= CHUNK_BYTES else size > CHUNK_BYTES // 64
+    assert size <= CHUNK_BYTES or all(n % 2 for n in chunk), "it could be cut more"
+    halves = 2 * size <= CHUNK_BYTES
+    assert chunk == tuple(shard) or not halves, "it is cut more than it has to be"
 
 
 def test_how_a_large_part_is_cut():

@@ -5,7 +5,6 @@ import concurrent.futures
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -23,7 +22,7 @@ from runtime import storage
 from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointsConfig
 from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
 from tests.bucket import Proxy
-from tests.helpers import ROOT, mesh
+from tests.helpers import mesh
 from tests.runtime import test_checkpoint
 from tests.runtime.test_checkpoint import CONFIG, assert_same_bits, on_mesh, opened, restore
 from tools import checkpoint_info
@@ -227,46 +226,6 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(9))
 
 
-# Saves with files held to each of some sizes, as on a disk that is full from there on.
-LIMITED = """
-import resource, signal, sys
-from tests import conftest
-import jax
-from runtime.checkpoint import CheckpointError, Checkpoints
-from tests.runtime.test_checkpoint import CONFIG, SIZES, Tree, on_mesh, values
-from tests.helpers import mesh
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-with jax.set_mesh(mesh(1, 1)):
-    for step, limit in enumerate(map(int, sys.argv[2:]), 2):
-        checkpoints = Checkpoints(sys.argv[1], Tree, SIZES, CONFIG, 4)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-        try:
-            checkpoints.save(step, on_mesh(values(step)))
-            checkpoints.wait()
-        except CheckpointError as error:
-            print(error)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-"""
-
-
-def test_a_limit_on_the_size_of_files_gets_one_message(one_device, tmp_path):
-    """Met by the arrays' descriptions, by two chunks, by one, and by none."""
-    test_checkpoint.save(tmp_path, 1, on_mesh(test_checkpoint.values(1)))
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), "100", "1300", "2000", "10000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr
-    *messages, last = done.stdout.splitlines()
-    assert len(messages) == 3 and last.startswith(f"saved {tmp_path}/00000005.")
-    for step, message in enumerate(messages, 2):
-        assert message.startswith(f"{tmp_path}/{step:08d}."), message
-        assert "can't be written: " in message and "File too large" in message
-    assert_same_bits(restore(tmp_path), test_checkpoint.values(5))
-    shutil.rmtree(last.split()[-1])
-    assert_same_bits(restore(tmp_path), test_checkpoint.values(1))
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
@@ -350,23 +309,6 @@ def test_any_flipped_bit_is_harmless_or_found(two_tiny_ones, capsys):
     assert {("zarr.json", True), ("zarr.json", False), ("c", False), ("0", False)} == set(outcomes)
 
 
-def test_a_mark_under_a_damaged_key_is_found(two_tiny_ones, capsys):
-    (path,) = two_tiny_ones.glob("00000002.*")
-    text = (path / "zarr.json").read_text()
-    (path / "zarr.json").write_text(text.replace('"write_completed"', '"vrite_completed"'))
-    assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(1))
-    assert capsys.readouterr().err.startswith(f"warning: {path} is damaged: ")
-
-
-def test_a_description_by_which_chunks_are_elsewhere_is_found(two_tiny_ones, capsys):
-    (path,) = two_tiny_ones.glob("00000002.*")
-    text = (path / "half/zarr.json").read_text()
-    assert '"separator": "/"' in text
-    (path / "half/zarr.json").write_text(text.replace('"separator": "/"', '"separator": "."'))
-    assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(1))
-    assert "half: chunk 0.0 is missing" in capsys.readouterr().err
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_flipped_bit_of_any_byte_is_harmless_or_found(two_tiny_ones, capsys):
@@ -429,8 +371,9 @@ def test_a_save_whose_removals_fail_is_one_all_the_same(two_tiny_ones, monkeypat
     monkeypatch.setattr(storage, "names", fail)
     path, error = saved(checkpoints, 3, tiny_on_mesh(3))
     monkeypatch.undo()
-    warning = f"warning: nothing is removed: {two_tiny_ones} can't be opened: slow down"
-    assert (error, said) == ("", [warning, f"saved {path}"])
+    warning, last = said
+    assert warning.startswith(f"warning: not all that is old in {two_tiny_ones} can be removed: ")
+    assert "slow down" in warning and (error, last) == ("", f"saved {path}")
     assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(3))
     assert len(list(two_tiny_ones.iterdir())) == 3
 
@@ -444,7 +387,7 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
     kills, two_tiny_ones, tmp_path_factory, monkeypatch, capsys
 ):
     """At each file and folder that it removes, and at first."""
-    count, failing, armed = 0, 0, False
+    count, failing, armed, failed = 0, 0, False, False
 
     def or_fail(call):
         def called(*args, **kwargs):
@@ -458,7 +401,7 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
 
     def arm(path):
         nonlocal armed
-        armed = True
+        armed = not failed
         remove(path)
 
     remove = or_fail(storage.remove)
@@ -470,24 +413,27 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
         shutil.copytree(two_tiny_ones, folder)
         first, second = sorted(folder.iterdir())
         checkpoints = opened_tiny(folder, keeping(keep_last=2), said.append)
-        count, killed = 0, False
+        count, killed, failed = 0, False, False
         checkpoints.save(3, tiny_on_mesh(3))
         try:
             end(checkpoints)
         except Killed:
             killed = True
-        armed = False
+        armed, failed = False, True
         if count <= failing:
             break
         assert killed == kills
         assert len(said) == (0 if killed else 2)
-        assert killed or said[0].startswith(f"warning: {first} can't be removed: OSError(5")
+        assert killed or said[0].endswith("can be removed: OSError(5, 'Input/output error')")
         capsys.readouterr()
         assert_same_bits(restore(folder, Tiny, TINY), tiny(3))
         assert capsys.readouterr().err == ""
         assert_same_bits(restore(second, Tiny, TINY), tiny(2))
         if first.exists():
             assert opened_tiny(first).newest_step == 0
+        if (first / "zarr.json").exists():  # else nothing is left that says what it was
+            _, error = saved(opened_tiny(folder, keeping(keep_last=3)), 4, tiny_on_mesh(4))
+            assert not error and not first.exists(), "the next save ends what was begun"
         failing += 1
     assert failing > 10
     assert not first.exists() and second.exists()
@@ -565,17 +511,14 @@ def test_a_bucket_that_fails_for_good_gets_one_message(remote, capsys):
     fails("half/c/0/0")
     path, error = saved(checkpoints, 2, tiny_on_mesh(2))
     assert error.startswith(f"{path} can't be written: half: ") and "Unavailable" in error
-    fails("half/c/0/0")  # it isn't taken for a damaged one
-    with pytest.raises(
-        OSError, match=rf"^{remote}/.*: half: chunk 0.0 can't be read: .*Unavailable"
-    ):
-        reader.restore()
+    for part, name in ("half/c/0/0", "half: chunk 0.0"), ("half/zarr.json", "half"):
+        fails(part)  # it isn't taken for a damaged one
+        with pytest.raises(OSError, match=rf"^{remote}/.*: {name}.* can't be read: .*Unavailable"):
+            reader.restore()
     fails("00000001.")  # it isn't taken for one that isn't there
     with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
         opened_tiny(remote)
     fails("")
-    with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
-        reader.restore()
     assert "is damaged" not in capsys.readouterr().err
     with pytest.raises(OSError, match=rf"^{remote} can't be opened: .*Unavailable$"):
         opened_tiny(remote)

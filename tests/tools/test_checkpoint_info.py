@@ -109,9 +109,6 @@ def failed(path):
 CASES = {
     "whole": (lambda folder: None, "some", 0),
     "one, by its own path": (lambda folder: None, f"some/{LAST}/", 0),
-    "a flipped bit": (lambda folder: flip(folder / LAST / "w/c/3/1"), "some", 1),
-    "a chunk cut short": (one(lambda path: cut(path / "step/c")), "some", 1),
-    "a missing chunk": (lambda folder: (folder / LAST / "half/c/0/2").unlink(), f"some/{LAST}", 1),
     "two damaged arrays": (one(two_arrays), "some", 1),
     "an array without its description": (
         lambda folder: (folder / LAST / "w/zarr.json").unlink(), "some", 1,
@@ -119,20 +116,16 @@ CASES = {
     "an older one damaged": (
         lambda folder: flip(folder / f"00000001.{START}" / "w/c/0/0"), "some", 1,
     ),
-    "attributes that were changed": (one(lambda path: set_attributes(path, hosts=2)), "some", 1),
     "another step's attributes": (
         one(lambda path: path.rename(path.with_name(f"00000003.{START}"))), "some", 1,
     ),
-    "unfinished": (one(without_mark), "some", 1),
-    "unfinished, beside a whole one": (lambda folder: without_mark(folder / LAST), "some", 0),
     "attributes cut short": (one(lambda path: cut(path / "zarr.json")), "some", 1),
+    "unfinished, beside a whole one": (lambda folder: without_mark(folder / LAST), "some", 0),
     "a write that failed": (one(failed), "some", 1),
-    "an empty folder": (lambda folder: (folder / "none").mkdir(), "some/none", 1),
     "a folder that isn't there": (lambda folder: None, "none", 1),
     "a checkpoint that isn't there": (lambda folder: None, f"some/00000009.{START}", 1),
     "a file": (lambda folder: (folder / "file").write_text(""), "some/file", 1),
     "a store that isn't known": (lambda folder: None, "foo://bucket/checkpoints", 1),
-    "a store whose package isn't there": (lambda folder: None, "abfs://bucket/checkpoints", 1),
 }  # fmt: skip
 
 
@@ -143,7 +136,6 @@ def test_what_it_says(case, folder, capsys, monkeypatch):
     out, errors, code = info(capsys, monkeypatch, path)
     assert code == wanted and "Traceback" not in errors
     said = re.sub(r"(?m)( with )python .*$", r"\1VERSIONS", out)
-    said = re.sub(r"JSONDecodeError\(.*\)", "JSONDecodeError(...)", said)
     golden.check("checkpoint_info.txt", case, f"{said}{errors}exit code {code}")
 
 
