@@ -57,7 +57,7 @@ def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int,
             for inner in step.bodies:
                 yield from walk(inner)
 
-    return {array.key: array.aval.shape for array in walk(_body(jaxpr, axes))}
+    return {array.key: array.aval.shape for array in walk(_body(jaxpr, axes)) if array.key}
 
 
 def size_of(aval: Any, chip: str) -> int:
@@ -86,6 +86,8 @@ def _filled(n: int, tile: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Array:
+    """An argument of a body, or what one of its steps makes."""
+
     aval: Any
     line: str = ""
     op: str = ""
@@ -141,6 +143,8 @@ def _read(
     jaxpr: Any, axes: dict[str, int], path: str = "", line: str = "",
     key: tuple[int, ...] = (), slices: int = 0,
 ) -> _Body:  # fmt: skip
+    """A loop's body has the loop's path, line and key; `slices` is how many of its last arguments
+    are parts of what the loop runs over."""
     steps: list[_Step] = []
     count = itertools.count()
 
@@ -174,9 +178,9 @@ def _read(
                 over = taken if kind in ("fused", "scatter") else []
                 bodies = []
                 if kind == "loop":
-                    carried, sliced = _parts_of(eqn)
+                    carried, count_sliced = _parts_of(eqn)
                     over = taken[carried]
-                    inside = (here, at, made[0].key, sliced)
+                    inside = (here, at, made[0].key, count_sliced)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
                 steps.append(_Step(name, kind, phase(here), at, taken, made, over, bodies))
                 for array in dict.fromkeys(taken):
@@ -188,8 +192,8 @@ def _read(
     for array in arguments:
         array.sources = {array}
     results = inline(jaxpr, arguments, path, line, False)
-    parts = dict(list(enumerate(arguments))[len(arguments) - slices :])
-    return _Body(arguments, parts, steps, results)
+    sliced = range(len(arguments) - slices, len(arguments))
+    return _Body(arguments, {i: arguments[i] for i in sliced}, steps, results)
 
 
 def _kind(eqn: JaxprEqn, axes: dict[str, int]) -> str:
