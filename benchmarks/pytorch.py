@@ -115,7 +115,7 @@ def main(config: TorchConfig) -> None:
         ) from None
     peak = (torch.cuda.max_memory_allocated(), "on a device") if cuda else benchmark.peak_memory()
     count, packages = model.num_parameters(), ["torch", "transformers"]
-    benchmark.show(config, kind, count, steps, peak, packages, {}, {})
+    benchmark.show(config, kind, count, peak, packages, steps)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ are decimal: a GB is 10^9 bytes.
 
 import collections
 import dataclasses
+import html
 import json
 import math
 import pathlib
+import string
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -25,7 +27,6 @@ from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
 from tools import memory
-from tools.audit_page import page
 
 
 @dataclasses.dataclass
@@ -41,59 +42,9 @@ class AuditConfig(train.Config):
     audit: AuditOptions = dataclasses.field(default_factory=AuditOptions, hash=False)
 
 
+# --- The ledger and the memory --------------------------------------------------------------------
+
 DTYPES = {kind.dtype.name: kind.name for kind in (f32, bf16, i32, u32, bool_)}
-
-
-def show(amount: float, unit: str = "B") -> str:
-    """`1.07 GB`, `2.5 ms`."""
-    for prefix in ("m", "u") if 0 < amount < 1 else ():
-        amount *= 1000
-        if amount >= 1:
-            return f"{amount:.3g} {prefix}{unit}"
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if amount < 999.5:
-            return f"{amount:.3g} {prefix}{unit}"
-        amount /= 1000
-    return f"{amount:.3g} E{unit}"
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as they need to be, numbers to the right."""
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    right = [all(text[:1].isdigit() for text in column[1:]) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
-    """Of arrays typed by `hint`."""
-    kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
-    parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
-    return sum(s.size * s.dtype.itemsize // part for s, part in zip(shapes, parts, strict=True))
-
-
-def merged(rows: Iterable[Any]) -> list[Any]:
-    """Rows that differ in `times` alone as one."""
-    times: collections.Counter[Any] = collections.Counter()
-    for row in rows:
-        times[row._replace(times=0)] += row.times
-    return [row._replace(times=count) for row, count in times.items()]
-
-
-def sums(rows: Iterable[tuple[str, float]], unit: str) -> str:
-    """`backward 2 GB, forward 1 GB`."""
-    totals: dict[str, float] = {}
-    for name, amount in rows:
-        totals[name] = totals.get(name, 0) + amount
-    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items() if amount)
-
-
 Shape = tuple[int, ...]
 
 
@@ -108,16 +59,16 @@ class Probed(NamedTuple):
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
         """`bf16["B/d L F/t"]`; `bf16["B/d/2 L F/t"]` of a loop over halves; lengths where they
         aren't those of that type."""
-        real, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
+        axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
         names = []
         for length, at_probe in zip(shape, probed, strict=False):
             dims = audit.dims_of(at_probe, self.axes, self.sizes)
-            held = [sizes[dim.name] // math.prod(real[a] for a in dim.axes) for dim in dims]
-            name, parts = "*".join(map(str, dims)) or str(at_probe), math.prod(held) / length
-            if dims and parts.is_integer():
-                names.append(f"{name}/{parts:.0f}" if parts > 1 else name)
+            held = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
+            parts, rest = divmod(held, length)
+            if dims and not rest:
+                names.append("*".join(map(str, dims)) + (f"/{parts}" if parts > 1 else ""))
             elif length == at_probe:
-                names.append(name)
+                names.append(str(length))
         known = len(names) == len(shape) == len(probed)
         return f'{DTYPES.get(dtype, dtype)}["{" ".join(names if known else map(str, shape))}"]'
 
@@ -137,106 +88,253 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     jaxpr = train.trace_step(config, mesh, sizes)
     ledger, worst = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
-        weights, batch = (
-            bytes_per_device(hint, axes, sizes) for hint in (train.Weights, TokenBatch)
-        )
-    held = {"weights": weights, "Adam's moments": 2 * weights, "gradients": weights, "batch": batch}
+        weights = bytes_per_device(train.Weights, axes, sizes)
+        batch = bytes_per_device(TokenBatch, axes, sizes)
 
     def named(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
         return probed.type_string(config, array.dtype, array.shape, at_probe)
 
-    alike = collections.Counter(
-        (b.line, named(b, probed.arrays.get(b.key, ())), b.op, b.bytes) for b in worst.buffers
-    )
+    def saved_in(space: str) -> int:
+        return sum(array.bytes for array in ledger.saved if array.memory == space)
+
+    buffers = [
+        {"line": b.line, "type": named(b, probed.arrays.get(b.key, ())), "op": b.op,
+         "times": 1, "bytes": b.bytes}
+        for b in worst.buffers
+    ]  # fmt: skip
     saved = zip(ledger.saved, probed.saved, strict=True)
     return {
         "mesh": axes,
-        "held": held,
+        "held": {
+            "weights": weights,
+            "Adam's moments": 2 * weights,
+            "gradients": weights,
+            "batch": batch,
+            "saved for the backward pass": saved_in("device"),
+            "and in the host's memory": saved_in("host"),
+        },
         "arguments": worst.arguments,
         "temporary": worst.temporary,
-        "worst": [
-            {"line": line, "type": kind, "op": op, "bytes": size, "times": times}
-            for (line, kind, op, size), times in alike.items()
+        "worst": sorted(merged(buffers, "bytes"), key=lambda row: -row["total"]),
+        "saved": [
+            array._asdict() | {"type": named(array, shape), "total": array.bytes}
+            for array, shape in saved
         ],
-        "saved": [array._asdict() | {"type": named(array, shape)} for array, shape in saved],
-        "transfers": [row._asdict() for row in merged(ledger.transfers)],
-        "products": [row._asdict() for row in merged(ledger.products)],
+        "transfers": merged((row._asdict() for row in ledger.transfers), "bytes"),
+        "products": merged((row._asdict() for row in ledger.products), "flops"),
         "model_flops": sum(train.step_flops(config)),
     }
 
 
+def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
+    """Of arrays typed by `hint`."""
+    kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
+    parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
+    return sum(s.size * s.dtype.itemsize // part for s, part in zip(shapes, parts, strict=True))
+
+
+def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
+    """Rows that differ in `times` alone as one; `total` is their amount, bytes or flops, in all."""
+    times: collections.Counter[Any] = collections.Counter()
+    for row in rows:
+        times[tuple((row | {"times": 0}).items())] += row["times"]
+    alike = [dict(items) | {"times": count} for items, count in times.items()]
+    return [row | {"total": row["times"] * row[amount]} for row in alike]
+
+
+# --- As text --------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """How rows are shown, in the text and in the page."""
+
+    title: str
+    columns: dict[str, str]  # heading -> key of a row; after these each one, times, and the total
+    unit: str = "B"
+    least: float = 1 / 1000  # of the sum of all rows: the text leaves out what is less
+
+    def cells(self, row: dict[str, Any]) -> tuple[str, ...]:
+        values = (row[key] for key in self.columns.values())
+        texts = [value if isinstance(value, str) else ",".join(value) for value in values]
+        each, total = show(row["total"] / row["times"], self.unit), show(row["total"], self.unit)
+        return (*texts, each, str(row["times"]), total)
+
+    def head(self) -> tuple[str, ...]:
+        return (*self.columns, "each", "times", "in all")
+
+    def text(self, rows: list[dict[str, Any]]) -> str:
+        least = self.least * total_of(rows)
+        return table(self.head(), (self.cells(row) for row in rows if row["total"] > least))
+
+
+TABLES = {
+    "worst": Table(
+        "At the worst moment, beside weights, moments and batch",
+        {"made at": "line", "type": "type", "by": "op"},
+        least=1 / 100,
+    ),
+    "saved": Table(
+        "Kept for the backward pass", {"saved at": "line", "type": "type", "memory": "memory"}
+    ),
+    "transfers": Table(
+        "Received",
+        {"sent at": "line", "op": "op", "phase": "phase", "collective": "kind", "over": "axes"},
+    ),
+    "products": Table("Multiplied", {"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
+}
+
+
+def show(amount: float, unit: str = "B") -> str:
+    """`1.07 GB`, `2.5 ms`."""
+    amount = float(f"{amount:.3g}")
+    thousands = math.floor(math.log10(amount) / 3) if amount else 0
+    thousands = min(max(thousands, -2), 6)
+    prefix = ("u", "m", "", "k", "M", "G", "T", "P", "E")[thousands + 2]
+    return f"{amount / 1000**thousands:.3g} {prefix}{unit}"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Columns as wide as they need to be, numbers to the right."""
+    columns = []
+    for title, *texts in zip(head, *rows, strict=True):
+        width = max(map(len, (title, *texts)))
+        justify = str.rjust if all(text[:1].isdigit() for text in texts) else str.ljust
+        columns.append([justify(text, width) for text in (title, *texts)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def total_of(rows: Iterable[dict[str, Any]]) -> float:
+    return sum(row["total"] for row in rows)
+
+
+def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
+    """`backward 2 GB, forward 1 GB`."""
+    totals: dict[str, float] = {}
+    for name, amount in amounts:
+        totals[name] = totals.get(name, 0) + amount
+    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items() if amount)
+
+
+def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
+    """How many devices there are, and what each of them holds."""
+    peak, room = result["arguments"] + result["temporary"], ""
+    if chip:
+        left = chip.memory - peak
+        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has"
+    axes = result["mesh"]
+    return [
+        f"{math.prod(axes.values())} devices: {devices.show_axes(axes)}",
+        f"Memory of a device: {sums(result['held'].items())}.",
+        f"At the worst moment of a step it holds {show(peak)}{room}.",
+        "Predicted by rules found on TPUs, as a rule within 10% there, not checked on GPUs; "
+        "tools.compile asks the compiler itself.",
+    ]
+
+
 def worst_table(result: dict[str, Any]) -> str:
     """The arrays at the worst moment that are more than a hundredth of them all."""
-    rows = [row | {"total": row["times"] * row["bytes"]} for row in result["worst"]]
-    shown = (
-        (
-            *(r["line"], r["type"], r["op"].split("(")[0]),
-            *(show(r["bytes"]), str(r["times"]), show(r["total"])),
-        )
-        for r in sorted(rows, key=lambda r: -r["total"])
-        if r["total"] > result["temporary"] / 100
-    )
-    return table(("made at", "type", "by", "each", "times", "in all"), shown)
+    rows = [row | {"op": row["op"].split("(")[0]} for row in result["worst"]]
+    return TABLES["worst"].text(rows)
 
 
 def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     """The same as tables. Rows of less than a thousandth of their sum are left out."""
-    axes, saved = result["mesh"], result["saved"]
-    kept, on_host = (
-        sum(row["bytes"] for row in saved if row["memory"] == where) for where in ("device", "host")
-    )
-    sent = [row | {"total": row["times"] * row["bytes"]} for row in result["transfers"]]
-    received = sum(row["total"] for row in sent)
-    products = [(row["phase"], row["times"] * row["flops"]) for row in result["products"]]
-    count, computed = math.prod(axes.values()), sum(flops for _, flops in products)
-    needed = result["model_flops"] / count
-    saved_rows = (
-        (
-            *(r["line"], r["type"], r["memory"]),
-            *(show(r["bytes"] / r["times"]), str(r["times"]), show(r["bytes"])),
-        )
-        for r in saved
-        if r["bytes"] > (kept + on_host) / 1000
-    )
-    sent_rows = (
-        (
-            *(r["line"], r["op"], r["phase"], r["kind"], ",".join(r["axes"])),
-            *(show(r["bytes"]), str(r["times"]), show(r["total"])),
-        )
-        for r in sent
-        if r["total"] > received / 1000
-    )
-    by_axes = sums(((f"over {','.join(r['axes'])}", r["total"]) for r in sent), "B")
-    by_phase = sums(((r["phase"], r["total"]) for r in sent), "B")
-    by_axes_and_phase = f", by rings: {by_axes}; {by_phase}" if received else ""
-    held = [*result["held"].items(), ("saved for the backward pass", kept)]
-    held += [("and in the host's memory", on_host)]
-    peak = result["arguments"] + result["temporary"]
-    room, checked = ".", "on TPUs as a rule within 10%"
-    if chip:
-        gpu = not chip.kind.startswith("TPU")
-        checked = "by rules checked on TPUs, but not on GPUs" if gpu else checked
-        left = chip.memory - peak
-        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has."
+    count, *held = summary(result, chip)
+    sent, products = result["transfers"], result["products"]
+    by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in sent)
+    by_phase = sums((row["phase"], row["total"]) for row in sent)
+    flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
+    needed = result["model_flops"] / math.prod(result["mesh"].values())
     return "\n".join(
         [
-            f"{count} devices: {devices.show_axes(axes)}",
-            f"\nMemory of a device: {sums(held, 'B')}.",
-            f"At the worst moment of a step it holds {show(peak)}{room}",
-            f"Predicted, {checked}; tools.compile asks the compiler itself.",
+            f"{count}\n",
+            *held,
             "",
-            table(("saved at", "type", "memory", "each", "times", "in all"), saved_rows),
+            TABLES["saved"].text(result["saved"]),
             "\nAt the worst moment it holds weights, moments, batch and:\n",
             worst_table(result),
-            f"\nA device receives {show(received)} a step{by_axes_and_phase}.\n",
-            table(
-                ("sent at", "op", "phase", "collective", "over", "each", "times", "in all"),
-                sent_rows,
-            ),
-            f"\nA device multiplies {show(computed, 'FLOP')} a step: {sums(products, 'FLOP')}.",
+            f"\nA device receives {show(total_of(sent))} a step"
+            + (f", by rings: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+            TABLES["transfers"].text(sent),
+            f"\nA device multiplies {show(total_of(products), 'FLOP')} a step: {flops_by_phase}.",
             f"The model needs {show(needed, 'FLOP')} of it, causal attention counted half.",
         ]
     )
+
+
+# --- As a page ------------------------------------------------------------------------------------
+
+# Beside each line: the table whose rows of that line are added up, and their phase.
+MARGIN = [("saved", "")] + [
+    (name, phase)
+    for name in ("transfers", "products")
+    for phase in ("forward", "recomputed", "backward")
+]
+
+
+def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
+    """train.py as HTML, and beside each line what it keeps, sends and does."""
+    amounts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for name, _ in MARGIN[::3]:
+        for row in result[name]:
+            phase = row.get("phase", "").replace("update", "forward")
+            amounts[row["line"], name, phase] += row["total"]
+
+    def cell(line: str, name: str, phase: str) -> str:
+        if not (amount := amounts[line, name, phase]):
+            return "<td></td>"
+        largest = max(other for (_, table, _), other in amounts.items() if table == name)
+        heat = 0.6 * math.sqrt(amount / largest)  # the root, as amounts lie far apart
+        text = show(amount, TABLES[name].unit)
+        return f'<td class="{name}" style="--heat: {heat:.2f}">{text}</td>'
+
+    source = pathlib.Path(train.__file__).read_text().splitlines()
+    lines = [
+        f'<tr id="L{i}"><td>{i}</td><td>{html.escape(line)}</td>'
+        + "".join(cell(f"train.py:{i}", *column) for column in MARGIN)
+        + "</tr>"
+        for i, line in enumerate(source, 1)
+    ]
+    count, *held = summary(result, chip)
+    template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
+    return template.substitute(
+        summary=html.escape(f"{count}. {' '.join(held)}"),
+        tables="\n".join(foldout(TABLES[name], result[name]) for name in TABLES),
+        lines="\n".join(lines),
+    )
+
+
+def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
+    """A table of the page, the largest rows first, with links to the lines."""
+    body = []
+    for row in sorted(rows, key=lambda row: -row["total"]):
+        line, *cells = map(html.escape, table.cells(row))
+        link = f'<a href="#L{line.rpartition(":")[2]}">{line}</a>' if line else ""
+        body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    head = "".join(f"<th>{title}</th>" for title in table.head())
+    total = show(total_of(rows), table.unit)
+    return (
+        f"<details><summary>{table.title}: {total}, {len(rows)} rows</summary>"
+        f'<table class="rows"><tr>{head}</tr>{"".join(body)}</table></details>'
+    )
+
+
+# --- A roofline -----------------------------------------------------------------------------------
+
+
+def chip_of(config: AuditConfig) -> devices.Chip | None:
+    """Raises UserError for one that isn't in the table, or hasn't the links."""
+    name, links = config.audit.chip, config.audit.links
+    if not name and not links:
+        return None
+    if name not in devices.CHIPS:
+        raise UserError(f"audit.chip={name!r}: choose one of {', '.join(devices.CHIPS)}")
+    chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
+    for axis, link in links.items():
+        if axis not in axes or link not in chip.links:
+            there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
+            raise UserError(f"audit.links.{axis}={link}: {there}")
+    return chip
 
 
 def least_seconds(
@@ -247,31 +345,14 @@ def least_seconds(
     moved = sum(row["times"] * row["bytes"] for row in result["products"])
     moved += 7 * result["held"]["weights"]  # 4 arrays read, 3 written
     seconds = {
-        "compute": sum(row["times"] * row["flops"] for row in result["products"]) / chip.flops,
+        "compute": total_of(result["products"]) / chip.flops,
         "memory": moved / chip.bandwidth,
+        **dict.fromkeys(chip.links, 0.0),
     }
     for row in result["transfers"]:
-        if row["bytes"]:
-            link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
-            spent = row["times"] * row["bytes"] / chip.links[link]
-            seconds[link] = seconds.get(link, 0) + spent
+        link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
+        seconds[link] += row["total"] / chip.links[link]
     return seconds
-
-
-def chip_of(config: AuditConfig) -> devices.Chip | None:
-    """Raises UserError for one that isn't in the table, or hasn't the links."""
-    name, links = config.audit.chip, config.audit.links
-    if not name and not links:
-        return None
-    if name not in devices.CHIPS:
-        key = f"audit.chip={name}" if name else "audit.links needs an audit.chip"
-        raise UserError(f"{key}: the table has {', '.join(devices.CHIPS)}")
-    chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
-    for axis, link in links.items():
-        if axis not in axes or link not in chip.links:
-            there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
-            raise UserError(f"audit.links.{axis}={link}: {there}")
-    return chip
 
 
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
@@ -280,7 +361,7 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     axes = dataclasses.asdict(config.mesh)
     links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
     rows, outer, end = [], next(iter(axes)), ""
-    while math.prod(axes.values()) <= 4096:
+    while (count := math.prod(axes.values())) <= 4096:
         try:
             here = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
             result = audit_step(here, probed, chip)
@@ -289,17 +370,15 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
             break
         seconds = least_seconds(result, chip, links)
         longest = max(seconds, key=seconds.__getitem__)
-        count = math.prod(axes.values())
         ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
-        shown = [show(seconds.get(name, 0), "s") for name in ("compute", "memory", *chip.links)]
-        mesh = devices.show_axes(axes)
         holds = show(result["arguments"] + result["temporary"])
-        rows.append((mesh, holds, *shown, longest, f"{ceiling:.0%}"))
+        shown = [show(spent, "s") for spent in seconds.values()]
+        rows.append((devices.show_axes(axes), holds, *shown, longest, f"{ceiling:.0%}"))
         axes[outer] *= 2
     chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
     head = ("mesh", "holds", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
-        f"\n\nThe least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
+        f"The least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
         f"longest:\n\n{table(head, rows)}{end}"
     )
 
@@ -316,13 +395,13 @@ def main(config: AuditConfig) -> None:
     probed = probe(config)
     chip = chip_of(config)
     result = audit_step(config, probed, chip)
-    text = report(result, chip) + (roofline(config, probed, chip) if chip else "")
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
     if config.audit.html:
-        first = text.split("\n\nsaved at")[0].replace("\n\n", ". ").replace("\n", " ")
-        pathlib.Path(config.audit.html).write_text(page(result, first, show))
-    print(text)
+        pathlib.Path(config.audit.html).write_text(page(result, chip))
+    print(report(result, chip))
+    if chip:
+        print(f"\n{roofline(config, probed, chip)}")
 
 
 if __name__ == "__main__":

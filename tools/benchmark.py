@@ -11,7 +11,6 @@ import time
 START = time.perf_counter()  # the interpreter itself took some 20 ms before
 
 import dataclasses
-import itertools
 import json
 import math
 import platform
@@ -27,7 +26,6 @@ import jax
 import numpy as np
 
 import train
-from data.loader import Batches
 from data.sources import open_batches
 from runtime.config import ROOT
 from runtime.program import program
@@ -38,27 +36,6 @@ IMPORTED = time.perf_counter()
 WARMUP = 3  # steps that are run first and left out
 LEAST, MOST = 10, 100  # steps that are timed: MOST, or once there are LEAST
 SECONDS = 30  # as many as this takes
-
-
-def time_start(
-    config: train.Config, loader: Batches
-) -> tuple[jax.stages.Compiled, train.State, dict[str, float]]:
-    """The step, the state after the first one, and the seconds that each part of the way there
-    takes."""
-    checked = time.perf_counter() - IMPORTED
-    marks = {"import": IMPORTED - START, "devices, dataset, check of types": checked}
-
-    def mark(name: str, result: Any) -> Any:
-        jax.block_until_ready(result)
-        marks[name] = time.perf_counter() - START - sum(marks.values())
-        return result
-
-    lowered = mark("trace and lower", train.lower_step(config))
-    step = mark("compile", compile_step(config, lowered))
-    state = mark("initialize the state", train.init_state(config))
-    batch = mark("load a batch", next(loader.from_step(0, 1))[1])
-    state, _ = mark("run a step", step(state, batch))
-    return step, state, marks
 
 
 def time_steps(
@@ -73,21 +50,20 @@ def time_steps(
     ends: list[float] = []
     waits: list[float] = []
     before = None
-    for step in itertools.count():
+    for step in range(WARMUP + MOST + 1):
         asked = time.perf_counter()
         batch = next(batches)
         waits.append(time.perf_counter() - asked)
         state, metrics = step_once(state, batch)
-        if before is not None:
+        if step:
             wait(before)
             ends.append(time.perf_counter())
         before = metrics
         # Several hosts have to stop at the same step, and their clocks differ.
-        enough = jax.process_count() > 1 or (len(ends) > 1 and ends[-1] - ends[0] > SECONDS)
-        if step - WARMUP >= (LEAST if enough else MOST):
+        if step >= WARMUP + LEAST and (jax.process_count() > 1 or ends[-1] - ends[0] > SECONDS):
             break
     wait(before)
-    return list(np.diff(ends[WARMUP - 1 :])), waits[WARMUP : len(ends)]
+    return np.diff(ends[WARMUP - 1 :]).tolist(), waits[WARMUP : len(ends)]
 
 
 def peak_memory() -> tuple[int, str]:
@@ -100,24 +76,25 @@ def peak_memory() -> tuple[int, str]:
 
 
 def commit() -> str:
-    """The git commit of the source, with a plus if it was changed since."""
-    git = ["git", "-C", str(ROOT)]
-    done = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    return done.stdout.strip() + ("+" if changed.stdout else "") or "unknown"
+    """The git commit of the source, with a plus if a file of it was changed since."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*"]
+    done = subprocess.run([*git, "--abbrev=40", "--dirty=+"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def show(
-    config: train.Config, kind: str, parameters: int, steps: list[float], peak: tuple[int, str],
-    packages: list[str], rows: dict[str, str], record: dict[str, Any],
+    config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
+    steps: list[float], waits: list[float] | None = None, start: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Prints the table, and the line of JSON, to which `rows` and `record` add."""
-    low, median, high = (float(np.percentile(steps, share)) for share in (10, 50, 90))
-    spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
+    """Prints a table, and what it is made from as a line of JSON: with the seconds of each step,
+    and if they were timed, those waited for batches, and those of the parts of the start."""
+    axes = dataclasses.asdict(config.mesh)
+    count = math.prod(axes.values())
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
-    axes = dataclasses.asdict(config.mesh)
-    count, all_flops = math.prod(axes.values()), projections + attention
+    all_flops = projections + attention
+    low, median, high = np.percentile(steps, (10, 50, 90))
+    spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
     table = {
         "device": f"{count} x {kind}, {devices.show_axes(axes)}",
         "parameters": f"{parameters:,}",
@@ -128,12 +105,15 @@ def show(
         "MFU, projections only": devices.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
-    for name, text in (table | rows).items():
+    if waits and start:
+        share = sum(waits) / sum(steps)
+        table["data wait"] = f"{np.median(waits):.4f} s a step, {share:.1%} of the time"
+        table["to the first step's end"] = f"{sum(start.values()):.1f} s"
+        table |= {f"    {name}": f"{part:.2f} s" for name, part in start.items()}
+    for name, text in table.items():
         print(f"{name:32} {text}")
-    # A number that JSON hasn't, as an infinite clip, becomes a text.
-    settings = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
-    line = {
-        "config": settings,
+    record = {
+        "config": dataclasses.asdict(config),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
@@ -143,12 +123,15 @@ def show(
         "hosts": jax.process_count(),
         "parameters": parameters,
         "tokens_per_step": tokens,
-        "step_seconds": [round(seconds, 6) for seconds in steps],
         "projection_flops": projections,
         "attention_flops": attention,
         "peak_memory_bytes": peak[0],
+        "step_seconds": steps,
+        "data_wait_seconds": waits,
+        "start_seconds": start,
     }
-    print(json.dumps(line | record))
+    # A number that JSON hasn't, as an infinite clip, becomes a text.
+    print(json.dumps(json.loads(json.dumps(record), parse_constant=str)))
 
 
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
@@ -156,27 +139,28 @@ def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no such split
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, dataclasses.asdict(config.mesh))
-    with jax.set_mesh(mesh):
-        loader, _ = open_batches(config, train.dimensions(config))
     train.check_types(config)
-    with jax.set_mesh(mesh):
-        step_once, state, start = time_start(config, loader)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        batches = (batch for _, batch in loader.from_step(1, 2**31))
-        steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)
-    if jax.process_index():
-        return
+    start = {"import": IMPORTED - START}
 
-    share = sum(waits) / sum(steps)
-    rows = {
-        "data wait": f"{np.median(waits):.4f} s a step, {share:.1%} of the time",
-        "to the first step's end": f"{sum(start.values()):.1f} s",
-        **{f"    {name}": f"{seconds:.2f} s" for name, seconds in start.items()},
-    }
-    waited = [round(seconds, 6) for seconds in waits]
-    record = {"data_wait_seconds": waited, "start_seconds": start}
-    kind, packages = jax.devices()[0].device_kind, ["jax", "jaxlib", "numpy"]
-    show(config, kind, parameters, steps, peak_memory(), packages, rows, record)
+    def timed(part: str, result: Any) -> Any:
+        jax.block_until_ready(result)
+        start[part] = time.perf_counter() - START - sum(start.values())
+        return result
+
+    with jax.set_mesh(mesh):
+        found = open_batches(config, train.dimensions(config))
+        loader, _ = timed("devices, dataset, check of types", found)
+        lowered = timed("trace and lower", train.lower_step(config))
+        step_once = timed("compile", compile_step(config, lowered))
+        state = timed("initialize the state", train.init_state(config))
+        batches = (batch for _, batch in loader.from_step(0, 2**31))
+        batch = timed("load a batch", next(batches))
+        state, _ = timed("run a step", step_once(state, batch))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
+        steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)
+    if jax.process_index() == 0:
+        kind, packages = jax.devices()[0].device_kind, ["jax", "jaxlib", "numpy"]
+        show(config, kind, parameters, peak_memory(), packages, steps, waits, start)
 
 
 if __name__ == "__main__":

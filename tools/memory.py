@@ -1,25 +1,8 @@
-"""How much memory a traced function needs on each device at its worst moment, predicted.
-
-A compiler decides that in the end. This follows the equations in their order and does to them what
-XLA does, as read from the buffers that it assigns in training steps for TPUs:
-
-- Products, reductions, collectives, lookups and loops write their results to memory. What stands
-  between them is computed where it is used, and again for each use, but for: operands of
-  collectives; sums of two results; and, on chips other than v5e, what several products take.
-- What is donated is overwritten, and a result may take the place of an operand of its size that is
-  not used any more.
-- Stacked weights that a loop casts to a narrower type are cast whole, before the loop. What an
-  inner loop takes of a loop's slices is copied for it.
-- The sums of weights' gradients over devices are put off to the end of the step, or of the backward
-  loop's body, all but the first. So are the products that they sum: on v5p, if those have no other
-  collective of the backward pass to run beside; on v5e, never; elsewhere, if little is computed
-  again.
-"""
-
-import collections
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
@@ -28,14 +11,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
 
-# What an equation is, by its primitive's name; those of all reductions and scatters begin alike.
+# What an equation is, by its primitive's name: the first pattern that fits.
 KINDS = {
-    "same": {"reshape", "squeeze", "transpose", "optimization_barrier", "name", "pcast", "pvary"}
-    | {"reduce_precision", "copy"},
-    "loop": {"scan", "while", "cond"},
-    "product": {"dot_general", "conv_general_dilated", "gather", "sort", "cumsum", "random_bits"},
-    "scatter": {"dynamic_update_slice"},
-    "reduce": {"argmax", "argmin"},
+    "same": "reshape|squeeze|transpose|optimization_barrier|name|pcast|pvary|reduce_precision|copy",
+    "loop": "scan|while|cond",
+    "product": "dot_general|conv_general_dilated|gather|sort|cumsum|random_bits",
+    "scatter": "scatter.*|dynamic_update_slice",
+    "reduce": "reduce.*|argmax|argmin",
 }
 KEYED = {*COLLECTIVES, "add_any"}  # whatever kind they are
 V5E, V5P = "TPU v5 lite", "TPU v5"
@@ -61,24 +43,21 @@ class Memory(NamedTuple):
 def predict(jaxpr: Any, axes: dict[str, int], chip: Chip | None = None) -> Memory:
     """What a function under `typed_shard_map` needs on each device of a mesh of these axes, from
     the jaxpr of its `jax.jit`. Its results are taken to be those of its donated arguments."""
-    body = _body(jaxpr, axes)
-    kind = chip.kind if chip else ""
-    arguments = sum(size_of(aval, kind) for aval in body.avals[: body.arguments])
-    moment = _worst(body, kind, ())
-    return Memory(arguments, moment.bytes, sorted(moment.buffers, key=lambda b: -b.bytes))
+    return _worst(_body(jaxpr, axes), chip.kind if chip else "")
 
 
 def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int, ...]]:
     """The shape of each array that has a key, by that. On another mesh and at other sizes an array
     has the same key, as long as JAX makes the same products, sums and collectives of the source."""
 
-    def walk(body: _Body, key: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-        yield from (((*key, *k), body.avals[value].shape) for value, k in body.keys.items())
+    def walk(body: _Body) -> Iterator[_Array]:
+        yield from body.arguments
         for step in body.steps:
-            for inner in step.bodies(axes):
-                yield from walk(inner, (*key, *body.keys[step.made[0]]))
+            yield from (*step.taken, *step.made)
+            for inner in step.bodies:
+                yield from walk(inner)
 
-    return dict(walk(_body(jaxpr, axes), ()))
+    return {array.key: array.aval.shape for array in walk(_body(jaxpr, axes)) if array.key}
 
 
 def size_of(aval: Any, chip: str) -> int:
@@ -105,225 +84,126 @@ def _filled(n: int, tile: int) -> int:
 # --- A jaxpr as steps -----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
+class _Array:
+    """An argument of a body, or what one of its steps makes."""
+
+    aval: Any
+    line: str = ""
+    op: str = ""
+    key: tuple[int, ...] = ()
+    users: list["_Step"] = dataclasses.field(default_factory=list)
+    # The arrays in memory that this one is computed from where it is used, or just itself if it is
+    # in memory; then its bytes, and the steps that make it and need it last. `_worst` finds these.
+    sources: set["_Array"] = dataclasses.field(default_factory=set)
+    size: int = 0
+    first: int = 0
+    last: int = 0
+
+    def cast(self) -> Any:
+        """The narrower type, if any, that each step which takes the array makes of it."""
+        dtype = self.users[0].made[0].aval.dtype if self.users else self.aval.dtype
+        casts = all(step.name == "convert_element_type" for step in self.users)
+        return dtype if casts and dtype.itemsize < self.aval.dtype.itemsize else None
+
+
 class _Step(NamedTuple):
-    eqn: JaxprEqn
-    path: str
-    line: str
+    name: str  # of its primitive
     kind: str
-    taken: list[int | None]  # numbers of values; None is a literal
-    made: list[int]
-
-    @property
-    def phase(self) -> str:
-        return phase(self.path)
-
-    def bodies(self, axes: dict[str, int]) -> "Iterator[_Body]":
-        """Of a loop."""
-        if self.kind == "loop":
-            for jaxpr in jaxprs_in_params(self.eqn.params):
-                yield _Body(jaxpr, axes, self.path, self.line)
+    phase: str
+    line: str
+    taken: list[_Array]
+    made: list[_Array]
+    over: list[_Array]  # what it may write its results over
+    bodies: list["_Body"]  # of a loop
 
 
-class _Body:
-    """A jaxpr as a list of steps between numbered values: what it calls is inlined, and what only
-    gives another shape or name to an array is left out.
+class _Body(NamedTuple):
+    """A jaxpr as steps: what it calls is inlined, and what only gives another shape or name to an
+    array is left out.
 
-    `keys` has arguments by their number. It counts what isn't elementwise, and has such steps'
-    results and operands by that count: of elementwise equations JAX makes more or fewer as a length
-    is 1, but for sums of gradients.
+    Arguments have their number as a key. What isn't elementwise is counted, and its results and
+    operands have that count: of elementwise equations JAX makes more or fewer as a length is 1, but
+    for sums of gradients.
     """
 
-    def __init__(self, jaxpr: Any, axes: dict[str, int], path: str, line: str):
-        self.axes, self.path = axes, path
-        self.avals: list[Any] = [var.aval for var in jaxpr.invars]
-        self.arguments = len(self.avals)
-        self.steps: list[_Step] = []
-        self.keys: dict[int, tuple[int, ...]] = {i: (-1, i) for i in range(self.arguments)}
-        self.count = 0
-        numbers: list[int | None] = list(range(self.arguments))
-        self.results = self._inline(jaxpr, numbers, path, line, False)
-        self.users: dict[int, list[_Step]] = collections.defaultdict(list)
-        for step in self.steps:
-            for value in {value for value in step.taken if value is not None}:
-                self.users[value].append(step)
-
-    def _inline(
-        self, jaxpr: Any, given: list[int | None], path: str, line: str, in_library: bool
-    ) -> list[int | None]:
-        numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
-        for eqn in jaxpr.eqns:
-            here = f"{path}/{eqn.source_info.name_stack}"
-            at = line if in_library else line_of(eqn) or line
-            taken = [None if isinstance(v, Literal) else numbers.get(v) for v in eqn.invars]
-            new = list(range(len(self.avals), len(self.avals) + len(eqn.outvars)))
-            self.avals += [var.aval for var in eqn.outvars]
-            kind = self._kind(eqn)
-            if kind not in ("same", "call", "fused") or eqn.primitive.name in KEYED:
-                for i, value in enumerate((*new, *taken)):
-                    if value is not None:
-                        self.keys.setdefault(value, (self.count, i))
-                self.count += 1
-            made: Sequence[int | None] = new
-            if kind == "same":
-                made = taken
-            elif kind == "call":
-                (inner, *_), jitted = jaxprs_in_params(eqn.params), eqn.primitive.name == "jit"
-                made = self._inline(inner, taken, here, at, in_library or jitted)
-            else:
-                self.steps.append(_Step(eqn, here, at, kind, taken, new))
-            numbers |= zip(eqn.outvars, made, strict=True)
-        return [None if isinstance(v, Literal) else numbers.get(v) for v in jaxpr.outvars]
-
-    def _kind(self, eqn: JaxprEqn) -> str:
-        name = eqn.primitive.name
-        if name in COLLECTIVES:
-            moves = math.prod(self.axes[axis] for axis in axes_of(eqn)) > 1
-            return "collective" if moves else "same"
-        for kind, names in KINDS.items():
-            if name in names:
-                return kind
-        if name.startswith(("reduce", "scatter")):
-            return "reduce" if name.startswith("reduce") else "scatter"
-        return "call" if next(jaxprs_in_params(eqn.params), None) else "fused"
+    arguments: list[_Array]
+    slices: dict[int, _Array]  # the arguments that are parts of what a loop runs over, by number
+    steps: list[_Step]
+    results: list[_Array]
 
 
 def _body(jaxpr: Any, axes: dict[str, int]) -> _Body:
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     (outer,) = (eqn for eqn in live.eqns if eqn.primitive.name == "shard_map")
-    return _Body(next(jaxprs_in_params(outer.params)), axes, "", "")
+    return _read(next(jaxprs_in_params(outer.params)), axes)
 
 
-def _put_off(body: _Body, chip: str) -> list[int]:
-    """The steps of the backward pass that run at the body's end."""
-    stay: set[int | None] = set()  # values that more than the results wait for
-    for step in reversed(body.steps):
-        if step.kind not in ("fused", "collective") or not stay.isdisjoint(step.made):
-            stay.update(step.taken)
+def _read(
+    jaxpr: Any, axes: dict[str, int], path: str = "", line: str = "",
+    key: tuple[int, ...] = (), slices: int = 0,
+) -> _Body:  # fmt: skip
+    """A loop's body has the loop's path, line and key; `slices` is how many of its last arguments
+    are parts of what the loop runs over."""
+    steps: list[_Step] = []
+    count = itertools.count()
 
-    def of(kind: str, phase: str) -> set[int]:
-        steps = enumerate(body.steps)
-        return {t for t, step in steps if (step.kind, step.phase) == (kind, phase)}
+    def inline(
+        jaxpr: Any, given: list[_Array], path: str, line: str, in_library: bool
+    ) -> list[_Array]:
+        arrays = dict(zip(jaxpr.invars, given, strict=True))
 
-    sums, products = of("collective", "backward"), of("product", "backward")
-    free = {t for t in sums | products if stay.isdisjoint(body.steps[t].made)}
-    little_again = 4 * len(of("product", "recomputed")) < len(products)
-    put_off = {V5E: False, V5P: sums <= free}.get(chip, little_again)
-    return sorted(free if put_off else free & sums)[1:]
+        def array_of(var: Any) -> _Array:
+            known = None if isinstance(var, Literal) else arrays.get(var)
+            return known or _Array(var.aval)  # a constant, which isn't in memory
 
+        for eqn in jaxpr.eqns:
+            here = f"{path}/{eqn.source_info.name_stack}"
+            at = line if in_library else line_of(eqn) or line
+            name, kind, op = eqn.primitive.name, _kind(eqn, axes), op_of(eqn, here)
+            taken = [array_of(var) for var in eqn.invars]
+            made = [
+                _Array(var.aval, made_at(eqn, i) or at, op) for i, var in enumerate(eqn.outvars)
+            ]
+            if kind not in ("same", "call", "fused") or name in KEYED:
+                number = next(count)
+                for i, array in enumerate((*made, *taken)):
+                    array.key = array.key or (*key, number, i)
+            if kind == "same":
+                made = taken
+            elif kind == "call":
+                inner, *_ = jaxprs_in_params(eqn.params)
+                made = inline(inner, taken, here, at, in_library or name == "jit")
+            else:
+                over = taken if kind in ("fused", "scatter") else []
+                bodies = []
+                if kind == "loop":
+                    carried, count_sliced = _parts_of(eqn)
+                    over = taken[carried]
+                    inside = (here, at, made[0].key, count_sliced)
+                    bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
+                steps.append(_Step(name, kind, phase(here), at, taken, made, over, bodies))
+                for array in dict.fromkeys(taken):
+                    array.users.append(steps[-1])
+            arrays |= zip(eqn.outvars, made, strict=True)
+        return [array_of(var) for var in jaxpr.outvars]
 
-# --- The worst moment -----------------------------------------------------------------------------
-
-
-class _Moment(NamedTuple):
-    bytes: int
-    buffers: list[Buffer]
-    casts: dict[int, Any]  # arguments that a loop takes as cast before: to what
-
-
-class _Places(NamedTuple):
-    """When each value is in memory, by the numbers of values and of steps."""
-
-    sizes: list[int]
-    first: dict[int, int]  # of a value that has a place: the step that makes it
-    last: dict[int, int]  # and the last one that needs it
-    over: dict[int, set[int]]  # of a step: what it may write its results over
-    inside: dict[int, _Moment]  # of a loop: its body's worst moment
-    copies: dict[tuple[int, Any], int]  # for a loop: a value, the copy's type -> a new value
-
-
-def _places(body: _Body, chip: str, key: tuple[int, ...], stacked: int) -> _Places:
-    places = _Places([size_of(aval, chip) for aval in body.avals], {}, {}, {}, {}, {})
-    sizes, first, last, over, inside, copies = places
-    from_stacks = set(range(body.arguments - stacked, body.arguments))
-    late = _put_off(body, chip)
-
-    def has_place(value: int, made_of: set[int]) -> bool:
-        """Whether a value that is no product, sum or the like has one."""
-        kinds = [step.kind for step in body.users[value]]
-        if "collective" in kinds:
-            return bool(made_of)
-        return chip != V5E and kinds.count("product") > 1
-
-    sources: list[set[int]] = [{value} for value in range(len(sizes))]  # with places
-    for t, step in enumerate(body.steps):
-        taken = [sources[v] if v is not None else set() for v in step.taken]
-        needed = set().union(*taken)
-        adds = step.eqn.primitive.name == "add_any" and needed == set(step.taken)
-        if step.kind == "fused" and not adds and not any(has_place(v, needed) for v in step.made):
-            for value in step.made:
-                sources[value] = needed
-            continue
-        first |= dict.fromkeys(step.made, t)
-        end = len(body.steps) if t in late else t
-        last |= {v: max(end, last.get(v, 0)) for v in needed}
-        over[t] = {"fused": needed, "scatter": taken[0]}.get(step.kind, set())
-        if step.kind == "loop":
-            carried, slices = _parts_of(step.eqn)
-            over[t] = set().union(*taken[carried])
-            within = (*key, *body.keys[step.made[0]])
-            moments = [_worst(b, chip, within, slices) for b in step.bodies(body.axes)]
-            inside[t] = max(moments, key=lambda moment: moment.bytes)
-            copied = [(step.taken[i], dtype) for i, dtype in inside[t].casts.items()]
-            copied += [(value, body.avals[value].dtype) for value in needed & from_stacks]
-            for source, dtype in copied:
-                assert source is not None, "a literal has no slices"
-                if (source, dtype) not in copies:
-                    copies[source, dtype] = len(sizes)
-                    first[len(sizes)] = t
-                    wide = body.avals[source].dtype.itemsize
-                    sizes.append(sizes[source] * dtype.itemsize // wide)
-                last[copies[source, dtype]] = t
-    for result in body.results:
-        if result is not None:
-            last |= dict.fromkeys(sources[result], len(body.steps))
-    return places
+    arguments = [_Array(var.aval, key=(*key, -1, i)) for i, var in enumerate(jaxpr.invars)]
+    for array in arguments:
+        array.sources = {array}
+    results = inline(jaxpr, arguments, path, line, False)
+    sliced = range(len(arguments) - slices, len(arguments))
+    return _Body(arguments, {i: arguments[i] for i in sliced}, steps, results)
 
 
-def _worst(body: _Body, chip: str, key: tuple[int, ...], stacked: int = 0) -> _Moment:
-    """The most bytes that a body has in memory of what it makes, inside of its loops too.
-    `stacked` is how many of its last arguments are slices of what a loop runs over."""
-    sizes, first, last, over, inside, copies = _places(body, chip, key, stacked)
-    users, narrowed = body.users, {}
-    for value in range(body.arguments - stacked, body.arguments):
-        if users[value] and all(map(_narrows, users[value])):
-            narrowed[value] = users[value][0].eqn.outvars[0].aval.dtype  # type: ignore
-            for step in users[value]:
-                first.pop(step.made[0], None)
-    if not body.steps:
-        return _Moment(0, [], narrowed)
-
-    def alive(t: int) -> list[int]:
-        """What is in memory at a step, but for what it writes its results over."""
-        there = [v for v, start in first.items() if start <= t <= max(start, last.get(v, 0))]
-        for made in body.steps[t].made:
-            ends = (v for v in there if v in over.get(t, ()) and last[v] == t)
-            alike = [v for v in ends if sizes[v] == sizes[made]]
-            if made in first and alike:
-                there.remove(alike[0])
-        return there
-
-    def needed_at(t: int) -> int:
-        return sum(sizes[v] for v in alive(t)) + (inside[t].bytes if t in inside else 0)
-
-    worst = max(range(len(body.steps)), key=needed_at)
-    buffers = inside[worst].buffers[:] if worst in inside else []
-    copied = {number: value_and_type for value_and_type, number in copies.items()}
-    for number in alive(worst):
-        step, copy = body.steps[first[number]], number in copied
-        value, dtype = copied.get(number) or (number, body.avals[number].dtype)
-        op = "copy" if copy else op_of(step.eqn, step.path)
-        line = step.line if copy else made_at(step.eqn, step.made.index(number)) or step.line
-        found = (*key, *body.keys[value]) if value in body.keys else ()
-        shape = body.avals[value].shape
-        buffers.append(Buffer(line, op, shape, dtype.name, sizes[number], found))
-    return _Moment(needed_at(worst), buffers, narrowed)
-
-
-def _narrows(step: _Step) -> bool:
-    if step.eqn.primitive.name != "convert_element_type":
-        return False
-    (taken,), (made,) = step.eqn.invars, step.eqn.outvars
-    return made.aval.dtype.itemsize < taken.aval.dtype.itemsize  # type: ignore
+def _kind(eqn: JaxprEqn, axes: dict[str, int]) -> str:
+    name = eqn.primitive.name
+    if name in COLLECTIVES:
+        return "collective" if math.prod(axes[axis] for axis in axes_of(eqn)) > 1 else "same"
+    for kind, names in KINDS.items():
+        if re.fullmatch(names, name):
+            return kind
+    return "call" if next(jaxprs_in_params(eqn.params), None) else "fused"
 
 
 def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
@@ -339,3 +219,103 @@ def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
 
 def _differ(outer: Any, inner: Any) -> int:
     return sum(a.aval.shape != b.aval.shape for a, b in zip(outer, inner, strict=True))
+
+
+# --- The worst moment -----------------------------------------------------------------------------
+
+
+def _put_off(body: _Body, chip: str) -> list[int]:
+    """The steps of the backward pass that run at the body's end."""
+    stay: set[_Array] = set()  # arrays that more than the results wait for
+    for step in reversed(body.steps):
+        if step.kind not in ("fused", "collective") or not stay.isdisjoint(step.made):
+            stay.update(step.taken)
+
+    def of(kind: str, phase: str) -> set[int]:
+        steps = enumerate(body.steps)
+        return {t for t, step in steps if (step.kind, step.phase) == (kind, phase)}
+
+    sums, products = of("collective", "backward"), of("product", "backward")
+    free = {t for t in sums | products if stay.isdisjoint(body.steps[t].made)}
+    little_again = 4 * len(of("product", "recomputed")) < len(products)
+    put_off = {V5E: False, V5P: sums <= free}.get(chip, little_again)
+    return sorted(free if put_off else free & sums)[1:]
+
+
+def _worst(body: _Body, chip: str) -> Memory:
+    """The most that a body has in memory of what it makes, inside of its loops too."""
+    late, end = _put_off(body, chip), len(body.steps)
+    in_memory: list[_Array] = []
+    over: dict[_Array, set[_Array]] = {}  # what an array may be written over
+    inside: dict[int, Memory] = {}  # of a loop: its body's worst moment
+    copies: dict[tuple[_Array, Any], _Array] = {}  # for a loop: an array, the copy's type
+    parts = body.slices.values()
+    cast_before = {made for a in parts if a.cast() for step in a.users for made in step.made}
+
+    def write(array: _Array, t: int) -> None:
+        array.first = array.last = t
+        array.size = size_of(array.aval, chip)
+        in_memory.append(array)
+
+    def has_place(step: _Step, needed: set[_Array]) -> bool:
+        """Whether a step that is no product, sum or the like writes its results to memory."""
+        if step.name == "add_any" and needed == set(step.taken):
+            return True
+        users = [[user.kind for user in array.users] for array in step.made]
+        sent = bool(needed) and any("collective" in kinds for kinds in users)
+        return sent or (chip != V5E and any(kinds.count("product") > 1 for kinds in users))
+
+    for t, step in enumerate(body.steps):
+        needed = _sources(step.taken)
+        if step.kind == "fused" and not has_place(step, needed):
+            for array in step.made:
+                array.sources = needed
+            continue
+        for array in needed:
+            array.last = max(array.last, end if t in late else t)
+        for array in step.made:
+            array.sources = {array}
+            if array not in cast_before:
+                write(array, t)
+                over[array] = _sources(step.over)
+        if not step.bodies:
+            continue
+        inside[t] = max((_worst(b, chip) for b in step.bodies), key=lambda worst: worst.temporary)
+        inner = step.bodies[0].slices
+        copied = [(step.taken[i], part.cast()) for i, part in inner.items() if part.cast()]
+        copied += [(part, part.aval.dtype) for part in parts if part in needed]
+        for array, dtype in copied:
+            if (array, dtype) not in copies:
+                aval = array.aval.update(dtype=dtype)
+                copies[array, dtype] = _Array(aval, step.line, "copy", array.key)
+                write(copies[array, dtype], t)
+            copies[array, dtype].last = t
+    for array in _sources(body.results):
+        array.last = end
+
+    def alive(t: int) -> list[_Array]:
+        """What is in memory at a step, but for what it writes its results over."""
+        there = [array for array in in_memory if array.first <= t <= array.last]
+        for made in [array for array in there if array.first == t]:
+            for old in there:
+                if old in over.get(made, ()) and old.last == t and old.size == made.size:
+                    there.remove(old)
+                    break
+        return there
+
+    def needed_at(t: int) -> int:
+        return sum(array.size for array in alive(t)) + (inside[t].temporary if t in inside else 0)
+
+    arguments = sum(size_of(array.aval, chip) for array in body.arguments)
+    if not body.steps:
+        return Memory(arguments, 0, [])
+    worst = max(range(end), key=needed_at)
+    buffers = inside[worst].buffers[:] if worst in inside else []
+    for array in alive(worst):
+        shape, dtype = array.aval.shape, array.aval.dtype.name
+        buffers.append(Buffer(array.line, array.op, shape, dtype, array.size, array.key))
+    return Memory(arguments, needed_at(worst), sorted(buffers, key=lambda buffer: -buffer.bytes))
+
+
+def _sources(arrays: list[_Array]) -> set[_Array]:
+    return set[_Array]().union(*(array.sources for array in arrays))

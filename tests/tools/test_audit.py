@@ -158,7 +158,9 @@ def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
 def test_amounts():
     shown = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
     assert shown == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
-    assert [audit.show(x, "s") for x in (0.659, 5.87e-4)] == ["659 ms", "587 us"]
+    assert [audit.show(x, "s") for x in (0.659, 5.87e-4, 8.93e-7, 3e-9)] == [
+        *("659 ms", "587 us", "0.893 us", "0.003 us"),
+    ]
 
 
 class Page(html.parser.HTMLParser):
