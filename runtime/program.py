@@ -149,7 +149,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         if section in known and not any(name.startswith(f"{section}.") for name in known):
             return f"unknown key {key}; to add it to {section}, write +{key}=..."
         meant = [name for name in known if name.rpartition(".")[2] == last]
-        meant = meant or difflib.get_close_matches(key, known)
+        meant = meant or difflib.get_close_matches(key, known, n=1)
         return f"unknown key {key}" + (f"; did you mean {' or '.join(meant)}?" if meant else "")
     problem = " ".join(str(cause).split("\n    ")[0].split())
     return f"{key}: {problem}" if key else problem
