@@ -200,7 +200,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(
         tool.Conversion, "add", lambda *_: [p.kill() for p in multiprocessing.active_children()]
     )
-    with pytest.raises(OSError, match="a process that tokenizes died, with exit code -9"):
+    with pytest.raises(OSError, match="a process that tokenizes died"):
         tool.convert(settings(shards, tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
 
