@@ -63,7 +63,7 @@ class _Growing:
         self.held_count += len(values)
         self.count += len(values)
         chunk = self.array.chunks[0]
-        if self.held_count >= 16 * chunk:  # to grow takes as long as to write some chunks
+        if self.held_count >= 8 * chunk:  # to grow takes as long as to write some chunks
             self.write(self.held_count - self.count % chunk)
 
     def write(self, count: int) -> None:
@@ -160,12 +160,16 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if kind is not None:
-            return
+        if kind is None:
+            self.complete()
+
+    def complete(self) -> None:
+        """Writes all there is, and marks the split complete. Raises FlatTokensError if it is
+        empty."""
         if not self.sequence_count:
             raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
         self.flush()
-        self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
+        self.group.attrs["max_token_id"] = self.max_token_id  # last: it is the mark
 
 
 def tokenizer_of(path: str) -> tuple[str, int] | None:

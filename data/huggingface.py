@@ -64,7 +64,7 @@ class StreamLoader(Batches):
         self.source = text.Source(load, name, *how, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
-            shards, _ = self.source.check()
+            _, shards = self.source.check()
         except (UserError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:

@@ -134,10 +134,10 @@ class Source:
     id_offset: int  # added to a tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
-    def check(self) -> tuple[int, int]:
-        """The number of shards, and how many documents make a unit, if they are all as long as the
-        first ones. Raises UserError or OSError where the split, its column or the tokenizer can't
-        be had."""
+    def check(self) -> tuple["Source", int]:
+        """Itself with fewer documents in a unit if they are long, as far as the first ones tell,
+        and the number of its shards. Raises UserError or OSError where the split, its column or
+        the tokenizer can't be had."""
         tokenizer(self.tokenizer, self.id_offset)
         dataset = self._open()
         try:
@@ -150,7 +150,8 @@ class Source:
             types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
             raise UserError(f"column={self.column} is no text; the columns are {types}")
         size = sum(len(row[self.column] or "") for row in rows)
-        return dataset.num_shards, min(DOCUMENTS, 1 + UNIT_BYTES * len(rows) // max(size, 1))
+        fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
+        return dataclasses.replace(self, documents=min(self.documents, fit)), dataset.num_shards
 
     def _open(self) -> Any:
         import datasets  # two seconds

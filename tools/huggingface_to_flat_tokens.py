@@ -5,10 +5,8 @@
 The configs are in configs/convert. What is interrupted goes on where it was, by the same command.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import sys
@@ -115,11 +113,9 @@ class Conversion:
             reached = self.writers[own].token_count + np.cumsum(lengths * is_own)
             count = np.searchsorted(reached, limit) + 1
             lengths, is_own = lengths[:count], is_own[:count]
-        bounds = np.cumsum([0, *lengths])
-        turns = {0, *np.flatnonzero(np.diff(is_own)) + 1, len(lengths)}
-        for low, high in itertools.pairwise(sorted(turns)):  # documents that go to one split
-            writer = self.writers[own if is_own[low] else other]
-            writer.extend(unit.tokens[bounds[low] : bounds[high]], lengths[low:high])
+        tokens = unit.tokens[: lengths.sum()]
+        for split, chosen in (own, is_own), (other, ~is_own):
+            self.writers[split].extend(tokens[np.repeat(chosen, lengths)], lengths[chosen])
         self.positions[source] = unit.position
         if time.monotonic() - self.committed > COMMIT_SECONDS:
             self.commit()
@@ -139,9 +135,8 @@ class Conversion:
 
     def close(self) -> None:
         """Marks the splits complete."""
-        with contextlib.ExitStack() as stack:
-            for writer in self.writers.values():
-                stack.enter_context(writer)
+        for writer in self.writers.values():
+            writer.complete()
         self.root.attrs["conversion"] = self.about
 
 
@@ -149,15 +144,11 @@ def convert(config: ConvertConfig) -> None:
     """Raises UserError or OSError for what can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
     how = config.column, config.tokenizer, config.id_offset
-    sources = [Source(config.load_dataset, name, *how) for name in names]
     # Most mistakes show here, before anything is written.
-    shards, documents = zip(*(source.check() for source in sources), strict=True)
-    conversion = Conversion(config, shards)
-    for i, source in enumerate(sources):
-        sized, position = (
-            dataclasses.replace(source, documents=documents[i]),
-            conversion.positions[i],
-        )
+    checked = [Source(config.load_dataset, name, *how).check() for name in names]
+    conversion = Conversion(config, [shards for _, shards in checked])
+    for i, (source, _) in enumerate(checked):
+        position = conversion.positions[i]
         lanes = range(len(position["lanes"]))
         bar = tqdm(
             desc=names[i],
@@ -169,13 +160,13 @@ def convert(config: ConvertConfig) -> None:
             delay=1,
         )
         with bar:
-            for unit in text.units(sized, lanes, position, config.processes or 1):
+            for unit in text.units(source, lanes, position, config.processes or 1):
                 more = conversion.add(unit, i)
                 bar.update(len(unit.tokens))
                 if not more:
                     break
         has_all = all(writer.sequence_count for writer in conversion.writers.values())
-        if i == len(sources) - 1 and not has_all:
+        if i == len(checked) - 1 and not has_all:
             raise UserError("one document is too few for two splits: name a validation_split")
         conversion.end(i)
     conversion.close()
