@@ -150,8 +150,7 @@ class Stream:
         _, numbers, order = self.buffer(epoch, number)
         return int(numbers[order[place]])
 
-    @checked
-    def fill(self, rows: UInt32[np.ndarray, "rows length"], position: int) -> None:
+    def fill(self, rows: np.ndarray, position: int) -> None:
         """With the sequences from `position` of the order on, as they are stored."""
         while len(rows):
             epoch, number, place = self.find(position)
@@ -280,7 +279,7 @@ class Loader(Batches):
         rows = np.empty((last - first, self.length), np.uint32)
         for i, stream in enumerate(self.streams):
             begin = i * share
-            low, high = np.clip([begin, begin + share], first, last).tolist()
+            low, high = (min(max(edge, first), last) for edge in (begin, begin + share))
             stream.fill(rows[low - first : high - first], number * share + low - begin)
         return decode(rows)
 
