@@ -121,11 +121,6 @@ class Conversion:
             self.commit()
         return not limit or self.writers[own].token_count < limit
 
-    def end(self, source: int) -> None:
-        lanes = self.positions[source]["lanes"]
-        self.positions[source] = {"turn": 0, "lanes": [None] * len(lanes)}
-        self.commit()
-
     def commit(self) -> None:
         """From here a conversion that is killed goes on."""
         written = {split: writer.flush() for split, writer in self.writers.items()}
@@ -168,7 +163,8 @@ def convert(config: ConvertConfig) -> None:
         has_all = all(writer.sequence_count for writer in conversion.writers.values())
         if i == len(checked) - 1 and not has_all:
             raise UserError("one document is too few for two splits: name a validation_split")
-        conversion.end(i)
+        conversion.positions[i] = text.start(0)  # nothing more is read of it
+        conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
         print(
