@@ -6,10 +6,12 @@ docs/flat_tokens.md is the specification.
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import zarr
+from beartype import beartype
+from jaxtyping import Bool, Int, Int64, Integer, UInt32, jaxtyped
 from zarr.codecs import ZstdCodec
 
 from runtime import storage
@@ -17,64 +19,63 @@ from runtime.storage import DamageError
 from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
+ARRAYS = {"encoded_tokens": np.uint32, "seq_starts": np.uint64}
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
+
+# Decorator: each call's arrays are as its annotations say. A mistake is ours, and a TypeError.
+checked = jaxtyped(typechecker=beartype)
 
 
 class FlatTokensError(UserError):
     """A dataset, or something about to become one, breaks a rule of the format."""
 
 
-def encode(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Ids, int[n], as they are stored, uint32[n]: 2*id+1 where a sequence starts, else 2*id."""
+@checked
+def encode(
+    ids: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " sequences"]
+) -> UInt32[np.ndarray, " tokens"]:
+    """Ids as they are stored: 2*id+1 where a sequence starts, else 2*id."""
     encoded = np.left_shift(ids, 1, dtype=np.uint32, casting="unsafe")
     encoded[starts] += np.uint32(1)
     return encoded
 
 
-def decode(encoded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stored tokens as their ids, uint32[n], and whether a sequence starts there, bool[n]."""
+@checked
+def decode(
+    encoded: UInt32[np.ndarray, "*shape"],
+) -> tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]:
+    """Stored tokens as their ids, and whether a sequence starts there."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
 class _Growing:
-    """An array that is written at its end, some chunks at a time, by a thread."""
+    """An array that grows at its end, some chunks at a time, by a thread."""
 
     def __init__(self, array: zarr.Array, count: int):
-        self.array, self.count, chunk = array, count, array.chunks[0]
-        self.held = count % chunk  # the last values, not in a whole chunk on disk
-        self.buffer = np.empty(8 * chunk, array.dtype)
-        self.buffer[: self.held] = array[count - self.held : count]
+        array.resize((count,))  # what follows was written after the last flush, and comes again
+        self.array, self.count = array, count
+        self.held, self.held_count = [np.zeros(0, array.dtype)], 0  # the last, not written yet
         self.thread = ThreadPoolExecutor(1)
-        self.job: Future[None] | None = None
+        self.job: Future[Any] | None = None
 
     def add(self, values: np.ndarray) -> None:
-        while len(values):
-            part = values[: len(self.buffer) - self.held]
-            self.buffer[self.held : self.held + len(part)] = part
-            self.held, self.count = self.held + len(part), self.count + len(part)
-            values = values[len(part) :]
-            if self.held == len(self.buffer):
-                self.write()
+        self.held.append(values)
+        self.held_count += len(values)
+        self.count += len(values)
+        chunk = self.array.chunks[0]
+        if self.held_count >= 8 * chunk:  # to grow takes as long as to write some chunks
+            self.write(self.held_count - self.count % chunk)
 
-    def write(self, last: bool = False) -> None:
-        """What is held; waits for it if it is the last."""
+    def write(self, count: int) -> None:
+        """So many of those that are held, while others come."""
+        self.wait()
+        values = np.concatenate(self.held, dtype=self.array.dtype, casting="unsafe")
+        self.held, self.held_count = [values[count:]], len(values) - count
+        self.job = self.thread.submit(self.array.append, values[:count])
+
+    def wait(self) -> None:
         if self.job:
             self.job.result()
-        values, rest = self.buffer[: self.held], self.held % self.array.chunks[0]
-        self.buffer = np.empty_like(self.buffer)
-        self.buffer[:rest] = values[len(values) - rest :]
-        self.job = self.thread.submit(self._put, self.count - self.held, values, last)
-        self.held = rest
-        if last:
-            self.job.result()
-
-    def _put(self, start: int, values: np.ndarray, last: bool) -> None:
-        end = start + len(values)
-        if last:
-            self.array.resize((end,))
-        elif end > self.array.shape[0]:  # seldom, as it takes as long as some chunks do
-            self.array.resize((end + 64 * self.array.chunks[0],))
-        self.array[start:end] = values
 
 
 class Writer:
@@ -95,26 +96,20 @@ class Writer:
         if written is None:
             if split in root and "max_token_id" in root[split].attrs:
                 raise FileExistsError(f"{path} has a split {split} already; choose another output")
-            self.group = root.create_group(split, overwrite=True)  # what was there is unfinished
-            self.tokens = self._create("encoded_tokens", np.uint32)
-            self.starts = self._create("seq_starts", np.uint64)
-            self.starts.add(np.zeros(1, np.uint64))
-            self.max_token_id = 0
-        else:
-            self.group = root[split]
-            self.tokens = _Growing(self.group["encoded_tokens"], written["tokens"])
-            self.starts = _Growing(self.group["seq_starts"], written["sequences"] + 1)
-            self.max_token_id = written["max_token_id"]
-
-    def _create(self, name: str, dtype: type[np.unsignedinteger]) -> _Growing:
-        array = self.group.create_array(
-            name,
-            shape=(0,),
-            chunks=(CHUNK,),
-            dtype=dtype,
-            compressors=[ZstdCodec(checksum=True)],  # readers find damage, at 4 bytes a chunk
-        )
-        return _Growing(array, 0)
+            group = root.create_group(split, overwrite=True)  # what was there is unfinished
+            for name, dtype in ARRAYS.items():
+                group.create_array(
+                    name,
+                    shape=(1 if name == "seq_starts" else 0,),  # the first one, 0, is zarr's fill
+                    chunks=(CHUNK,),
+                    dtype=dtype,
+                    compressors=[ZstdCodec(checksum=True)],  # readers find damage, at 4 bytes each
+                )
+            written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
+        self.group = root[split]
+        self.tokens = _Growing(self.group["encoded_tokens"], written["tokens"])
+        self.starts = _Growing(self.group["seq_starts"], written["sequences"] + 1)
+        self.max_token_id = written["max_token_id"]
 
     @property
     def token_count(self) -> int:
@@ -138,9 +133,11 @@ class Writer:
             )
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
 
-    def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Adds sequences as they are stored: uint32[tokens], end to end, and the length of each,
-        int[sequences], at least 1. Checks nothing."""
+    @checked
+    def extend(
+        self, tokens: UInt32[np.ndarray, " tokens"], lengths: Int64[np.ndarray, " sequences"]
+    ) -> None:
+        """Adds sequences as they are stored, end to end, with the length of each, at least 1."""
         self.starts.add(self.token_count + np.cumsum(lengths))
         self.tokens.add(tokens)
         self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
@@ -148,7 +145,9 @@ class Writer:
     def flush(self) -> dict[str, int]:
         """Writes all there is, and returns where it ends, from where a new Writer can go on."""
         for growing in self.tokens, self.starts:
-            growing.write(last=True)
+            growing.write(growing.held_count)
+        for growing in self.tokens, self.starts:
+            growing.wait()
         return {
             "tokens": self.token_count,
             "sequences": self.sequence_count,
@@ -161,12 +160,16 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if kind is not None:
-            return
+        if kind is None:
+            self.complete()
+
+    def complete(self) -> None:
+        """Writes all there is, and marks the split complete. Raises FlatTokensError if it is
+        empty."""
         if not self.sequence_count:
             raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
         self.flush()
-        self.group.attrs["max_token_id"] = self.max_token_id  # last: it marks the split complete
+        self.group.attrs["max_token_id"] = self.max_token_id  # last: it is the mark
 
 
 def tokenizer_of(path: str) -> tuple[str, int] | None:
@@ -188,36 +191,32 @@ class FlatTokens:
     def __init__(self, path: str, split: str):
         self.path, self.name = path, f"{path}/{split}"
         try:
-            self.group = zarr.open_group(path, mode="r")[split]
+            root: Any = zarr.open_group(path, mode="r")
+            self.group = root.get(split)
+            arrays = {name: root.get(f"{split}/{name}") for name in ARRAYS}
         except FileNotFoundError:
             raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
-        except KeyError:
-            raise FlatTokensError(f"{path} has no split {split}") from None
         except Exception as error:  # each store raises its own
             raise FlatTokensError(f"{path} can't be opened: {error}") from None
-        self.tokens = self._array("encoded_tokens", np.uint32)
-        self.seq_starts = self._array("seq_starts", np.uint64)
+        if self.group is None:
+            raise FlatTokensError(f"{path} has no split {split}")
+        for name, dtype in ARRAYS.items():
+            array = arrays[name]
+            if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
+                raise FlatTokensError(
+                    f"{self.name} is not flat tokens: it lacks a one-dimensional "
+                    f"{np.dtype(dtype).name} array {name}"
+                )
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: it was not written to its end")
-        self.max_token_id = cast(int, self.group.attrs["max_token_id"])
-        self.token_count = self.tokens.shape[0]
-        self.sequence_count = self.seq_starts.shape[0] - 1
+        self.tokens, self.seq_starts = arrays.values()
+        self.max_token_id: int = self.group.attrs["max_token_id"]
+        self.token_count: int = self.tokens.shape[0]
+        self.sequence_count: int = self.seq_starts.shape[0] - 1
         if self.sequence_count < 1:
             raise FlatTokensError(f"{self.name} has no sequences")
         if self._load(self.seq_starts, slice(-1, None))[0] != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
-
-    def _array(self, name: str, dtype: type[np.unsignedinteger]) -> zarr.Array:
-        try:
-            array = self.group.get(name) if isinstance(self.group, zarr.Group) else None
-        except Exception as error:  # as above
-            raise FlatTokensError(f"{self.name}/{name} can't be opened: {error}") from None
-        if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
-            raise FlatTokensError(
-                f"{self.name} is not flat tokens: it lacks a one-dimensional "
-                f"{np.dtype(dtype).name} array {name}"
-            )
-        return array
 
     def _load(self, array: zarr.Array, part: slice) -> np.ndarray:
         try:
@@ -225,8 +224,9 @@ class FlatTokens:
         except (DamageError, OSError) as error:
             raise FlatTokensError(f"{self.path}/{error}") from error
 
-    def read_encoded(self, start: int, stop: int) -> np.ndarray:
-        """A range of tokens as they are stored, uint32[stop-start]."""
+    @checked
+    def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
+        """A range of tokens as they are stored."""
         encoded = self._load(self.tokens, slice(start, stop))
         if encoded.min(initial=2) < 2:
             where = start + int(np.argmin(encoded))
@@ -236,13 +236,16 @@ class FlatTokens:
             )
         return encoded
 
-    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, uint32[stop-start], and starts, bool[stop-start], of a range of tokens."""
+    @checked
+    def read(
+        self, start: int, stop: int
+    ) -> tuple[UInt32[np.ndarray, " {stop-start}"], Bool[np.ndarray, " {stop-start}"]]:
+        """A range of tokens: their ids, and whether a sequence starts there."""
         return decode(self.read_encoded(start, stop))
 
-    def starts(self, first: int, last: int) -> np.ndarray:
-        """Where each of the sequences `first` to `last` starts, and where the last of them ends:
-        int64[last+1-first]."""
+    @checked
+    def starts(self, first: int, last: int) -> Int64[np.ndarray, " {last-first+1}"]:
+        """Where each of the sequences `first` to `last` starts, and where the last of them ends."""
         starts = self._load(self.seq_starts, slice(first, last + 1)).astype(np.int64)
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")

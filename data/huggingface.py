@@ -1,6 +1,6 @@
 """A streamed Hugging Face dataset -> batches, with no conversion before.
 
-Each host reads lanes of its own (see text.py), one for each of its workers, and fills its rows of
+Each host reads lanes of its own (see text.py), as many as it has workers, and fills its rows of
 every batch with their tokens, end to end: none is left out. Where it goes on is a *place*, JSON: a
 position of its lanes, how many of the tokens after that are used up, and the batches made so far.
 """
@@ -34,8 +34,8 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     column: Name  # holds the text
     tokenizer: Name  # bytes_utf8, or what transformers.AutoTokenizer opens
     id_offset: NonNegativeInt  # added to a tokenizer's ids: 1 where it uses id 0
-    num_workers: PositiveInt  # of a host: processes that read shards of their own, or one thread
-    sequences_packed_per_batch: PositiveInt  # documents that a worker reads and tokenizes at a time
+    num_workers: PositiveInt  # of a host: shards that are read in turn, and processes that tokenize
+    sequences_packed_per_batch: PositiveInt  # documents of a shard at a time
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Batches of a split, train or validation, for the mesh in context."""
@@ -64,8 +64,7 @@ class StreamLoader(Batches):
         self.source = text.Source(load, name, *how, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
-            text.Tokenizer(config.tokenizer, config.id_offset)
-            shards, _ = self.source.check()
+            _, shards = self.source.check()
         except (UserError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:

@@ -16,12 +16,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, SupportsInt
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Int64, UInt32
 
-from data.flat_tokens import FlatTokens, FlatTokensError, decode, tokenizer_of
+from data.flat_tokens import FlatTokens, FlatTokensError, checked, decode, tokenizer_of
 from data.text import ahead
 from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
@@ -56,10 +57,16 @@ class TokenBatch:
     position: u32["B/d L"]  # in the row
 
     @classmethod
-    def of(cls, ids: np.ndarray, is_start: np.ndarray, start_token: int) -> "TokenBatch":
-        """The NumPy arrays of a batch whose targets are `ids`, [B, L], of documents that start
-        where `is_start` says. Id 0 is padding. A row that begins within a document begins with
-        input 0."""
+    @checked
+    def of(
+        cls,
+        ids: UInt32[np.ndarray, "B L"],
+        is_start: Bool[np.ndarray, "B L"],
+        start_token: int,
+    ) -> "TokenBatch":
+        """The NumPy arrays of a batch whose targets are `ids`, of documents that start where
+        `is_start` says. Id 0 is padding. A row that begins within a document begins with input
+        0."""
         previous = np.pad(ids[:, :-1], ((0, 0), (1, 0)))
         return cls(
             inputs=np.where(is_start, np.uint32(start_token), previous),
@@ -82,7 +89,8 @@ class BatchSpec:
     io_threads: int = 32
 
 
-def permutation(count: int, *key: int) -> np.ndarray:
+@checked
+def permutation(count: int, *key: int) -> Int64[np.ndarray, " {count}"]:
     """An order of range(count) that depends on `key` alone.
 
     Built on a bit generator's raw output, which numpy promises not to change between versions;
@@ -94,62 +102,59 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 class Stream:
-    """Sequences `first` to `first + count` of a dataset, in an endless shuffled order."""
+    """Sequences `first` to `end` of a dataset, the latter not included, in an endless shuffled
+    order."""
 
-    def __init__(self, loader: "Loader", index: int, first: int, count: int):
-        self.loader, self.first, self.count = loader, first, count
+    def __init__(self, loader: "Loader", index: int, first: int, end: int):
+        self.loader, self.first, self.end, self.count = loader, first, end, end - first
         self.key = (loader.config.seed, index)
-        self.block = min(loader.config.sequences_per_read_block, count)
-        self.blocks = -(-count // self.block)
+        self.block = min(loader.config.sequences_per_read_block, self.count)
         self.blocks_per_buffer = loader.config.read_blocks_per_shuffle_buffer
-        self.block_order = functools.lru_cache(2)(
-            lambda epoch: permutation(self.blocks, *self.key, epoch)
-        )
-        self.short_block = functools.lru_cache(2)(
-            lambda epoch: int(np.argmax(self.block_order(epoch)))
-        )
+        # A batch may begin in one epoch or buffer, and end in the next one.
+        self.epoch = functools.lru_cache(2)(self._epoch)
         self.buffer = functools.lru_cache(2)(self._buffer)
+
+    @checked
+    def _epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Of an epoch's n blocks in their order: the first sequence of each, and its place in the
+        epoch. The block that holds the last sequence may be short."""
+        firsts = permutation(-(-self.count // self.block), *self.key, epoch) * self.block
+        lengths = np.minimum(self.block, self.count - firsts)
+        return self.first + firsts, np.cumsum(lengths) - lengths
 
     def find(self, position: int) -> tuple[int, int, int]:
         """The epoch, the shuffle buffer and the place in it of the order's n-th sequence."""
         epoch, place = divmod(position, self.count)
-        # All buffers are of one size but the last, and the one that holds the stream's last block,
-        # which may be short. After that one, count as if it were full.
-        missing = self.blocks * self.block - self.count
-        size = self.blocks_per_buffer * self.block
-        full = (self.short_block(epoch) // self.blocks_per_buffer + 1) * size
-        if place >= full - missing:
-            place += missing
-        return epoch, *divmod(place, size)
+        _, places = self.epoch(epoch)
+        number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
+        return epoch, number, place - int(places[number * self.blocks_per_buffer])
 
-    def blocks_of(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a shuffle buffer: its blocks' first sequences, their lengths, and the order in which
-        it gives its sequences."""
-        per = self.blocks_per_buffer
-        first = self.block_order(epoch)[number * per : (number + 1) * per] * self.block
-        counts = np.minimum(first + self.block, self.count) - first
-        return self.first + first, counts, permutation(counts.sum(), *self.key, epoch, number)
-
-    def _buffer(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The buffer's sequences as they are stored, uint32[n, length], and their order."""
-        first, counts, order = self.blocks_of(epoch, number)
-        sequences = np.zeros((counts.sum(), self.loader.length), np.uint32)
-        parts = np.split(sequences, np.cumsum(counts)[:-1])
-        list(self.loader.threads.map(self.loader.read_block, first, parts))
-        return sequences, order
+    @checked
+    def _buffer(
+        self, epoch: int, number: int
+    ) -> tuple[UInt32[np.ndarray, "n length"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """A shuffle buffer's n sequences as they are stored, their numbers in the dataset, and the
+        order in which it gives them."""
+        firsts, _ = self.epoch(epoch)
+        firsts = firsts[number * self.blocks_per_buffer :][: self.blocks_per_buffer]
+        blocks = [np.arange(first, min(first + self.block, self.end)) for first in firsts]
+        numbers = np.concatenate(blocks)
+        sequences = np.zeros((len(numbers), self.loader.length), np.uint32)
+        parts = np.split(sequences, np.cumsum([len(block) for block in blocks])[:-1])
+        list(self.loader.threads.map(self.loader.read_block, firsts, parts))
+        return sequences, numbers, permutation(len(numbers), *self.key, epoch, number)
 
     def sequence(self, position: int) -> int:
         """Which one of the dataset's it is."""
         epoch, number, place = self.find(position)
-        first, counts, order = self.blocks_of(epoch, number)
-        block = int(np.searchsorted(np.cumsum(counts), order[place], "right"))
-        return int(first[block] + order[place] - counts[:block].sum())
+        _, numbers, order = self.buffer(epoch, number)
+        return int(numbers[order[place]])
 
     def fill(self, rows: np.ndarray, position: int) -> None:
         """With the sequences from `position` of the order on, as they are stored."""
         while len(rows):
             epoch, number, place = self.find(position)
-            sequences, order = self.buffer(epoch, number)
+            sequences, _, order = self.buffer(epoch, number)
             chosen = order[place : place + len(rows)]
             np.take(sequences, chosen, axis=0, out=rows[: len(chosen)], mode="clip")
             rows, position = rows[len(chosen) :], position + len(chosen)
@@ -246,40 +251,36 @@ class Loader(Batches):
             )
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         self.streams = [
-            Stream(self, i, low, high - low)
-            for i, (low, high) in enumerate(itertools.pairwise(bounds))
+            Stream(self, i, first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))
         ]
 
-    def read_block(self, first: int, rows: np.ndarray) -> None:
-        """Fills rows, [n, length], with the sequences from `first` on, as they are stored."""
-        first, last = int(first), int(first) + len(rows)
+    @checked
+    def read_block(self, first: SupportsInt, rows: UInt32[np.ndarray, "n length"]) -> None:
+        """Fills rows with the sequences from `first` on, as they are stored."""
+        first, last, read = int(first), int(first) + len(rows), self.dataset.read_encoded
         if self.config.sequence_packing:
-            flat = self.dataset.read_encoded(first * self.length, last * self.length)
-            rows[:] = flat.reshape(rows.shape)
+            rows[:] = read(first * self.length, last * self.length).reshape(rows.shape)
             return
-        bounds = self.dataset.starts(first, last)
+        bounds = self.dataset.starts(first, last).tolist()
         # One read for all, unless documents are so long that most of it would be thrown away.
         together = bounds[-1] - bounds[0] <= 4 * rows.size
-        base = int(bounds[0])
-        text = self.dataset.read_encoded(base, int(bounds[-1])) if together else None
-        for row, low, end in zip(
-            rows, *map(np.ndarray.tolist, (bounds[:-1], bounds[1:])), strict=True
-        ):
+        text = read(bounds[0], bounds[-1]) if together else None
+        for row, (low, end) in zip(rows, itertools.pairwise(bounds), strict=True):
             high = min(end, low + self.length)
-            if text is None:
-                row[: high - low] = self.dataset.read_encoded(low, high)
-            else:
-                row[: high - low] = text[low - base : high - base]
+            part = read(low, high) if text is None else text[low - bounds[0] : high - bounds[0]]
+            row[: len(part)] = part
 
-    def rows(self, number: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows `first` to `last` of a batch: ids and starts, both [last-first, length]."""
+    @checked
+    def rows(
+        self, number: int, first: int, last: int
+    ) -> tuple[UInt32[np.ndarray, "n length"], Bool[np.ndarray, "n length"]]:
+        """Rows `first` to `last` of a batch: ids and starts."""
         share = self.shape[0] // len(self.streams)
         rows = np.empty((last - first, self.length), np.uint32)
         for i, stream in enumerate(self.streams):
-            low, high = max(first - i * share, 0), min(last - i * share, share)
-            if low < high:
-                part = rows[low + i * share - first : high + i * share - first]
-                stream.fill(part, number * share + low)
+            begin = i * share
+            low, high = (min(max(edge, first), last) for edge in (begin, begin + share))
+            stream.fill(rows[low - first : high - first], number * share + low - begin)
         return decode(rows)
 
     def load(self, number: int) -> TokenBatch:

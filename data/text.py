@@ -1,52 +1,44 @@
-"""Text of a dataset that Hugging Face `datasets` opens -> token ids, whoever reads it in one order.
+"""Text of a dataset that Hugging Face `datasets` opens -> token ids, in one order.
 
 The dataset's shards, which mostly are its files, are divided among *lanes*, neighbours together. A
-lane is read in *units* of some documents, and the order is a unit of each lane in turn. So
-processes can read lanes of their own, and what comes does not depend on how many they are. A
-*position* in that order is JSON, and holds all that is needed to go on from there.
+lane is read in *units* of some documents, and the order is a unit of each lane in turn. One thread
+reads; who tokenizes, threads or processes, doesn't matter to the order. A *position* in that order
+is JSON, and holds all that is needed to go on from there.
 """
 
 import array
-import contextlib
 import dataclasses
+import functools
 import itertools
-import json
 import multiprocessing
 import os
-import queue
-import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
 
 import numpy as np
+from jaxtyping import Int64, UInt16, UInt32
 
-from data.flat_tokens import encode
+from data.flat_tokens import checked, encode
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch isn't there
-S = TypeVar("S")
 T = TypeVar("T")
 LANES = 8  # at most, of the converter: more would have more files open at a time
 DOCUMENTS = 256  # in a unit, at most
 UNIT_BYTES = 2**21  # of text, about, at most: some units are in memory at a time
 
 
-class Unit(NamedTuple):
-    tokens: np.ndarray  # uint32[tokens], document after document, as flat tokens are stored
-    lengths: np.ndarray  # int64[documents], in tokens; an empty document has 0
+@checked
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    tokens: UInt32[np.ndarray, " tokens"]  # document after document, as flat tokens are stored
+    lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
     position: dict[str, Any]  # after it
-
-
-class _Part(NamedTuple):
-    """What a worker makes: a unit of one lane; or, without tokens, a lane's end."""
-
-    lane: int
-    tokens: tuple[np.ndarray, np.ndarray] | None
-    state: dict[str, Any] | None  # of the lane, after it
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
@@ -59,21 +51,8 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
             yield item
 
 
-def by_threads(count: int, function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-    """The function of each item, in order; so many are at work while one more waits."""
-    with ThreadPoolExecutor(count) as threads:
-        upcoming: deque[Any] = deque()
-        for item in items:
-            upcoming.append(threads.submit(function, item))
-            if len(upcoming) > count + 1:
-                yield upcoming.popleft().result()
-        for left in upcoming:
-            yield left.result()
-
-
 class Tokenizer:
-    """Texts -> the tokens of all as they are stored, uint32[tokens], and the length of each,
-    int64[texts].
+    """Texts -> the tokens of all as they are stored, and the length of each.
 
     No special tokens are added, as the datasets' format marks where a sequence starts, and one's
     name in a text is text. Raises UserError or OSError where there is no such tokenizer.
@@ -98,12 +77,20 @@ class Tokenizer:
             self.fast.no_padding()
             self.fast.encode_special_tokens = True
 
-    def __call__(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
+    @checked
+    def __call__(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
         """Of an Arrow array of texts; a null is an empty one."""
         ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
-    def _ids(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
+    @checked
+    def decode(self, ids: UInt32[np.ndarray, " tokens"]) -> str:
+        if self.name == "bytes_utf8":
+            return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
+        return str(self.slow.decode((ids.astype(np.int64) - self.id_offset).tolist()))
+
+    @checked
+    def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
         strings = [text or "" for text in texts.to_pylist()]
         lists: Iterable[Any]
         if self.fast:
@@ -121,7 +108,8 @@ class Tokenizer:
         return ids, lengths
 
     @staticmethod
-    def _bytes(texts: Any) -> tuple[np.ndarray, np.ndarray]:
+    @checked
+    def _bytes(texts: Any) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
         """Each byte plus 1, and the lengths, from Arrow's own memory."""
         import pyarrow
 
@@ -130,6 +118,9 @@ class Tokenizer:
         ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
         found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
         return np.add(found, 1, dtype=np.uint16), np.diff(ends)
+
+
+tokenizer = functools.cache(Tokenizer)  # one for all threads of a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +134,11 @@ class Source:
     id_offset: int  # added to a tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
-    def check(self) -> tuple[int, int]:
-        """The number of shards, and how many documents make a unit, if they are all as long as the
-        first ones. Raises UserError or OSError where the split or its column can't be had."""
+    def check(self) -> tuple["Source", int]:
+        """Itself with fewer documents in a unit if they are long, as far as the first ones tell,
+        and the number of its shards. Raises UserError or OSError where the split, its column or
+        the tokenizer can't be had."""
+        tokenizer(self.tokenizer, self.id_offset)
         dataset = self._open()
         try:
             rows = list(itertools.islice(dataset, 64))
@@ -157,7 +150,8 @@ class Source:
             types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
             raise UserError(f"column={self.column} is no text; the columns are {types}")
         size = sum(len(row[self.column] or "") for row in rows)
-        return dataset.num_shards, min(DOCUMENTS, 1 + UNIT_BYTES * len(rows) // max(size, 1))
+        fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
+        return dataclasses.replace(self, documents=min(self.documents, fit)), dataset.num_shards
 
     def _open(self) -> Any:
         import datasets  # two seconds
@@ -182,39 +176,37 @@ class Source:
             dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
         return dataset
 
-    def parts(
-        self, lanes: Sequence[int], position: dict[str, Any], threads: int
-    ) -> Iterator[_Part]:
-        """Those of some lanes, in turn."""
+    def read(
+        self, lanes: Sequence[int], position: dict[str, Any]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The texts of each unit of some lanes, in turn, and the position after it."""
         dataset = self._open().select_columns([self.column]).with_format("arrow")
-        tokenizer = Tokenizer(self.tokenizer, self.id_offset)
-        states = position["lanes"]
+        states = list(position["lanes"])  # of each lane; what has ended has none
 
-        def read(lane: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+        def read_lane(lane: int) -> Iterator[Any]:
             part = dataset.shard(len(states), lane)
             if states[lane]:
                 part.load_state_dict(states[lane])
             for table in part.iter(self.documents):
-                yield table[self.column], part.state_dict()
+                states[lane] = part.state_dict()
+                # A copy: a slice would be sent to a process with all that it is a slice of.
+                yield table[self.column].take(np.arange(len(table)))
+            states[lane] = None
 
-        def in_turn() -> Iterator[tuple[int, Any, dict[str, Any] | None]]:
-            readers = {lane: read(lane) for lane in lanes}
-            order = _order(lanes, position)
-            while order:
-                lane = order.popleft()
-                try:
-                    texts, state = next(readers[lane], (None, None))
-                except Exception as error:  # each of the libraries below raises its own
-                    raise OSError(f"the split {self.split} can't be read: {error}") from error
-                if texts is not None:
-                    order.append(lane)
-                yield lane, texts, state
+        def turn(lane: int) -> int:
+            return (lane - position["turn"]) % len(states)
 
-        def part(item: tuple[int, Any, dict[str, Any] | None]) -> _Part:
-            lane, texts, state = item
-            return _Part(lane, None if texts is None else tokenizer(texts), state)
-
-        return by_threads(threads, part, in_turn())
+        left = [lane for lane in lanes if states[lane] is not None]
+        readers = deque((lane, read_lane(lane)) for lane in sorted(left, key=turn))
+        while readers:
+            lane, reader = readers.popleft()
+            try:
+                texts = next(reader, None)
+            except Exception as error:  # each of the libraries below raises its own
+                raise OSError(f"the split {self.split} can't be read: {error}") from error
+            if texts is not None:
+                readers.append((lane, reader))
+                yield texts, {"turn": (lane + 1) % len(states), "lanes": list(states)}
 
 
 def start(lanes: int) -> dict[str, Any]:
@@ -225,94 +217,45 @@ def start(lanes: int) -> dict[str, Any]:
 def units(
     source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
 ) -> Iterator[Unit]:
-    """Those of some lanes that come after a position. Each process reads and tokenizes lanes of its
-    own; one does so in threads of this process. Raises UserError or OSError for what can't be
-    read or tokenized."""
-    threads = max(1, cores() // processes)
-    with contextlib.ExitStack() as stack:
-        worker_of: dict[int, Iterator[_Part]] = {}
-        for i in range(processes):
-            share = lanes[i::processes]
-            if processes == 1:
-                worker = ahead(source.parts(share, position, threads))
-            else:
-                worker = stack.enter_context(_elsewhere(source, share, position, threads))
-            worker_of |= dict.fromkeys(share, worker)
-        states, order = list(position["lanes"]), _order(lanes, position)
-        while order:
-            part = next(worker_of[order.popleft()])
-            states[part.lane] = part.state
-            if part.tokens is not None:
-                order.append(part.lane)
-                after = {"turn": (part.lane + 1) % len(states), "lanes": list(states)}
-                yield Unit(*part.tokens, after)
+    """Those of some lanes that come after a position, tokenized by so many processes of a thread
+    each; if it is one, by this process, in a thread for each core. Raises UserError or OSError for
+    what can't be read or tokenized."""
+    pool: Executor
+    if processes == 1:
+        count = cores()
+        pool = ThreadPoolExecutor(count)
+    else:
+        count = processes
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(count, context, _begin_worker)
+    upcoming: deque[Future[Unit]] = deque()
+    with pool:
+        try:
+            for texts, after in ahead(source.read(lanes, position)):
+                upcoming.append(pool.submit(_unit, source, texts, after))
+                if len(upcoming) > count + 1:
+                    yield upcoming.popleft().result()
+            for made in upcoming:
+                yield made.result()
+        except BrokenProcessPool:
+            raise OSError("a process that tokenizes died") from None
 
 
-def share_done(position: dict[str, Any], shards: int) -> float:
-    """By the shards that were read to their ends."""
-    lanes, done = position["lanes"], 0
-    for lane, state in enumerate(lanes):
-        found = re.search(r'"shard_idx": (\d+)', json.dumps(state))
-        whole = len(range(lane, shards, len(lanes)))
-        done += whole if state is None else int(found[1]) if found else 0
-    return done / shards
+def _unit(source: Source, texts: Any, position: dict[str, Any]) -> Unit:
+    return Unit(*tokenizer(source.tokenizer, source.id_offset)(texts), position)
 
 
-def _order(lanes: Sequence[int], position: dict[str, Any]) -> deque[int]:
-    """The lanes that have not ended, from the one whose turn it is. What ended has no state."""
-    count = len(position["lanes"])
-    left = (lane for lane in lanes if position["lanes"][lane] is not None)
-    return deque(sorted(left, key=lambda lane: (lane - position["turn"]) % count))
-
-
-@contextlib.contextmanager
-def _elsewhere(
-    source: Source, lanes: Sequence[int], position: dict[str, Any], threads: int
-) -> Iterator[Iterator[_Part]]:
-    """The parts that a process of its own makes."""
-    context = multiprocessing.get_context("spawn")
-    parts = context.Queue(4)
-    worker = context.Process(target=_work, args=(parts, source, lanes, position, threads))
-    worker.start()
-
-    def received() -> Iterator[_Part]:
-        while True:
-            try:
-                part = parts.get(timeout=1)
-            except queue.Empty:
-                if worker.is_alive():
-                    continue
-                code = f"exit code {worker.exitcode}"
-                raise OSError(f"a process that tokenizes died, with {code}") from None
-            if isinstance(part, Exception):
-                raise part
-            yield part
-
-    try:
-        yield received()
-    finally:
-        worker.terminate()
-        worker.join()
-
-
-def _work(
-    parts: Any, source: Source, lanes: Sequence[int], position: dict[str, Any], threads: int
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first one says so
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        for part in source.parts(lanes, position, threads):
-            parts.put(part)
-    except (UserError, OSError) as error:
-        parts.put(UserError(str(error)))  # others may not come through
-
-
-def _end_with_parent() -> None:
-    """A process that is killed can't end those it started."""
+def _begin_worker() -> None:
+    """Leaves Ctrl-C to the first process, and ends with it: one that is killed can't end others."""
     parent = multiprocessing.parent_process()
     assert parent, "this is a worker"
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def cores() -> int:

@@ -7,12 +7,11 @@ Reads all of it. A split that breaks a rule of the format is named with the firs
 
 import argparse
 import sys
-from typing import Any
 
 import numpy as np
-import zarr
 
-from data.flat_tokens import SPLITS, FlatTokens, FlatTokensError
+from data.flat_tokens import SPLITS, FlatTokens, FlatTokensError, tokenizer_of
+from data.text import Tokenizer
 
 SHOWN = 400  # characters of a document
 
@@ -33,15 +32,10 @@ def describe(dataset: FlatTokens) -> str:
 
 def show(dataset: FlatTokens, count: int, tokenizer: str, id_offset: int) -> None:
     """Prints documents from all over the split."""
-    for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int):
+    decoder = Tokenizer(tokenizer, id_offset)
+    for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int).tolist():
         ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
-        if tokenizer == "bytes_utf8":
-            text = (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        else:
-            import transformers
-
-            decoder = transformers.AutoTokenizer.from_pretrained(tokenizer)
-            text = str(decoder.decode((ids.astype(np.int64) - id_offset).tolist()))
+        text = decoder.decode(ids)
         end = "" if len(text) <= SHOWN else " ..."
         print(f"--- document {number}, {len(ids):,} tokens\n{text[:SHOWN]}{end}")
 
@@ -58,11 +52,11 @@ def main() -> None:
             dataset = FlatTokens(given.path, split)
             print(describe(dataset))
             if given.decode:
-                made: Any = zarr.open_group(given.path, mode="r").attrs.get("conversion", {})
-                by = vars(given) if given.tokenizer else made.get("settings")
-                if not by:
+                named = (given.tokenizer, given.id_offset) if given.tokenizer else None
+                named = named or tokenizer_of(given.path)
+                if not named:
                     parser.error("the dataset doesn't say by which tokenizer it was made: add one")
-                show(dataset, given.decode, by["tokenizer"], by["id_offset"])
+                show(dataset, given.decode, *named)
         except (FlatTokensError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             whole = False

@@ -5,10 +5,8 @@
 The configs are in configs/convert. What is interrupted goes on where it was, by the same command.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import pathlib
 import sys
@@ -44,7 +42,7 @@ class ConvertConfig(Section):
     validation_share: Annotated[float, Bound(0, below=1)]
     # A split ends with the document that reaches so many; null: with the last.
     max_tokens: PositiveInt | None
-    processes: PositiveInt | None  # that read and tokenize; null: one for every four cores
+    processes: PositiveInt | None  # that tokenize; null: this one, in a thread for each core
     output: Name = MISSING
 
     def __post_init__(self) -> None:
@@ -103,10 +101,6 @@ class Conversion:
         self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
         self.committed = time.monotonic()
 
-    @property
-    def tokens(self) -> int:
-        return sum(writer.token_count for writer in self.writers.values())
-
     def add(self, unit: Unit, source: int) -> bool:
         """Whether there is room for more."""
         lengths = unit.lengths[unit.lengths > 0]
@@ -119,20 +113,13 @@ class Conversion:
             reached = self.writers[own].token_count + np.cumsum(lengths * is_own)
             count = np.searchsorted(reached, limit) + 1
             lengths, is_own = lengths[:count], is_own[:count]
-        bounds = np.cumsum([0, *lengths])
-        turns = {0, *np.flatnonzero(np.diff(is_own)) + 1, len(lengths)}
-        for low, high in itertools.pairwise(sorted(turns)):  # documents that go to one split
-            writer = self.writers[own if is_own[low] else other]
-            writer.extend(unit.tokens[bounds[low] : bounds[high]], lengths[low:high])
+        tokens = unit.tokens[: lengths.sum()]
+        for split, chosen in (own, is_own), (other, ~is_own):
+            self.writers[split].extend(tokens[np.repeat(chosen, lengths)], lengths[chosen])
         self.positions[source] = unit.position
         if time.monotonic() - self.committed > COMMIT_SECONDS:
             self.commit()
         return not limit or self.writers[own].token_count < limit
-
-    def end(self, source: int) -> None:
-        lanes = self.positions[source]["lanes"]
-        self.positions[source] = {"turn": 0, "lanes": [None] * len(lanes)}
-        self.commit()
 
     def commit(self) -> None:
         """From here a conversion that is killed goes on."""
@@ -143,52 +130,41 @@ class Conversion:
 
     def close(self) -> None:
         """Marks the splits complete."""
-        with contextlib.ExitStack() as stack:
-            for writer in self.writers.values():
-                stack.enter_context(writer)
+        for writer in self.writers.values():
+            writer.complete()
         self.root.attrs["conversion"] = self.about
-
-
-def progress_bar(conversion: Conversion, source: int) -> tqdm:
-    """On a terminal; in a log file, a line a minute."""
-    return tqdm(
-        desc=SPLITS[source],
-        total=conversion.config.max_tokens,
-        initial=conversion.tokens,
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=0.5 if sys.stderr.isatty() else 60,
-        delay=1,
-    )
 
 
 def convert(config: ConvertConfig) -> None:
     """Raises UserError or OSError for what can't be read, tokenized or written."""
-    # Most mistakes show here, before anything is written.
-    text.Tokenizer(config.tokenizer, config.id_offset)
     names = [config.train_split, *filter(None, [config.validation_split])]
     how = config.column, config.tokenizer, config.id_offset
-    sources = [Source(config.load_dataset, name, *how) for name in names]
-    shards, documents = zip(*(source.check() for source in sources), strict=True)
-    conversion = Conversion(config, shards)
-    for i, source in enumerate(sources):
-        position, bar = conversion.positions[i], progress_bar(conversion, i)
-        lanes = len(position["lanes"])
-        processes = min(lanes, config.processes or max(1, text.cores() // 4))
-        sized = dataclasses.replace(source, documents=documents[i])
-        for unit in text.units(sized, range(lanes), position, processes):
-            more = conversion.add(unit, i)
-            share = text.share_done(unit.position, shards[i])
-            if share and not config.max_tokens:
-                bar.total = int(conversion.tokens / share)  # an estimate
-            bar.update(len(unit.tokens))
-            if not more:
-                break
-        bar.close()
+    # Most mistakes show here, before anything is written.
+    checked = [Source(config.load_dataset, name, *how).check() for name in names]
+    conversion = Conversion(config, [shards for _, shards in checked])
+    for i, (source, _) in enumerate(checked):
+        position = conversion.positions[i]
+        lanes = range(len(position["lanes"]))
+        bar = tqdm(
+            desc=names[i],
+            total=config.max_tokens,
+            initial=sum(writer.token_count for writer in conversion.writers.values()),
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=0.5 if sys.stderr.isatty() else 60,  # a line of a log file each
+            delay=1,
+        )
+        with bar:
+            for unit in text.units(source, lanes, position, config.processes or 1):
+                more = conversion.add(unit, i)
+                bar.update(len(unit.tokens))
+                if not more:
+                    break
         has_all = all(writer.sequence_count for writer in conversion.writers.values())
-        if i == len(sources) - 1 and not has_all:
+        if i == len(checked) - 1 and not has_all:
             raise UserError("one document is too few for two splits: name a validation_split")
-        conversion.end(i)
+        conversion.positions[i] = text.start(0)  # nothing more is read of it
+        conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
         print(

@@ -5,9 +5,11 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 import data.flat_tokens
 from data.flat_tokens import FlatTokens, FlatTokensError, Writer, decode, encode
+from data.loader import TokenBatch
 from tests import golden
 
 SEQUENCES = [[5, 3, 8], [1], [2**31 - 1, 7]]
@@ -30,28 +32,6 @@ def test_the_arrays_are_as_the_specification_says(tmp_path):
 
 
 ids = st.integers(1, 2**31 - 1)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=9),
-    st.integers(1, 7),
-)
-def test_any_sequences_in_any_chunking_read_back(tmp_path_factory, sequences, chunk):
-    path = tmp_path_factory.mktemp("flat") / "x.zarr"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.flat_tokens, "CHUNK", chunk)
-        write(path, sequences)
-    dataset = FlatTokens(str(path), "train")
-    dataset.validate()
-    flat = [i for sequence in sequences for i in sequence]
-    read, is_start = dataset.read(0, dataset.token_count)
-    assert read.tolist() == flat
-    assert np.flatnonzero(is_start).tolist() == dataset.seq_starts[:-1].tolist()
-    assert np.diff(dataset.seq_starts[:]).tolist() == [len(s) for s in sequences]
-    assert (dataset.sequence_count, dataset.max_token_id) == (len(sequences), max(flat))
-    middle = len(flat) // 2
-    assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
 
 
 @settings(max_examples=30, deadline=None)
@@ -84,8 +64,12 @@ def test_a_writer_goes_on_from_where_another_flushed(
                 writer.extend(tokens, lengths)
     dataset = FlatTokens(path, "train")
     dataset.validate()
-    assert dataset.read(0, dataset.token_count)[0].tolist() == [i for s in sequences for i in s]
+    flat = [i for sequence in sequences for i in sequence]
+    middle = len(flat) // 2
+    assert dataset.read(0, len(flat))[0].tolist() == flat
+    assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
     assert np.diff(dataset.seq_starts[:]).tolist() == [len(s) for s in sequences]
+    assert (dataset.sequence_count, dataset.max_token_id) == (len(sequences), max(flat))
 
 
 @given(st.lists(ids, min_size=1))
@@ -94,6 +78,13 @@ def test_encoding_is_reversible(sequence):
     found, is_start = decode(encode(np.asarray(sequence), starts))
     assert found.tolist() == sequence
     assert np.flatnonzero(is_start).tolist() == starts.tolist()
+
+
+def test_arrays_of_another_type_or_length_are_refused():
+    with pytest.raises(TypeCheckError, match=r"'ids'.*\n.*f64\[3\]"):
+        encode(np.ones(3), np.zeros(1, np.intp))
+    with pytest.raises(TypeCheckError, match="'is_start'"):
+        TokenBatch.of(np.ones((2, 4), np.uint32), np.ones((2, 3), bool), 0)
 
 
 def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, **types):

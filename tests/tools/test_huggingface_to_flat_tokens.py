@@ -101,6 +101,12 @@ def runs(pid):
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+def committed(path):
+    """How many tokens of a conversion would be there if it were killed."""
+    made = zarr.open_group(path, mode="r").attrs["conversion"]
+    return made["written"]["train"]["tokens"]
+
+
 def same(path, wanted):
     return all(documents(path, s) == documents(wanted, s) for s in ("train", "validation"))
 
@@ -113,33 +119,33 @@ def test_bytes_of_each_document(jsonl, tmp_path, capsys):
 
 
 def test_each_document_once_whatever_its_shard(shards, whole):
-    found = [text for split in ("train", "validation") for text in texts_of(whole, split)]
+    found = all_texts(whole)
     lines = [line for path in shards.parent.iterdir() for line in path.read_text().splitlines()]
-    assert sorted(found) == sorted(json.loads(line)["body"] for line in lines)
+    assert found == sorted(json.loads(line)["body"] for line in lines)
     assert len(texts_of(whole, "validation")) == -(-len(found) // 5)
 
 
 def test_the_number_of_processes_does_not_show(shards, whole, tmp_path):
     tool.convert(settings(shards, tmp_path / "x.zarr", processes=3))
     assert same(tmp_path / "x.zarr", whole)
-    attributes = [
+    made, wanted = (
         zarr.open_group(path).attrs["conversion"] for path in (tmp_path / "x.zarr", whole)
-    ]
-    assert attributes[0] == attributes[1]
+    )
+    assert made == wanted
 
 
-def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path, monkeypatch):
+def all_texts(path):
+    return sorted(texts_of(path, "train") + texts_of(path, "validation"))
+
+
+def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path):
     load = {"path": "json", "data_files": str(shards), "streaming": False}
     load["cache_dir"] = str(tmp_path / "cache")
     tool.convert(settings(shards, tmp_path / "x.zarr", load_dataset=load))
-    both = [
-        texts_of(path, "train") + texts_of(path, "validation")
-        for path in (tmp_path / "x.zarr", whole)
-    ]
-    assert sorted(both[0]) == sorted(both[1])
+    assert all_texts(tmp_path / "x.zarr") == all_texts(whole)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, processes):
     """By SIGKILL, in the middle of what it writes, and at the end of it."""
     slowed = (
@@ -159,10 +165,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
         run = subprocess.Popen(command, cwd=ROOT)
         while run.poll() is None:
             try:
-                written = zarr.open_group(tmp_path / "x.zarr", mode="r").attrs["conversion"][
-                    "written"
-                ]
-                if written["train"]["tokens"] > tokens:
+                if committed(tmp_path / "x.zarr") > tokens:
                     break
             except (KeyError, FileNotFoundError, ValueError):
                 pass
@@ -173,8 +176,8 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
         assert len(workers) >= (0 if processes == 1 else 2)
         while any(map(runs, workers)):
             time.sleep(0.05)  # they end by themselves
-        begun.append(zarr.open_group(tmp_path / "x.zarr", mode="r").attrs["conversion"]["written"])
-    assert begun[0]["train"]["tokens"] < begun[1]["train"]["tokens"] < 130_000
+        begun.append(committed(tmp_path / "x.zarr"))
+    assert begun[0] < begun[1] < 130_000
     with pytest.raises(ValueError, match="not written to its end"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
     with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
@@ -183,14 +186,13 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
     assert same(tmp_path / "x.zarr", whole)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path, processes):
+def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
     for path in shards.parent.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     damaged = tmp_path / "08.jsonl"
     damaged.write_text(damaged.read_text()[:9000] + '"}]\n')
     with pytest.raises((OSError, ValueError), match=r"the split train can't be read: .*JSON"):
-        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=processes))
+        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match="not written to its end"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
@@ -200,7 +202,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(
         tool.Conversion, "add", lambda *_: [p.kill() for p in multiprocessing.active_children()]
     )
-    with pytest.raises(OSError, match="a process that tokenizes died, with exit code -9"):
+    with pytest.raises(OSError, match="a process that tokenizes died"):
         tool.convert(settings(shards, tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
 
@@ -249,7 +251,7 @@ def test_a_validation_split_of_its_own(shards, whole, tmp_path):
     changes = {"load_dataset": load, "validation_split": "held"}
     tool.convert(settings(shards, tmp_path / "x.zarr", **changes))
     train, validation = (texts_of(tmp_path / "x.zarr", s) for s in ("train", "validation"))
-    assert sorted(train) == sorted(texts_of(whole, "train") + texts_of(whole, "validation"))
+    assert sorted(train) == all_texts(whole)
     assert sorted(validation) == sorted(
         t for t in train if "03" <= f"0{t[: t.index('.')]}"[-2:] <= "09"
     )
