@@ -4,8 +4,6 @@ docs/flat_tokens.md is the specification.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,10 @@ from runtime.storage import DamageError
 from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
-ARRAYS = {"encoded_tokens": np.uint32, "seq_starts": np.uint64}
+ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
+
+IdsAndStarts = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
 # Decorator: each call's arrays are as its annotations say. A mistake is ours, and a TypeError.
 checked = jaxtyped(typechecker=beartype)
@@ -41,41 +41,9 @@ def encode(
 
 
 @checked
-def decode(
-    encoded: UInt32[np.ndarray, "*shape"],
-) -> tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]:
+def decode(encoded: UInt32[np.ndarray, "*shape"]) -> IdsAndStarts:
     """Stored tokens as their ids, and whether a sequence starts there."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
-
-
-class _Growing:
-    """An array that grows at its end, some chunks at a time, by a thread."""
-
-    def __init__(self, array: zarr.Array, count: int):
-        array.resize((count,))  # what follows was written after the last flush, and comes again
-        self.array, self.count = array, count
-        self.held, self.held_count = [np.zeros(0, array.dtype)], 0  # the last, not written yet
-        self.thread = ThreadPoolExecutor(1)
-        self.job: Future[Any] | None = None
-
-    def add(self, values: np.ndarray) -> None:
-        self.held.append(values)
-        self.held_count += len(values)
-        self.count += len(values)
-        chunk = self.array.chunks[0]
-        if self.held_count >= 8 * chunk:  # to grow takes as long as to write some chunks
-            self.write(self.held_count - self.count % chunk)
-
-    def write(self, count: int) -> None:
-        """So many of those that are held, while others come."""
-        self.wait()
-        values = np.concatenate(self.held, dtype=self.array.dtype, casting="unsafe")
-        self.held, self.held_count = [values[count:]], len(values) - count
-        self.job = self.thread.submit(self.array.append, values[:count])
-
-    def wait(self) -> None:
-        if self.job:
-            self.job.result()
 
 
 class Writer:
@@ -97,27 +65,20 @@ class Writer:
             if split in root and "max_token_id" in root[split].attrs:
                 raise FileExistsError(f"{path} has a split {split} already; choose another output")
             group = root.create_group(split, overwrite=True)  # what was there is unfinished
+            codecs = [ZstdCodec(checksum=True)]  # readers find damage, at 4 bytes a chunk
             for name, dtype in ARRAYS.items():
                 group.create_array(
-                    name,
-                    shape=(1 if name == "seq_starts" else 0,),  # the first one, 0, is zarr's fill
-                    chunks=(CHUNK,),
-                    dtype=dtype,
-                    compressors=[ZstdCodec(checksum=True)],  # readers find damage, at 4 bytes each
+                    name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs
                 )
             written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
         self.group = root[split]
-        self.tokens = _Growing(self.group["encoded_tokens"], written["tokens"])
-        self.starts = _Growing(self.group["seq_starts"], written["sequences"] + 1)
+        self.token_count, self.sequence_count = written["tokens"], written["sequences"]
         self.max_token_id = written["max_token_id"]
-
-    @property
-    def token_count(self) -> int:
-        return self.tokens.count
-
-    @property
-    def sequence_count(self) -> int:
-        return self.starts.count - 1
+        self.tokens, self.starts = (self.group[name] for name in ARRAYS)
+        # What follows was written after the last flush, and comes again.
+        self.tokens.resize((self.token_count,))
+        self.starts.resize((self.sequence_count + 1,))  # the first one, 0, is zarr's fill
+        self.held: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends, not written yet
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
@@ -138,16 +99,21 @@ class Writer:
         self, tokens: UInt32[np.ndarray, " tokens"], lengths: Int64[np.ndarray, " sequences"]
     ) -> None:
         """Adds sequences as they are stored, end to end, with the length of each, at least 1."""
-        self.starts.add(self.token_count + np.cumsum(lengths))
-        self.tokens.add(tokens)
+        self.held.append((tokens, self.token_count + np.cumsum(lengths)))
+        self.token_count += len(tokens)
+        self.sequence_count += len(lengths)
         self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
+        # To grow takes as long as to write some chunks, and the last one is written again.
+        if self.token_count - self.tokens.shape[0] >= 16 * CHUNK:
+            self.flush()
 
     def flush(self) -> dict[str, int]:
         """Writes all there is, and returns where it ends, from where a new Writer can go on."""
-        for growing in self.tokens, self.starts:
-            growing.write(growing.held_count)
-        for growing in self.tokens, self.starts:
-            growing.wait()
+        if self.held:
+            tokens, ends = zip(*self.held, strict=True)
+            self.tokens.append(np.concatenate(tokens))
+            self.starts.append(np.concatenate(ends).astype(np.uint64))
+            self.held = []
         return {
             "tokens": self.token_count,
             "sequences": self.sequence_count,
@@ -157,9 +123,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self.complete()
 
@@ -203,10 +167,7 @@ class FlatTokens:
         for name, dtype in ARRAYS.items():
             array = arrays[name]
             if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
-                raise FlatTokensError(
-                    f"{self.name} is not flat tokens: it lacks a one-dimensional "
-                    f"{np.dtype(dtype).name} array {name}"
-                )
+                raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: it was not written to its end")
         self.tokens, self.seq_starts = arrays.values()
@@ -236,10 +197,7 @@ class FlatTokens:
             )
         return encoded
 
-    @checked
-    def read(
-        self, start: int, stop: int
-    ) -> tuple[UInt32[np.ndarray, " {stop-start}"], Bool[np.ndarray, " {stop-start}"]]:
+    def read(self, start: int, stop: int) -> IdsAndStarts:
         """A range of tokens: their ids, and whether a sequence starts there."""
         return decode(self.read_encoded(start, stop))
 
