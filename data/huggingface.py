@@ -7,7 +7,6 @@ position of its lanes, how many of the tokens after that are used up, and the ba
 
 import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from data import text
 from data.flat_tokens import decode
-from data.loader import Batches, BatchSpec, TokenBatch
+from data.loader import Batches, BatchSpec
 from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
 
@@ -74,9 +73,7 @@ class StreamLoader(Batches):
             )
         self.lanes = range(host * self.workers, (host + 1) * self.workers)
         self.start = text.start(lanes)
-        indices = self.shardings.targets.addressable_devices_indices_map(self.shape)
-        self.rows = sorted({index[0].indices(spec.rows)[:2] for index in indices.values()})
-        if sum(high - low for low, high in self.rows) * jax.process_count() != spec.rows:
+        if len(self.held) * jax.process_count() != spec.rows:
             raise StreamError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
@@ -100,19 +97,17 @@ class StreamLoader(Batches):
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
         """`count` tokens at a time from a place on, as flat tokens are stored, and the place after
         them."""
-        before, used = place["position"], place["used"]
-        held: deque[tuple[Any, np.ndarray]] = deque()  # units, each with the position before it
-        units = self.units(before)
-        while True:
-            while sum(len(tokens) for _, tokens in held) < used + count:
-                unit = next(units)
-                held.append((before, unit.tokens))
-                before = unit.position
-            flat = np.concatenate([tokens for _, tokens in held])[used : used + count]
-            used += count
-            while held and used >= len(held[0][1]):
-                used -= len(held.popleft()[1])
-            yield flat, {"position": held[0][0] if held else before, "used": used}
+        position, used = place["position"], place["used"]
+        parts: list[np.ndarray] = []
+        missing = count
+        for unit in self.units(position):
+            while used < len(unit.tokens):
+                parts.append(unit.tokens[used : used + missing])
+                used, missing = used + len(parts[-1]), missing - len(parts[-1])
+                if not missing:
+                    yield np.concatenate(parts), {"position": position, "used": used}
+                    parts, missing = [], count
+            position, used = unit.position, 0
 
     def resume(self, position: Callable[[], Any]) -> None:
         self.position = position()
@@ -120,15 +115,15 @@ class StreamLoader(Batches):
     def origin(self, number: int) -> str:
         return f"{self.name} batch {number} of the stream, counted from 0"
 
-    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         place: Any = self.position or {"position": self.start, "used": 0, "batches": 0}
-        if len(place["position"]["lanes"]) != len(self.start["lanes"]):
+        lanes, wanted = len(place["position"]["lanes"]), len(self.start["lanes"])
+        if lanes != wanted:
             raise StreamError(
-                f"the stream was read by {len(place['position']['lanes'])} workers, not by "
-                f"{len(self.start['lanes'])}: set hf_dataset.num_workers as it was"
+                f"the stream was read by {lanes} workers, not by {wanted}: "
+                "set hf_dataset.num_workers as it was"
             )
-        counts = [high - low for low, high in self.rows]
-        made, tokens = place["batches"], self.tokens(place, sum(counts) * self.shape[1])
+        made, tokens = place["batches"], self.tokens(place, len(self.held) * self.shape[1])
         for number in numbers:
             if number < made:
                 raise StreamError("training.skip_steps lacks one that was left out already")
@@ -137,6 +132,4 @@ class StreamLoader(Batches):
             except (UserError, OSError) as error:
                 raise StreamError(f"hf_dataset: {error}") from None
             made = place["batches"] = number + 1
-            parts = np.split(flat.reshape(-1, self.shape[1]), np.cumsum(counts)[:-1])
-            found = dict(zip(self.rows, map(decode, parts), strict=True))
-            yield self.lay_out(found.__getitem__), place
+            yield *decode(flat.reshape(-1, self.shape[1])), place

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, SupportsInt
 
@@ -22,7 +22,14 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 
-from data.flat_tokens import FlatTokens, FlatTokensError, checked, decode, tokenizer_of
+from data.flat_tokens import (
+    FlatTokens,
+    FlatTokensError,
+    IdsAndStarts,
+    checked,
+    decode,
+    tokenizer_of,
+)
 from data.text import ahead
 from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
@@ -122,13 +129,6 @@ class Stream:
         lengths = np.minimum(self.block, self.count - firsts)
         return self.first + firsts, np.cumsum(lengths) - lengths
 
-    def find(self, position: int) -> tuple[int, int, int]:
-        """The epoch, the shuffle buffer and the place in it of the order's n-th sequence."""
-        epoch, place = divmod(position, self.count)
-        _, places = self.epoch(epoch)
-        number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
-        return epoch, number, place - int(places[number * self.blocks_per_buffer])
-
     @checked
     def _buffer(
         self, epoch: int, number: int
@@ -144,20 +144,14 @@ class Stream:
         list(self.loader.threads.map(self.loader.read_block, firsts, parts))
         return sequences, numbers, permutation(len(numbers), *self.key, epoch, number)
 
-    def sequence(self, position: int) -> int:
-        """Which one of the dataset's it is."""
-        epoch, number, place = self.find(position)
-        _, numbers, order = self.buffer(epoch, number)
-        return int(numbers[order[place]])
-
-    def fill(self, rows: np.ndarray, position: int) -> None:
-        """With the sequences from `position` of the order on, as they are stored."""
-        while len(rows):
-            epoch, number, place = self.find(position)
-            sequences, _, order = self.buffer(epoch, number)
-            chosen = order[place : place + len(rows)]
-            np.take(sequences, chosen, axis=0, out=rows[: len(chosen)], mode="clip")
-            rows, position = rows[len(chosen) :], position + len(chosen)
+    def sequence(self, position: int) -> tuple[np.ndarray, int]:
+        """The order's n-th sequence as it is stored, and its number in the dataset."""
+        epoch, place = divmod(position, self.count)
+        _, places = self.epoch(epoch)
+        number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
+        sequences, numbers, order = self.buffer(epoch, number)
+        chosen = order[place - places[number * self.blocks_per_buffer]]
+        return sequences[chosen], int(numbers[chosen])
 
 
 class Batches(abc.ABC):
@@ -170,23 +164,9 @@ class Batches(abc.ABC):
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
         self.shardings = make_shardings(TokenBatch)
-
-    def lay_out(self, rows: Callable[[tuple[int, int]], tuple[Any, Any]]) -> TokenBatch:
-        """Makes a batch of the ids and the starts, [rows, L], that a function gives for each range
-        of rows that this host's devices hold."""
-
-        @functools.cache
-        def part(first: int, last: int) -> TokenBatch:
-            return TokenBatch.of(*rows((first, last)), self.spec.start_token)
-
-        def array(name: str, sharding: Any) -> jax.Array:
-            def of_devices(index: Any) -> np.ndarray:
-                first, last, _ = index[0].indices(self.shape[0])
-                return getattr(part(first, last), name)
-
-            return jax.make_array_from_callback(self.shape, sharding, of_devices)
-
-        return TokenBatch(**{name: array(name, s) for name, s in vars(self.shardings).items()})
+        places = self.shardings.targets.addressable_devices_indices_map(self.shape).values()
+        # Those rows that this host's devices hold: it makes no others.
+        self.held = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
 
     def resume(self, position: Callable[[], Any]) -> None:
         """Goes on where a stream was when a checkpoint was written. Here a batch depends on its
@@ -200,8 +180,9 @@ class Batches(abc.ABC):
         return step
 
     @abc.abstractmethod
-    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
-        """The batches of these numbers, which increase, with the position after each."""
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+        """The ids and the starts, [held, L], of the rows `held` of the batches of these numbers,
+        which increase, and the position after each batch."""
 
     @abc.abstractmethod
     def origin(self, number: int) -> str:
@@ -212,12 +193,18 @@ class Batches(abc.ABC):
         number = self.number(step)
         return f"batch {number} is of {self.origin(number)}"
 
+    def _lay_out(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        """The batches of these numbers on the mesh, and the position after each."""
+        for ids, is_start, position in self.make(numbers):
+            held = TokenBatch.of(ids, is_start, self.spec.start_token)
+            yield jax.make_array_from_process_local_data(self.shardings, held, self.shape), position
+
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:
         """Steps `first` to `last`, the latter not included, with their batches."""
         if first == 0:
             self.position = None
         asked = time.perf_counter()
-        made = ahead(self.make(map(self.number, range(first, last))))
+        made = ahead(self._lay_out(map(self.number, range(first, last))))
         for step, (batch, position) in zip(range(first, last), made, strict=True):
             self.waited, self.position = time.perf_counter() - asked, position
             yield step, batch
@@ -270,29 +257,21 @@ class Loader(Batches):
             part = read(low, high) if text is None else text[low - bounds[0] : high - bounds[0]]
             row[: len(part)] = part
 
-    @checked
-    def rows(
-        self, number: int, first: int, last: int
-    ) -> tuple[UInt32[np.ndarray, "n length"], Bool[np.ndarray, "n length"]]:
-        """Rows `first` to `last` of a batch: ids and starts."""
+    def sequence(self, number: int, row: int) -> tuple[np.ndarray, int]:
+        """A row of a batch as it is stored, and its number in the dataset."""
         share = self.shape[0] // len(self.streams)
-        rows = np.empty((last - first, self.length), np.uint32)
-        for i, stream in enumerate(self.streams):
-            begin = i * share
-            low, high = (min(max(edge, first), last) for edge in (begin, begin + share))
-            stream.fill(rows[low - first : high - first], number * share + low - begin)
-        return decode(rows)
+        stream, place = divmod(row, share)
+        return self.streams[stream].sequence(number * share + place)
 
-    def load(self, number: int) -> TokenBatch:
-        """A batch. Each host reads the rows that its devices hold, and no others."""
-        return self.lay_out(lambda rows: self.rows(number, *rows))
+    def rows(self, number: int, held: Iterable[int]) -> IdsAndStarts:
+        """Some rows of a batch."""
+        return decode(np.stack([self.sequence(number, row)[0] for row in held]))
 
-    def make(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
-        return ((self.load(number), None) for number in numbers)
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+        return ((*self.rows(number, self.held), None) for number in numbers)
 
     def origin(self, number: int) -> str:
-        share = self.shape[0] // len(self.streams)
-        rows = range(number * share, (number + 1) * share)
-        found = ", ".join(str(stream.sequence(row)) for stream in self.streams for row in rows)
+        rows = range(self.shape[0])
+        found = ", ".join(str(self.sequence(number, row)[1]) for row in rows)
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
         return f"{self.dataset.name}: sequences {found} ({kind})"

@@ -181,7 +181,7 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
         weights = in_f32.init_state(config).weights
         _, loader = in_f32.open_batches(config, train.dimensions(config))
         found = in_f32.validate(config, weights, loader)
-        rows = [loader.rows(step, 0, 8) for step in range(3)]
+        rows = [loader.rows(step, range(8)) for step in range(3)]
         dataset = FlatTokens(config.flat_tokens.filespec, "validation")
         text = dataset.read(0, dataset.token_count)[0].tobytes()
         assert all(row.tobytes() in text for ids, _ in rows for row in ids)
@@ -366,8 +366,8 @@ def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
     counts = np.zeros((config.model.vocab, config.model.vocab))
     with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
         _, loader = train.open_batches(config, train.dimensions(config))
-        for step in range(config.training.validation_batches):
-            batch = jax.device_get(loader.load(step))
+        for _, on_mesh in loader.from_step(0, config.training.validation_batches):
+            batch = jax.device_get(on_mesh)
             before, _, _ = oracle.layout(batch.targets, starts_of(batch))
             np.add.at(counts, (before, batch.targets), 1)
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)

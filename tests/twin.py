@@ -100,7 +100,8 @@ def ours(axes, host_batch):
     with jax.set_mesh(mesh):
         if host_batch is None:
             loader, _ = open_batches(config, train.dimensions(config))
-            host_batch = jax.device_get(loader.load(0))
+            ((_, batch),) = loader.from_step(0, 1)
+            host_batch = jax.device_get(batch)
         shardings = make_shardings(TokenBatch)
         batch = jax.device_put(host_batch, shardings)
         state = [train.init_state(config)]

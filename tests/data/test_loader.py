@@ -55,7 +55,7 @@ def row_numbers(ids):
 
 def first_rows(opened, count):
     batches = -(-count // opened.shape[0])
-    rows = [row_numbers(opened.rows(step, 0, opened.shape[0])[0]) for step in range(batches)]
+    rows = [row_numbers(opened.rows(step, range(opened.shape[0]))[0]) for step in range(batches)]
     return [row for batch in rows for row in batch][:count]
 
 
@@ -80,7 +80,7 @@ def test_an_epoch_holds_each_row_once(path, streams, block, blocks, seed):
         rows = [
             row
             for step in range(epoch * 25, (epoch + 1) * 25)
-            for row in row_numbers(opened.rows(step, 0, 4)[0])
+            for row in row_numbers(opened.rows(step, range(4))[0])
         ]
         assert sorted(rows) == list(range(100))
 
@@ -104,7 +104,7 @@ def test_a_shuffle_buffer_mixes_distant_blocks(path):
 
 
 def test_starts_are_those_of_the_dataset(path):
-    ids, is_start = open_loader(path).rows(0, 0, 8)
+    ids, is_start = open_loader(path).rows(0, range(8))
     wanted = set((np.asarray(FlatTokens(path, "train").seq_starts[:-1]) + 1).tolist())
     assert is_start.any() and not is_start.all()
     assert all((i in wanted) == s for i, s in zip(ids.flat, is_start.flat, strict=True))
@@ -118,11 +118,11 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
     for mesh in (1, 1), (8, 1), (2, 4):
         fresh = open_loader(path, mesh=mesh, streams=2, sequence_packing=packing)
         for step in 8, 3:
-            batch = fresh.load(step)
+            ((_, batch),) = fresh.from_step(step, step + 1)
             assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), in_turn[step])
     # A host that holds rows 3 to 7 only.
-    ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, 3, 7)
+    ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, range(3, 7))
     np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
     np.testing.assert_array_equal(is_start, starts_of(in_turn[5])[3:7])
 
@@ -135,7 +135,7 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
     for number in 0, 7, 29:  # of some epochs
         said = re.fullmatch(r"(.*/train): sequences ([\d, ]+) \((.*)\)", opened.origin(number))
         assert said[1] == dataset.name and said[3].startswith("packed" if packing else "documents")
-        ids, _ = opened.rows(number, 0, 8)
+        ids, _ = opened.rows(number, range(8))
         for row, sequence in zip(ids, map(int, said[2].split(", ")), strict=True):
             start = sequence * LENGTH if packing else int(dataset.seq_starts[sequence])
             assert row[0] == dataset.read(start, start + 1)[0][0]
@@ -177,7 +177,7 @@ def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
         for i in range(8):
             writer.append(np.arange(1000 * i, 1000 * i + 1000) + 1)
     read = record_reads(monkeypatch)
-    ids, is_start = open_loader(path, vocab=9000, sequence_packing=False).rows(0, 0, 8)
+    ids, is_start = open_loader(path, vocab=9000, sequence_packing=False).rows(0, range(8))
     assert sorted(ids[:, 0].tolist()) == [1000 * i + 1 for i in range(8)]
     assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
     assert is_start[:, 0].all() and not is_start[:, 1:].any()
@@ -188,7 +188,7 @@ def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
 def test_opening_at_any_step_reads_one_buffer_per_stream(path, step, monkeypatch):
     read = record_reads(monkeypatch)
     opened = open_loader(path, streams=2, batch=4)
-    opened.load(step)
+    list(opened.from_step(step, step + 1))
     assert sum(read) <= 2 * 3 * 7 * LENGTH * 2, "at most two buffers, if the batch spans them"
     assert len(read) <= 2 * 2 * 3
 
@@ -201,10 +201,10 @@ def test_one_document_per_row(path):
         row = np.zeros(LENGTH, int)
         row[: high - low] = np.arange(low, high)[:LENGTH] + 1
         wanted[low + 1] = row
-    opened = open_loader(path, batch=2, sequence_packing=False)
+    opened = open_loader(path, batch=2, mesh=(2, 1), sequence_packing=False)
     seen = set()
     for step in range(dataset.sequence_count // 2):
-        ids, is_start = opened.rows(step, 0, 2)
+        ids, is_start = opened.rows(step, range(2))
         for row, starts in zip(ids, is_start, strict=True):
             np.testing.assert_array_equal(row, wanted[row[0]])
             assert starts.tolist() == [True] + [False] * (LENGTH - 1)
@@ -220,9 +220,9 @@ def test_the_permutation_is_the_same_in_any_numpy():
 def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        loader.Loader, "load", lambda self, step, true=Loader.load: (
+        loader.Loader, "rows", lambda self, step, held, true=Loader.rows: (
             asked.append(step),
-            true(self, step),
+            true(self, step, held),
         )[1],
     )  # fmt: skip
     batches = open_loader(path).from_step(3, 6)

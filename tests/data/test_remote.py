@@ -23,7 +23,7 @@ def path(bucket):
 
 def some_rows(path):
     opened = open_loader(path, streams=2)
-    return np.concatenate([opened.rows(step, 0, 8)[0] for step in range(3)])
+    return np.concatenate([opened.rows(step, range(8))[0] for step in range(3)])
 
 
 def test_a_dataset_is_written_and_read_there_as_on_disk(path, tmp_path):
@@ -57,7 +57,7 @@ def test_a_server_that_fails_for_good_gets_one_message(path):
     opened = open_loader(path)
     Proxy.trouble = staticmethod(lambda method, path: 503)
     with pytest.raises(FlatTokensError, match=r"encoded_tokens: chunk 0 can't be read: "):
-        opened.rows(0, 0, 8)
+        opened.rows(0, range(8))
     with pytest.raises(FlatTokensError, match=r"can't be opened: "):
         FlatTokens(path, "train")
 

@@ -16,12 +16,9 @@ class Counting(Batches):
 
     def make(self, numbers):
         for number in numbers:
-            yield self.lay_out(lambda part, n=number: self.counted(n, *part)), None
-
-    def counted(self, number, low, high):
-        start = self.first + number + np.arange(low, high, dtype=np.uint32)
-        ids = 1 + (start[:, None] + np.arange(self.shape[1], dtype=np.uint32)) % 100
-        return ids, np.broadcast_to(np.arange(self.shape[1]) == 0, ids.shape)
+            start = self.first + number + np.array(self.held, np.uint32)
+            ids = 1 + (start[:, None] + np.arange(self.shape[1], dtype=np.uint32)) % 100
+            yield ids, np.broadcast_to(np.arange(self.shape[1]) == 0, ids.shape), None
 
     def origin(self, number):
         return "counting"
