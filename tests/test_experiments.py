@@ -204,7 +204,10 @@ def test_squared_relu_is_the_oracles(tree):
     assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
 
 
-@pytest.mark.parametrize("window, sliced", [(40, False), (40, True), (192, True)])
+WINDOWS = [(40, False), (40, True), (192, True)]
+
+
+@pytest.mark.parametrize("window, sliced", slow_but_for(WINDOWS[:1], WINDOWS))
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
     """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)
