@@ -26,6 +26,7 @@ from tests.helpers import (
     compose_config,
     edited,
     rows,
+    slow_but_for,
     train_here,
 )
 from tests.test_train import plain
