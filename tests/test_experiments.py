@@ -26,7 +26,6 @@ from tests.helpers import (
     compose_config,
     edited,
     rows,
-    slow_but_for,
     train_here,
 )
 from tests.test_train import plain
@@ -205,10 +204,11 @@ def test_squared_relu_is_the_oracles(tree):
     assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
 
 
-WINDOWS = [(40, False), (40, True), (192, True)]
+SLOW = pytest.mark.slow
+WINDOWS = [(40, False), pytest.param(40, True, marks=SLOW), pytest.param(192, True, marks=SLOW)]
 
 
-@pytest.mark.parametrize("window, sliced", slow_but_for(WINDOWS[:1], WINDOWS))
+@pytest.mark.parametrize("window, sliced", WINDOWS)
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
     """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)
