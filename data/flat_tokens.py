@@ -154,14 +154,17 @@ class FlatTokens:
 
     def __init__(self, path: str, split: str):
         self.path, self.name = path, f"{path}/{split}"
+        place, arrays = path, {}
         try:
             root: Any = zarr.open_group(path, mode="r")
             self.group = root.get(split)
-            arrays = {name: root.get(f"{split}/{name}") for name in ARRAYS}
+            for name in ARRAYS:
+                place = f"{self.name}/{name}"
+                arrays[name] = root.get(f"{split}/{name}")
         except FileNotFoundError:
             raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
         except Exception as error:  # each store raises its own
-            raise FlatTokensError(f"{path} can't be opened: {error}") from None
+            raise FlatTokensError(f"{place} can't be opened: {error}") from None
         if self.group is None:
             raise FlatTokensError(f"{path} has no split {split}")
         for name, dtype in ARRAYS.items():
