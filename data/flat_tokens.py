@@ -20,7 +20,8 @@ SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
-IdsAndStarts = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
+# Ids, and whether a sequence starts at each.
+Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
 # Decorator: each call's arrays are as its annotations say. A mistake is ours, and a TypeError.
 checked = jaxtyped(typechecker=beartype)
@@ -41,7 +42,7 @@ def encode(
 
 
 @checked
-def decode(encoded: UInt32[np.ndarray, "*shape"]) -> IdsAndStarts:
+def decode(encoded: UInt32[np.ndarray, "*shape"]) -> Decoded:
     """Stored tokens as their ids, and whether a sequence starts there."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
@@ -200,7 +201,7 @@ class FlatTokens:
             )
         return encoded
 
-    def read(self, start: int, stop: int) -> IdsAndStarts:
+    def read(self, start: int, stop: int) -> Decoded:
         """A range of tokens: their ids, and whether a sequence starts there."""
         return decode(self.read_encoded(start, stop))
 

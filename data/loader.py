@@ -22,14 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 
-from data.flat_tokens import (
-    FlatTokens,
-    FlatTokensError,
-    IdsAndStarts,
-    checked,
-    decode,
-    tokenizer_of,
-)
+from data.flat_tokens import Decoded, FlatTokens, FlatTokensError, checked, decode, tokenizer_of
 from data.text import ahead
 from runtime.config import Name, NonNegativeInt, PositiveInt, Section
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
@@ -263,7 +256,7 @@ class Loader(Batches):
         stream, place = divmod(row, share)
         return self.streams[stream].sequence(number * share + place)
 
-    def rows(self, number: int, held: Iterable[int]) -> IdsAndStarts:
+    def rows(self, number: int, held: Iterable[int]) -> Decoded:
         """Some rows of a batch."""
         return decode(np.stack([self.sequence(number, row)[0] for row in held]))
 
