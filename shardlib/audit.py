@@ -192,12 +192,13 @@ def probe(
     """Checks a function at the sizes of `devices.probe_mesh`; `trace` gives its jaxpr on a mesh, at
     sizes of its dimensions. Returns the jaxpr. Raises ShardTypeError, and what the trace raises."""
     mesh, sizes = probe_mesh(axes, dims)
+    axes_at_probe = dict(mesh.shape)
     try:
         jaxpr = trace(mesh, sizes)
     except Exception as error:
-        error.args = (name_lengths(str(error), dict(mesh.shape), sizes),)
+        error.args = tuple(name_lengths(str(arg), axes_at_probe, sizes) for arg in error.args)
         raise
-    check(jaxpr, dict(mesh.shape), sizes)
+    check(jaxpr, axes_at_probe, sizes)
     check_numbers(jaxpr, trace(turned(mesh), sizes))
     return jaxpr
 

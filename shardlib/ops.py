@@ -76,10 +76,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
         for spec in (*call.operands, call.result):
             problem = axes_problem(spec)
             call.require(not problem, f"`{spec}`: {problem}")
-            call.require(
-                name == "index_unreduced" or not any(dim.indexed for dim in spec.dims),
-                f"`{spec}`: brackets have a meaning in ops.index_unreduced only",
-            )
+            brackets = name != "index_unreduced" and any(dim.indexed for dim in spec.dims)
+            call.require(not brackets, f"`{spec}`: only ops.index_unreduced takes brackets")
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, f"operand {i + 1} of {call.where}")
         with jax.named_scope(scope_name(name, signature)):
@@ -206,10 +204,8 @@ def _owed_by_removing(call: Call, removed: list[Dim], before: tuple[str, ...]) -
     owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
     fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
     over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
-    call.require(
-        set(call.result.unreduced) == {*new, *before},
-        f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}",
-    )
+    problem = f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}"
+    call.require(set(call.result.unreduced) == {*new, *before}, problem)
     return new
 
 

@@ -269,37 +269,22 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         return problem
     mesh, local = mesh_shape(), inside_shard_map()
     table = _sizes.get()
-    sizes = dict(table or {})
+    sizes, place = dict(table or {}), f"{where} `{spec}`"
     for dim, length in zip(spec.dims, value.shape, strict=True):
         axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
         parts = math.prod(axes.values())
         size = length * parts if local else length
         if size % parts:
             return f"dimension {dim.name}={size} does not split evenly over {show_axes(axes)}"
-        literal = (
-            (int(dim.name), "the type string")
-            if dim.name.isdigit()
-            else (size, f"{where} `{spec}`")
-        )
+        literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
             each = f" ({length} on each of {show_axes(axes)})" if size != length else ""
-            hint = _hint(dim, spec, length, bound) if local else ""
-            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}{hint}"
+            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}"
     problem = _owed_problem(value, spec) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
     return problem
-
-
-def _hint(dim: Dim, spec: Spec, length: int, bound: int) -> str:
-    """Names the split with which the length would fit, if there is one."""
-    mesh = mesh_shape()
-    free = [axis for axis in reversed(mesh) if axis in dim.axes or axis not in spec.axes]
-    for axes in itertools.chain(*(itertools.combinations(free, n) for n in range(len(free) + 1))):
-        if length * math.prod(mesh[axis] for axis in axes) == bound:
-            return f"\n    as {Dim(dim.name, axes)} it would fit"
-    return ""
 
 
 def _owed_problem(value: Any, spec: Spec) -> str | None:
