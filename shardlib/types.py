@@ -269,7 +269,8 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         return problem
     mesh, local = mesh_shape(), inside_shard_map()
     table = _sizes.get()
-    sizes, place = dict(table or {}), f"{where} `{spec}`"
+    sizes = dict(table or {})
+    place = f"{where} `{spec}`"
     for dim, length in zip(spec.dims, value.shape, strict=True):
         axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
         parts = math.prod(axes.values())

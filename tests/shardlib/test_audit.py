@@ -231,3 +231,11 @@ def test_an_error_names_the_dimensions_whose_lengths_it_has():
     message = f"{shape} is f32[{model},0] of size {rows}. {numbers}"
     shown = f"(B/d, L/2, M/t, B*L) is f32[M,0] of size B. {numbers}"
     assert audit.name_lengths(message, axes, sizes) == shown
+
+
+def test_an_error_without_lengths_keeps_its_text():
+    def trace(mesh, sizes):
+        raise KeyError("rows")
+
+    with pytest.raises(KeyError, match=r"^'rows'$"):
+        audit.probe(trace, "dt", "BLM")
