@@ -340,8 +340,10 @@ def _saved(body: Any) -> Iterator[Saved]:
                 if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
                     array, times, shape = var.aval, 1, var.aval.shape
                     index = maker.outvars.index(var)
-                    if maker.primitive.name == "scan" and index >= maker.params["num_carry"]:
-                        times, shape = maker.params["length"], shape[1:]
+                    if maker.primitive.name == "scan":
+                        (inner,) = jaxprs_in_params(maker.params)
+                        if inner.outvars[index].aval.shape != shape:
+                            times, shape = maker.params["length"], shape[1:]
                     size = array.size * array.dtype.itemsize
                     row = (made_at(maker, index), times, shape, array.dtype.name, size)
                     yield Saved(*row, "host" if on_host(array) else "device")
