@@ -1,10 +1,8 @@
 """What a traced function does, read off its jaxpr; and that it does nothing its source hides."""
 
 import collections
-import contextlib
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.devices import probe_mesh, probe_total, turned
 from shardlib.ops import SCOPE
-from shardlib.types import Dim, ShardTypeError, own_frames
+from shardlib.types import Dim, ShardTypeError, own_line
 
 # JAX's primitives that communicate, and what they are.
 COLLECTIVES = {
@@ -57,8 +55,8 @@ def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
 
 def line_of(eqn: JaxprEqn) -> str:
     """`train.py:253`; of a loop that JAX took apart, that of its first equation which has one."""
-    if own := own_frames(eqn.source_info.traceback):
-        return f"{os.path.basename(own[0].file_name)}:{own[0].line_num}"
+    if line := own_line(eqn.source_info.traceback):
+        return line
     inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
     return next(filter(None, inner), "")
 
@@ -154,10 +152,9 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
     return [Dim(name, split) for name in names]
 
 
-@contextlib.contextmanager
-def lengths_named(axes: dict[str, int], sizes: dict[str, int]) -> Iterator[None]:
-    """Within it, an error's message shows lengths at the sizes of `devices.probe_mesh` as what they
-    are of, `(B/d, L/2, M)`, and says what brings two of one dimension together."""
+def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
+    """The message with lengths at the sizes of `devices.probe_mesh` shown as what they are of,
+    `(B/d, L/2, M)`, and with what brings two of one dimension together."""
     found: dict[Dim, None] = {}
 
     def name(number: re.Match[str]) -> str:
@@ -169,20 +166,15 @@ def lengths_named(axes: dict[str, int], sizes: dict[str, int]) -> Iterator[None]
         found.update(dict.fromkeys(dims))
         return "*".join(map(str, dims)) + "/2" * (whole > length)
 
-    try:
-        yield
-    except Exception as error:
-        # Not line numbers, nor the sizes that ShardTypeError compares.
-        text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, str(error))
-        for a, b in itertools.combinations(found, 2) if "for broadcasting" in text else ():
-            if a.name == b.name:
-                text += (
-                    f"\n    {a} and {b} are one dimension, split differently: use ops.all_gather "
-                    "before they meet, or ops.psum_scatter for a sum"
-                )
-        if found:
-            error.args = (text,)
-        raise
+    # Not line numbers, nor the sizes that ShardTypeError compares.
+    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, message)
+    for a, b in itertools.combinations(found, 2) if "for broadcasting" in text else ():
+        if a.name == b.name:
+            text += (
+                f"\n    {a} and {b} are one dimension, split differently: use ops.all_gather "
+                "before they meet, or ops.psum_scatter for a sum"
+            )
+    return text
 
 
 def traced(function: Any, *args: Any) -> Any:
@@ -200,9 +192,13 @@ def probe(
     """Checks a function at the sizes of `devices.probe_mesh`; `trace` gives its jaxpr on a mesh, at
     sizes of its dimensions. Returns the jaxpr. Raises ShardTypeError, and what the trace raises."""
     mesh, sizes = probe_mesh(axes, dims)
-    with lengths_named(dict(mesh.shape), sizes):
+    axes_at_probe = dict(mesh.shape)
+    try:
         jaxpr = trace(mesh, sizes)
-    check(jaxpr, dict(mesh.shape), sizes)
+    except Exception as error:
+        error.args = tuple(name_lengths(str(arg), axes_at_probe, sizes) for arg in error.args)
+        raise
+    check(jaxpr, axes_at_probe, sizes)
     check_numbers(jaxpr, trace(turned(mesh), sizes))
     return jaxpr
 

@@ -1,9 +1,8 @@
 """The mesh, simulated CPU devices, the probe mesh, and what chips can do."""
 
-import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -139,42 +138,31 @@ def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
-def _primes() -> Iterator[int]:
-    """The odd primes: 3, 5, 7, ..."""
-    for n in itertools.count(3, 2):
-        if all(n % k for k in range(3, math.isqrt(n) + 1, 2)):
-            yield n
+# The sizes of a probe mesh's axes, in order, and the factors that tell its dimensions apart.
+PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
 
 
-def _next_prime(axes: Iterable[int]) -> int:
-    """The first that is longer than all axes."""
-    longest = max(axes)
-    return next(prime for prime in _primes() if prime > longest)
-
-
-def probe_total(axes: Mapping[str, int]) -> int:
-    """What each dimension's size on a probe mesh is a multiple of."""
-    return 4 * math.prod(axes.values()) * _next_prime(axes.values())
+def probe_total(axes: Collection[str]) -> int:
+    """What each dimension's size on a probe mesh of these axes is a multiple of."""
+    return 4 * math.prod(PRIMES[: len(axes) + 1])
 
 
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and a size for each dimension, at which checks of sizes are exact.
 
     Each axis has a prime size of its own, each dimension a prime of its own times 4, all axes'
-    sizes and one prime more, for `turned`. So it splits evenly over any axes, and a part into
+    sizes and the next prime, for `turned`. So it splits evenly over any axes, and a part into
     halves, of which each still tells where it is from; and no part or whole of one dimension is as
     long as any of another, as it may be at the sizes one trains with. The dimensions' primes are
     above 100, so that no part is as long as a small number that stands in a model.
     """
-    primes = _primes()
-    axis_sizes = {axis: next(primes) for axis in axes}
-    primes = itertools.dropwhile(lambda prime: prime < 100, primes)
-    sizes = {dim: probe_total(axis_sizes) * next(primes) for dim in dims}
+    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
+    above = [prime for prime in PRIMES if prime > 100]
+    sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
     return abstract_mesh(axis_sizes), sizes
 
 
 def turned(mesh: AbstractMesh) -> AbstractMesh:
     """The probe mesh with each axis as long as the next one was, and the last one longer: other
     parts of the same whole."""
-    sizes = (*mesh.axis_sizes[1:], _next_prime(mesh.axis_sizes))
-    return abstract_mesh(dict(zip(mesh.axis_names, sizes, strict=True)))
+    return abstract_mesh({axis: PRIMES[i + 1] for i, axis in enumerate(mesh.axis_names)})

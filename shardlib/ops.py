@@ -12,7 +12,6 @@ a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Ea
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +31,6 @@ from shardlib.types import (
     inside_shard_map,
     mesh_shape,
     parse_signature,
-    show_axes,
 )
 
 
@@ -52,12 +50,9 @@ class Call:
         self.operands, self.result = parse_signature(signature)
         self.where = f'{op}("{signature}")'
 
-    def fail(self, problem: str) -> None:
-        raise ShardTypeError(f"{self.where}: {problem}")
-
     def require(self, condition: object, problem: str) -> None:
         if not condition:
-            self.fail(problem)
+            raise ShardTypeError(f"{self.where}: {problem}")
 
 
 def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -79,10 +74,10 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             len(operands) == count, f"the string has {count} operand(s), the call {len(operands)}"
         )
         for spec in (*call.operands, call.result):
-            if problem := axes_problem(spec):
-                call.fail(f"`{spec}`: {problem}")
-            if name != "index_unreduced" and (indexed := [d for d in spec.dims if d.indexed]):
-                call.fail(f"{indexed[0]}: brackets have a meaning in ops.index_unreduced only")
+            problem = axes_problem(spec)
+            call.require(not problem, f"`{spec}`: {problem}")
+            brackets = name != "index_unreduced" and any(dim.indexed for dim in spec.dims)
+            call.require(not brackets, f"`{spec}`: only ops.index_unreduced takes brackets")
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, f"operand {i + 1} of {call.where}")
         with jax.named_scope(scope_name(name, signature)):
@@ -165,7 +160,7 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
 
     Forward: reduce-scatter. Backward: all-gather over the same axes.
     Raises ShardTypeError unless exactly the axes whose sums are paid appear at the end of a
-    dimension's axes.
+    dimension's axes; JAX raises ValueError for one that does not split evenly.
     """
     (given,), wanted = call.operands, call.result
     paid = _paid(call)
@@ -177,12 +172,6 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": ops.psum leaves it whole"),
     )
     for i, split in scattered:
-        parts = math.prod(mesh_shape()[axis] for axis in split)
-        call.require(
-            x.shape[i] % parts == 0,
-            f"{given.dims[i]} of {x.shape[i]} on each device does not split evenly over "
-            f"{show_axes(split)}",
-        )
         x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
     return x
 
@@ -208,15 +197,15 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
 
 def _owed_by_removing(call: Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of summed-over dimensions, which the right side must declare as owed."""
-    new = tuple(a for dim in removed for a in dim.axes if a not in before)
-    split = (*(a for dim in removed for a in dim.axes), *call.result.axes)
+    new = tuple(a for dim in removed for a in dim.axes)
+    split = (*new, *call.result.axes)
     for axis in split:
         call.require(split.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
-    if set(call.result.unreduced) != {*new, *before}:
-        owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
-        fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
-        over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
-        call.fail(f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}")
+    owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
+    fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
+    over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
+    problem = f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}"
+    call.require(set(call.result.unreduced) == {*new, *before}, problem)
     return new
 
 

@@ -36,11 +36,10 @@ import itertools
 import math
 import os
 import re
-import sys
 import sysconfig
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,6 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardlib.devices import show_axes
 from shardlib.errors import UserError
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
@@ -95,7 +95,7 @@ class Spec:
 
 
 _ITEM = re.compile(
-    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+)(?P<axes>(/[A-Za-z_]\w*)*)(?P<close>\])?"
+    r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+)(?P<axes>(/[A-Za-z_]\w*)*)(?(open)\])"
     r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}",
     re.ASCII,
 )
@@ -110,10 +110,8 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
             marks.append(word[0])
             continue
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
-        if item is None or bool(item["open"]) != bool(item["close"]):
-            problem = (
-                "expected a dimension like M, M/t or [V/t], or sums owed like {U:t} or {U:d,t}"
-            )
+        if item is None:
+            problem = "expected a dimension like M, M/t or [V/t], or sums owed like {U:d,t}"
         elif spec.unreduced:
             problem = "sums owed stand once, at the end"
         else:
@@ -216,11 +214,6 @@ def mesh_shape() -> dict[str, int]:
     return dict(jax.sharding.get_abstract_mesh().shape)
 
 
-def show_axes(axes: Iterable[str]) -> str:
-    """`d=4, t=2`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh_shape().items() if axis in axes)
-
-
 def inside_shard_map() -> bool:
     """Whether arrays are each device's parts here."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -277,32 +270,22 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     mesh, local = mesh_shape(), inside_shard_map()
     table = _sizes.get()
     sizes = dict(table or {})
-    place = f"{where} `{spec}` ({_caller()})"
+    place = f"{where} `{spec}`"
     for dim, length in zip(spec.dims, value.shape, strict=True):
-        parts = math.prod(mesh[axis] for axis in dim.axes)
+        axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
+        parts = math.prod(axes.values())
         size = length * parts if local else length
         if size % parts:
-            return f"dimension {dim.name}={size} does not split evenly over {show_axes(dim.axes)}"
+            return f"dimension {dim.name}={size} does not split evenly over {show_axes(axes)}"
         literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
-            each = f" ({length} on each of {show_axes(dim.axes)})" if size != length else ""
-            hint = _hint(dim, spec, length, bound) if local else ""
-            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}{hint}"
+            each = f" ({length} on each of {show_axes(axes)})" if size != length else ""
+            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}"
     problem = _owed_problem(value, spec) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
     return problem
-
-
-def _hint(dim: Dim, spec: Spec, length: int, bound: int) -> str:
-    """Names the split with which the length would fit, if there is one."""
-    mesh = mesh_shape()
-    free = [axis for axis in reversed(mesh) if axis in dim.axes or axis not in spec.axes]
-    for axes in itertools.chain(*(itertools.combinations(free, n) for n in range(len(free) + 1))):
-        if length * math.prod(mesh[axis] for axis in axes) == bound:
-            return f"\n    as {Dim(dim.name, axes)} it would fit"
-    return ""
 
 
 def _owed_problem(value: Any, spec: Spec) -> str | None:
@@ -348,17 +331,13 @@ _LIBRARIES = (
 )
 
 
-def _caller() -> str:
-    """file:line of the innermost frame that is neither ours nor a library's."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def own_frames(trace: Any) -> list[Any]:
-    """The frames of a traceback of JAX's that are neither ours nor a library's, innermost first."""
-    return [f for f in trace.frames if not f.file_name.startswith(_LIBRARIES)] if trace else []
+def own_line(trace: Any) -> str:
+    """`train.py:253`: of a traceback of JAX's, the innermost line that is neither ours nor a
+    library's; "" if none is."""
+    for frame in trace.frames if trace else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
 
 
 def explain(error: Exception) -> str:
@@ -508,10 +487,11 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
                     f"{kind}: no size is given for {dim.name}; a new dimension goes into "
                     "DIMENSIONS, with its key in the config"
                 )
-            if length % math.prod(mesh[axis] for axis in dim.axes):
+            axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
+            if length % math.prod(axes.values()):
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
-                    f"{show_axes(dim.axes)}, as {kind} needs"
+                    f"{show_axes(axes)}, as {kind} needs"
                     + (f"; {dim.name} is {keys[dim.name]}" if keys else "")
                 )
             lengths.append(length)
@@ -592,9 +572,7 @@ def typed_shard_map(fn: F) -> F:
             )
         with scope():
             bound = checked.bind(args, kwargs)
-            arrays = {
-                name: bound.arguments[name] for name in bound.arguments if name in checked.hints
-            }
+            arrays = {name: x for name, x in bound.arguments.items() if name in checked.hints}
 
             def local(arrays: dict[str, Any]) -> Any:
                 bound.arguments.update(arrays)
