@@ -50,6 +50,7 @@ def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(
     assert compiled.unexplained(transfers, found, axes) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", compiled.RULES)
 def test_without_the_rule_some_program_is_not_explained(rule):
     rules = set(compiled.RULES) - {rule}

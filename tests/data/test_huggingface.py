@@ -11,7 +11,15 @@ from data.huggingface import HuggingFaceConfig, StreamError
 from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import SMALL, arrays, batches_on_hosts, rows, starts_of, train_here
+from tests.helpers import (
+    SMALL,
+    arrays,
+    batches_on_hosts,
+    rows,
+    slow_but_for,
+    starts_of,
+    train_here,
+)
 
 LENGTH = 8
 
@@ -89,7 +97,7 @@ def test_two_workers_take_turns(folder):
     np.testing.assert_array_equal(ids, wanted[: len(ids)])
 
 
-@pytest.mark.parametrize("documents_at_a_time", [1, 5, 1000])
+@pytest.mark.parametrize("documents_at_a_time", slow_but_for([5], [1, 5, 1000]))
 def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder, documents_at_a_time):
     opened = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
     batches, positions = [], [None]
@@ -144,6 +152,7 @@ def arguments(folder, root, name):
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # the two hosts above do the same
 def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
     folder, tmp_path, capsys, monkeypatch
 ):

@@ -15,7 +15,7 @@ from data.flat_tokens import FlatTokens, FlatTokensError, Writer
 from data.loader import BatchSpec, FlatTokensConfig, Loader, permutation
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import batches_on_hosts, starts_of
+from tests.helpers import batches_on_hosts, slow_but_for, starts_of
 
 LENGTH = 4
 
@@ -150,7 +150,7 @@ def test_batches_that_are_left_out(path):
         np.testing.assert_array_equal(batch, every[number])
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", slow_but_for([2], [2, 4]))
 def test_batches_do_not_depend_on_the_number_of_hosts(path, hosts):
     opened = open_loader(path, streams=2)
     asked = {"config": vars(opened.config), "shape": (8, LENGTH, 1000), "mesh": {"d": 4, "t": 2}}
