@@ -30,7 +30,7 @@ from runtime import cache
 from runtime.checkpoint import Checkpoints, named
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from runtime.program import program
-from runtime.run import Run, RunConfig, due, make_mesh
+from runtime.run import Run, RunConfig, due, make_mesh, say
 from shardlib import audit, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -603,7 +603,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     """Trains to the last step, or until a signal says to stop."""
     hyper = config.training
     told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
-    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
+    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)
     if saved.newest_step >= hyper.steps:
         saved.check_model()
         run.say_complete(saved.newest_step)
@@ -631,7 +631,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
         run.log(step, vars(metrics), functools.partial(explain, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()
-            run.log(step, {"validation_loss": validate(config, state.weights, held_out)})
+            run.flush(validation_loss=validate(config, state.weights, held_out))
         if run.saves_after(step):
             run.flush()  # raises where a loss is no number, so that no checkpoint has it
             saved.save(step + 1, state, data.position)
