@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import operator
 import os
 import re
 import signal
@@ -52,36 +53,36 @@ def program(
     none = {dataclasses.MISSING}
     added = [f.name for f in fields if {f.default, f.default_factory} != none]
 
-    def typed(composed: DictConfig, given: Any) -> C:
-        if given.job.config_name == "base":
-            raise UserError(f"choose a config by --config-name=: {', '.join(_names(folder))}")
-        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
-        return cast(C, OmegaConf.to_object(merged))
-
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
         def main() -> None:
-            found: list[tuple[DictConfig, Any]] = []  # configs, each with what Hydra was given
+            jobs: list[tuple[C, Any]] = []  # configs, each with what Hydra was given
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             def compose(composed: DictConfig) -> None:
-                found.append((composed, HydraConfig.get()))
+                given = HydraConfig.get()
+                if given.job.config_name == "base":
+                    raise UserError(
+                        f"choose a config by --config-name=: {', '.join(_names(folder))}"
+                    )
+                # Without its interpolations, which OmegaConf would take for any type.
+                plain = OmegaConf.to_container(composed, resolve=True)
+                merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
+                jobs.append((cast(C, OmegaConf.to_object(merged)), given))
 
             with user_errors():
-                configs: list[C] = []
                 try:
                     compose()
-                    configs.extend(typed(*each) for each in found)
                 except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
-                    job = f"job {len(configs)}: " if len(found) > 1 else ""
-                    raise UserError(job + _message(error, schema, folder)) from error
-                if not found:  # with --help
+                    raise UserError(_message(error, schema, folder)) from error
+                if not jobs:  # with --help
                     return
-                if found[0][1].mode == RunMode.MULTIRUN:
-                    _sweep(found, names)
-                elif code := function(configs[0]):
+                config, given = jobs[0]
+                if given.mode == RunMode.MULTIRUN:
+                    _sweep(jobs, names)
+                elif code := function(config):
                     sys.exit(code)
 
         return main
@@ -89,14 +90,14 @@ def program(
     return decorate
 
 
-def _sweep(found: list[tuple[DictConfig, Any]], names: str) -> None:
+def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     """Runs this program for each config. A run that is stopped stops the sweep; one that fails
     doesn't."""
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
-    for number, (composed, given) in enumerate(found):
+    for number, (config, given) in enumerate(jobs):
         arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
         if names:
-            arguments.append(f"{names}='{OmegaConf.select(composed, names)}/{number}'")
+            arguments.append(f"{names}='{operator.attrgetter(names)(config)}/{number}'")
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         with subprocess.Popen([*program, *arguments]) as process:
             signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to both processes
@@ -107,7 +108,7 @@ def _sweep(found: list[tuple[DictConfig, Any]], names: str) -> None:
         if code:
             failed.append(str(number))
     if failed:
-        raise UserError(f"of {len(found)} jobs, these failed: {', '.join(failed)}")
+        raise UserError(f"of {len(jobs)} jobs, these failed: {', '.join(failed)}")
 
 
 def _names(folder: str) -> list[str]:
@@ -131,9 +132,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name, there = error.missing_cfg_file, error.options or _names(folder)
-        meant = difflib.get_close_matches(name.rpartition("/")[2], there)
-        hint = f"did you mean {' or '.join(meant)}? " if meant else ""
-        return f"no config {name}; {hint}there are {', '.join(there)}"
+        return f"no config {name}; there are {', '.join(there)}"
     if isinstance(error, OverrideParseException):
         return f"can't read {error.override}: {' '.join(str(error).split())}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
