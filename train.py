@@ -578,15 +578,15 @@ def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[S
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
     source = saved.or_those_of(config.paths.clone_from)
-    if not source.newest_step:
+    if not source.newest.step:
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:
         weights = source.restore("weights")
         make = jax.jit(fresh_state, donate_argnums=0, out_shardings=make_shardings(State))
-        return make(weights), f"weights from {source.newest}"
+        return make(weights), f"weights from {source.newest.path}"
     state = source.restore()
     data.resume(source.position)
-    return state, f"resumed at step {source.newest_step} from {source.newest}"
+    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
 
 
 @typechecked
@@ -603,9 +603,9 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     hyper = config.training
     told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
     saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)
-    if saved.newest_step >= hyper.steps:
+    if saved.newest.step >= hyper.steps:
         saved.check_model()
-        run.say_complete(saved.newest_step)
+        run.say_complete(saved.newest.step)
         return
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, saved, data)

@@ -53,8 +53,8 @@ class Section:
             for low, below in (part for part in parts if isinstance(part, Bound)):
                 for number in value if tuple in parts else [value]:
                     if not (isinstance(number, int | float) and low <= number < below):
-                        within = f"at least {low} and below {below}"
-                        raise UserError(f"{key}={value}: it takes numbers of {within}")
+                        bounds = f"at least {low} and below {below}"
+                        raise UserError(f"{key}={value}: it must be {bounds}")
 
     def require(self, condition: object, name: str, problem: str) -> None:
         """Raises UserError, which names the key and its value, unless the condition holds."""

@@ -217,12 +217,11 @@ class Run:
         self.skipped = 0  # updates, in a row
 
     def __enter__(self) -> "Run":
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.stop)
-            if self.first_host:
-                stack.enter_context(locked(self.folder))
-            stack.callback(faulthandler.cancel_dump_traceback_later)
-            self.held = stack.pop_all()
+        self.held = contextlib.ExitStack()
+        if self.first_host:
+            self.held.enter_context(locked(self.folder))
+        self.held.enter_context(self.stop)
+        self.held.callback(faulthandler.cancel_dump_traceback_later)
         use_cache(self.config.paths.root_working_dir)
         return self
 
@@ -289,7 +288,7 @@ class Run:
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
         if self.config.profile and step == self.profiled[0]:
             self.flush()
-            hlo.start_profile(self.profile, f"steps_{step}_to_{self.profiled[-1]}")
+            hlo.start_profile(self.profile)
             self.profiling = True
         if not self.row:  # else a step is still at work, and this one begins when that ends
             self.since = time.perf_counter() - waited
@@ -420,10 +419,6 @@ def origin() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the source, with `-dirty` if files differ from it; None without git."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.check_output(
-            describe, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    describe = "describe --always --dirty --abbrev=40 --exclude='*'"
+    failed, found = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} {describe}")
+    return None if failed else found

@@ -90,7 +90,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"run", ".compilation_cache"}, "nothing else is written"
+    assert written == {"run"}, "nothing else is written"
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
@@ -137,7 +137,7 @@ SWEEP += ["mesh={d: 2, t: 2}", "training.steps_for_lr=10"]
 def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=1,0"]
     found = train_here(capsys, monkeypatch, *SWEEP, *settings)
-    assert found == ("", "error: training.steps=0: it takes numbers of at least 1 and below 2147483648")
+    assert found == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
@@ -150,7 +150,7 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert summary == "error: of 2 jobs, these failed: 0"
     assert re.findall("^job (.): .*mesh.d=(.)", done.stdout, re.M) == [("0", "3"), ("1", "1")]
     assert "\ndone: 2 steps" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep", ".compilation_cache"}
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
     sweep = tmp_path / "sweep"
     assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
     assert not list((sweep / "0").iterdir())
