@@ -151,4 +151,6 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         meant = meant or difflib.get_close_matches(key, known, n=1)
         return f"unknown key {key}" + (f"; did you mean {' or '.join(meant)}?" if meant else "")
     problem = " ".join(str(cause).split("\n    ")[0].split())
+    # Where Hydra names no key, it is about a whole section or group.
+    key = key or ", ".join(given for given in sys.argv[1:] if re.match(r"\w+=", given))
     return f"{key}: {problem}" if key else problem

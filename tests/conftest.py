@@ -19,4 +19,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else another process made i
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is refused at once
 
+import jax
+import pytest
+
 from tests.bucket import bucket  # noqa: F401
+
+
+@pytest.fixture
+def own_metadata():
+    """What is compiled says the lines and names of the source at hand, not those of an equal
+    program that another test compiled."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import zarr
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -24,6 +25,12 @@ from shardlib.devices import make_mesh
 from tests import mutations
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
+
+
+def slow_but_for(quick: list, values: list) -> list:
+    """Values for pytest.mark.parametrize, of which `make test` tries the quick ones alone."""
+    slow = pytest.mark.slow
+    return [value if value in quick else pytest.param(value, marks=slow) for value in values]
 
 
 def mesh(d: int, t: int) -> jax.sharding.Mesh:

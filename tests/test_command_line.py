@@ -95,6 +95,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
 
+@pytest.mark.slow  # tests/test_hosts.py has two hosts train, stop and go on
 def test_two_hosts_train_as_one_does(tmp_path):
     """Two processes of four devices each, told of each other as Slurm would. What they saved, one
     process goes on from."""
@@ -157,6 +158,7 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert yaml.safe_load((sweep / "1/config.yaml").read_text())["mesh"] == {"d": 1, "t": 2}
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_sweep(tmp_path):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=10000"]
     command = [sys.executable, "-m", "train", *SWEEP]

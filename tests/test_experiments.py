@@ -204,7 +204,11 @@ def test_squared_relu_is_the_oracles(tree):
     assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
 
 
-@pytest.mark.parametrize("window, sliced", [(40, False), (40, True), (192, True)])
+SLOW = pytest.mark.slow
+WINDOWS = [(40, False), pytest.param(40, True, marks=SLOW), pytest.param(192, True, marks=SLOW)]
+
+
+@pytest.mark.parametrize("window, sliced", WINDOWS)
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
     """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)

@@ -162,7 +162,7 @@ def test_training(examples, folder, monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", alone)
-    monkeypatch.setattr(train, "begin", lambda *_: None)
+    monkeypatch.setattr(train, "train", lambda *_: None)
     if examples < 1000:
         monkeypatch.setattr(train, "check_types", lambda _: None)  # a second each
     fuzz(folder, train.main, train.Config, [*starts()], examples)

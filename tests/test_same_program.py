@@ -9,8 +9,10 @@ import pytest
 import train
 from shardlib import audit, devices
 from tests import compiled
-from tests.helpers import compose_config, mesh, small_config
+from tests.helpers import compose_config, mesh, slow_but_for, small_config
 from tools import memory
+
+pytestmark = pytest.mark.usefixtures("own_metadata")
 
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 PROGRAMS = {
@@ -37,7 +39,10 @@ def program(name):
     return audit.ledger(jaxpr, axes).transfers, found, axes, held
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+QUICK = ["small on 2 x 4", "synthetic on 4 x 2", "one layer on 4 x 2"]
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, list(PROGRAMS)))
 def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
     transfers, found, axes, (predicted, held) = program(name)
     assert predicted == held, "bytes of the arguments"

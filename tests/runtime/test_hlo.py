@@ -5,10 +5,13 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from runtime import hlo
 from shardlib.ops import scope_name
 from tests.helpers import ROOT, SMALL, train_here
+
+pytestmark = pytest.mark.usefixtures("own_metadata")
 
 
 def test_an_op_name_for_short():
