@@ -605,7 +605,6 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)
     if saved.newest.step >= hyper.steps:
         saved.check_model()
-        run.say_complete(saved.newest.step)
         return
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, saved, data)

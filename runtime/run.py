@@ -209,7 +209,7 @@ class Run:
         self.first_host = jax.process_index() == 0
         self.profile = self.folder / f"profile/host_{jax.process_index()}"
         self.stop = Stop()
-        self.stopping = self.last = self.profiling = False
+        self.stopping = self.last = False
         self.destinations: list[Callable[[Row], None]] = []  # of metrics, on the first host
         self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
         self.seconds: list[float] = []  # of each step
@@ -264,20 +264,14 @@ class Run:
             raise UserError(
                 f"paths.clone_from={clone} has done {first} steps; set training.steps above that"
             )
-        self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
+        few = range(min(first + 2, steps - 1), min(first + 5, steps))
+        self.profiled = few if self.config.profile else range(0)
         if self.first_host:
             to, config = self.config.metrics.to, self.config.to_yaml()
             self.destinations = open_folder(self.folder, to, config, first)
         say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
         if origin:
             say(origin)
-
-    def say_complete(self, steps: int) -> None:
-        """Says that all steps are done already."""
-        say(
-            f"{self.folder} is complete: {steps} steps are done. To go on, set training.steps "
-            "above that; to start anew, choose another paths.model_name"
-        )
 
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
@@ -286,10 +280,9 @@ class Run:
         hang_timeout_seconds, the stacks of all threads go to standard error."""
         if seconds := self.config.hang_timeout_seconds:
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
-        if self.config.profile and step == self.profiled[0]:
+        if step in self.profiled[:1]:
             self.flush()
             hlo.start_profile(self.profile)
-            self.profiling = True
         if not self.row:  # else a step is still at work, and this one begins when that ends
             self.since = time.perf_counter() - waited
         self.waited = waited
@@ -357,15 +350,18 @@ class Run:
         To be called once a step: here the profile of the last few ends, too."""
         self.done, self.stopping = step + 1, self.stop.after(step)
         self.last = self.stopping or self.done == self.steps
-        if self.profiling and (self.last or self.done == self.profiled.stop):
+        if step in self.profiled and (self.last or self.done == self.profiled.stop):
             self.flush()
-            self.profiling = False
             say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
         return self.last or due(self.config.checkpoint_interval, step, self.steps)
 
     def end(self) -> int:
         """Says how the run ended, once all is saved; returns the exit code."""
-        if not self.seconds:  # it was complete
+        if not self.seconds:
+            say(
+                f"{self.folder} is complete: all its steps are done. To go on, raise "
+                "training.steps; to start anew, choose another paths.model_name"
+            )
             return 0
         self.flush()
         if self.stopping and self.done < self.steps:
