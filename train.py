@@ -26,6 +26,7 @@ from jax import lax
 
 from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
+from runtime import cache
 from runtime.checkpoint import Checkpoints, named
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from runtime.program import program
@@ -645,7 +646,7 @@ def main(config: Config) -> int:
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    check_types(config)
+    cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
     with jax.set_mesh(mesh), run:
         train(config, data, held_out, run)
         return run.end()

@@ -1,0 +1,37 @@
+"""Which checks an earlier start of the same program has passed."""
+
+import hashlib
+import os
+import pathlib
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from runtime.config import flat
+
+
+def unless_passed_before(root: str, config: Any, check: Callable[[], object]) -> None:
+    """Runs a check whose outcome depends on the config and the source alone, unless a mark in the
+    cache says that it has passed, for the same of both, and the same JAX and Python: the source of
+    all modules that aren't installed packages, nor name a file that isn't there, as some of
+    PyTorch's do."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
+    files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    texts = [
+        pathlib.Path(file).read_bytes()
+        for file in sorted(files)
+        if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
+    ]
+    values = flat(OmegaConf.structured(config))
+    given = {key: value for key, value in values.items() if not key.startswith("paths.")}
+    here = repr((given, version("jax"), sys.version)).encode()
+    digest = hashlib.sha256(b"".join([here, *texts])).hexdigest()
+    mark = pathlib.Path(root).expanduser() / f".compilation_cache/checked-{digest}"
+    if not mark.exists():
+        check()
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
