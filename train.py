@@ -646,10 +646,11 @@ def main(config: Config) -> int:
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
-    with jax.set_mesh(mesh), run:
-        train(config, data, held_out, run)
-        return run.end()
+    with run:
+        cache.unless_passed_before(config, lambda: check_types(config))
+        with jax.set_mesh(mesh):
+            train(config, data, held_out, run)
+            return run.end()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from runtime.config import flat
 
 
-def unless_passed_before(root: str, config: Any, check: Callable[[], object]) -> None:
+def unless_passed_before(config: Any, check: Callable[[], object]) -> None:
     """Runs a check whose outcome depends on the config and the source alone, unless a mark in the
     cache says that it has passed, for the same of both, and the same JAX and Python: the source of
     all modules that aren't installed packages, nor name a file that isn't there, as some of
@@ -30,7 +30,8 @@ def unless_passed_before(root: str, config: Any, check: Callable[[], object]) ->
     given = {key: value for key, value in values.items() if not key.startswith("paths.")}
     here = repr((given, version("jax"), sys.version)).encode()
     digest = hashlib.sha256(b"".join([here, *texts])).hexdigest()
-    mark = pathlib.Path(root).expanduser() / f".compilation_cache/checked-{digest}"
+    root = pathlib.Path(config.paths.root_working_dir).expanduser()
+    mark = root / f".compilation_cache/checked-{digest}"
     if not mark.exists():
         check()
         mark.parent.mkdir(parents=True, exist_ok=True)

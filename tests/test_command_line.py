@@ -90,7 +90,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"run"}, "nothing else is written"
+    assert written == {"run", ".compilation_cache"}, "nothing else is written"
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {"config.yaml", "starts.jsonl", "metrics.jsonl", "checkpoints", "lock"}
 
@@ -151,7 +151,7 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert summary == "error: of 2 jobs, these failed: 0"
     assert re.findall("^job (.): .*mesh.d=(.)", done.stdout, re.M) == [("0", "3"), ("1", "1")]
     assert "\ndone: 2 steps" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep", ".compilation_cache"}
     sweep = tmp_path / "sweep"
     assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
     assert not list((sweep / "0").iterdir())
