@@ -53,28 +53,31 @@ def program(
     none = {dataclasses.MISSING}
     added = [f.name for f in fields if {f.default, f.default_factory} != none]
 
+    def typed(composed: DictConfig, given: Any) -> C:
+        if given.job.config_name == "base":
+            raise UserError(f"choose a config by --config-name=: {', '.join(_names(folder))}")
+        # Without its interpolations, which OmegaConf would take for any type.
+        plain = OmegaConf.to_container(composed, resolve=True)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
+        return cast(C, OmegaConf.to_object(merged))
+
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
         def main() -> None:
-            jobs: list[tuple[C, Any]] = []  # configs, each with what Hydra was given
+            found: list[tuple[DictConfig, Any]] = []  # configs, each with what Hydra was given
+            jobs: list[tuple[C, Any]] = []  # the same, checked
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             def compose(composed: DictConfig) -> None:
-                given = HydraConfig.get()
-                if given.job.config_name == "base":
-                    raise UserError(
-                        f"choose a config by --config-name=: {', '.join(_names(folder))}"
-                    )
-                # Without its interpolations, which OmegaConf would take for any type.
-                plain = OmegaConf.to_container(composed, resolve=True)
-                merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
-                jobs.append((cast(C, OmegaConf.to_object(merged)), given))
+                found.append((composed, HydraConfig.get()))
 
             with user_errors():
                 try:
                     compose()
+                    for composed, given in found:  # not in compose: Hydra prints what fails there
+                        jobs.append((typed(composed, given), given))
                 except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
                     raise UserError(_message(error, schema, folder)) from error
                 if not jobs:  # with --help
