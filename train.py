@@ -30,7 +30,7 @@ from runtime import cache
 from runtime.checkpoint import Checkpoints, named
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from runtime.program import program
-from runtime.run import Run, RunConfig, due, make_mesh
+from runtime.run import Run, RunConfig, due, make_mesh, say
 from shardlib import audit, kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -579,15 +579,15 @@ def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[S
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
     source = saved.or_those_of(config.paths.clone_from)
-    if not source.newest_step:
+    if not source.newest.step:
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:
         weights = source.restore("weights")
         make = jax.jit(fresh_state, donate_argnums=0, out_shardings=make_shardings(State))
-        return make(weights), f"weights from {source.newest}"
+        return make(weights), f"weights from {source.newest.path}"
     state = source.restore()
     data.resume(source.position)
-    return state, f"resumed at step {source.newest_step} from {source.newest}"
+    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
 
 
 @typechecked
@@ -603,10 +603,9 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     """Trains to the last step, or until a signal says to stop."""
     hyper = config.training
     told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
-    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, run.say, run.stop.ask)
-    if saved.newest_step >= hyper.steps:
+    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)
+    if saved.newest.step >= hyper.steps:
         saved.check_model()
-        run.say_complete(saved.newest_step)
         return
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, saved, data)
@@ -631,7 +630,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
         run.log(step, vars(metrics), functools.partial(explain, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()
-            run.log(step, {"validation_loss": validate(config, state.weights, held_out)})
+            run.flush(validation_loss=validate(config, state.weights, held_out))
         if run.saves_after(step):
             run.flush()  # raises where a loss is no number, so that no checkpoint has it
             saved.save(step + 1, state, data.position)
@@ -647,10 +646,11 @@ def main(config: Config) -> int:
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    cache.unless_passed_before(config.paths.root_working_dir, config, lambda: check_types(config))
-    with jax.set_mesh(mesh), run:
-        train(config, data, held_out, run)
-        return run.end()
+    with run:
+        cache.unless_passed_before(config, lambda: check_types(config))
+        with jax.set_mesh(mesh):
+            train(config, data, held_out, run)
+            return run.end()
 
 
 if __name__ == "__main__":

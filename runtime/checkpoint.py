@@ -282,10 +282,10 @@ class Checkpoints:
     def or_those_of(self, path: str) -> "Checkpoints":
         """Those of a path, if it isn't empty, as long as there are none here: a run is cloned from
         them. Raises CheckpointError if it has none."""
-        if self.newest_step or not path:
+        if self.newest.step or not path:
             return self
         source = dataclasses.replace(self, path=path, key="paths.clone_from")
-        if not source.newest_step:
+        if not source.newest.step:
             raise CheckpointError(NONE.format(f"paths.clone_from={path}"))
         return source
 
@@ -299,9 +299,8 @@ class Checkpoints:
         # As bytes, for JAX would cut 64 bits to 32.
         seen = np.array([*which, self.start]).view(np.uint8)
         told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
-        self.newest_step, newest_start, self.start = told.tolist()  # step 0: none
-        self.found = Checkpoint(self._path(self.newest_step, newest_start))
-        self.newest = self.found.path
+        step, start, self.start = told.tolist()  # step 0: none
+        self.newest = Checkpoint(self._path(step, start))
 
     def _path(self, step: int, start: int) -> str:
         folder = re.sub(rf"(^|/){NAME}$", "", self.path) or "."
@@ -318,17 +317,16 @@ class Checkpoints:
             name: (described[name], leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()
         }
-        shards = [
-            (name, shard)
-            for name, leaf in leaves.items()
-            for shard in leaf.addressable_shards
-            if shard.replica_id == 0
-        ]
-        for _, shard in shards:
-            shard.data.copy_to_host_async()
         # On a CPU these are views of the devices' memory. While there are any, XLA writes what is
         # donated to other memory (AcquireDonation, in its PjRt client).
-        parts = [(name, shard.index, np.asarray(shard.data)) for name, shard in shards]
+        parts = jax.device_get(
+            [
+                (name, shard.index, shard.data)
+                for name, leaf in leaves.items()
+                for shard in leaf.addressable_shards
+                if shard.replica_id == 0
+            ]
+        )
         about = {"step": step, "config": self.config, "hosts": jax.process_count()}
         path = self._path(step, self.start)
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
@@ -410,22 +408,22 @@ class Checkpoints:
         Raises CheckpointError if there is none, and for another model's, naming the first
         difference between the `model` sections of the configs, or between the arrays.
         """
-        while self.newest_step:
+        while self.newest.step:
             tree = None
             try:
                 tree = self._restore(part)
             except DamageError as error:
-                warning = f"warning: {self.newest} is damaged: {error}"
+                warning = f"warning: {self.newest.path} is damaged: {error}"
                 print(warning, file=sys.stderr, flush=True)
             if multihost_utils.process_allgather(np.array(tree is not None)).all():
                 return tree
-            self._choose(self.found.which)
+            self._choose(self.newest.which)
         raise CheckpointError(
             f"{self.path} has no undamaged checkpoint; to start anew, choose another {self.key}"
         )
 
     def _restore(self, part: str) -> Any:
-        found, prefix = self.found, f"{part}/" if part else ""
+        found, prefix = self.newest, f"{part}/" if part else ""
         self.check_model(prefix)
         shapes, shardings = make_shapes(self.hint, self.sizes), make_shardings(self.hint)
         if part:
@@ -444,22 +442,22 @@ class Checkpoints:
     def position(self) -> Any:
         """This host's position in its stream, as the newest checkpoint has it. Raises
         CheckpointError if other hosts than today's wrote it."""
-        about, hosts = self.found.about, jax.process_count()
+        about, hosts = self.newest.about, jax.process_count()
         if about["hosts"] != hosts:
             raise CheckpointError(
-                f"{self.newest} was written by {about['hosts']} hosts, who share the stream; there "
-                f"are {hosts} now"
+                f"{self.newest.path} was written by {about['hosts']} hosts, who share the stream; "
+                f"there are {hosts} now"
             )
         return about["positions"][jax.process_index()]
 
     def check_model(self, prefix: str = "") -> None:
         """Raises CheckpointError if the newest checkpoint, or what it has under a prefix, is of
         another model, and DamageError if what tells is damaged."""
-        if not prefix and all(name.startswith("weights/") for name in self.found.about["arrays"]):
+        if not prefix and all(name.startswith("weights/") for name in self.newest.about["arrays"]):
             raise CheckpointError(
-                f"{self.newest} has weights alone: a new run starts from them by paths.clone_from, "
-                "with paths.clone_weights_only=true"
+                f"{self.newest.path} has weights alone: a new run starts from them by "
+                "paths.clone_from, with paths.clone_weights_only=true"
             )
         model, arrays = OmegaConf.create(self.config).model, entries(self.hint, self.sizes)
         cure = f"choose another {self.key}, or the config it was made by"
-        self.found.check(model, arrays, prefix, cure)
+        self.newest.check(model, arrays, prefix, cure)

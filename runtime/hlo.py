@@ -34,11 +34,10 @@ def op_names(hlo: str) -> dict[str, str]:
     return dict(re.findall(r'^ +(?:ROOT )?%(\S+) = .*op_name="([^"]*)"', hlo, re.MULTILINE))
 
 
-def start_profile(folder: pathlib.Path, session: str) -> None:
+def start_profile(folder: pathlib.Path) -> None:
     """Each process writes below a folder of its own: several may share a machine and its name."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls are many, and say little of the devices
-    options.session_id = session
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import operator
 import os
 import re
 import signal
@@ -55,13 +56,16 @@ def program(
     def typed(composed: DictConfig, given: Any) -> C:
         if given.job.config_name == "base":
             raise UserError(f"choose a config by --config-name=: {', '.join(_names(folder))}")
-        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, composed)
+        # Without its interpolations, which OmegaConf would take for any type.
+        plain = OmegaConf.to_container(composed, resolve=True)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
         return cast(C, OmegaConf.to_object(merged))
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
         def main() -> None:
             found: list[tuple[DictConfig, Any]] = []  # configs, each with what Hydra was given
+            jobs: list[tuple[C, Any]] = []  # the same, checked
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
 
@@ -70,18 +74,18 @@ def program(
                 found.append((composed, HydraConfig.get()))
 
             with user_errors():
-                configs: list[C] = []
                 try:
                     compose()
-                    configs.extend(typed(*each) for each in found)
+                    for composed, given in found:  # not in compose: Hydra prints what fails there
+                        jobs.append((typed(composed, given), given))
                 except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
-                    job = f"job {len(configs)}: " if len(found) > 1 else ""
-                    raise UserError(job + _message(error, schema, folder)) from error
-                if not found:  # with --help
+                    raise UserError(_message(error, schema, folder)) from error
+                if not jobs:  # with --help
                     return
-                if found[0][1].mode == RunMode.MULTIRUN:
-                    _sweep(found, names)
-                elif code := function(configs[0]):
+                config, given = jobs[0]
+                if given.mode == RunMode.MULTIRUN:
+                    _sweep(jobs, names)
+                elif code := function(config):
                     sys.exit(code)
 
         return main
@@ -89,14 +93,14 @@ def program(
     return decorate
 
 
-def _sweep(found: list[tuple[DictConfig, Any]], names: str) -> None:
+def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     """Runs this program for each config. A run that is stopped stops the sweep; one that fails
     doesn't."""
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
-    for number, (composed, given) in enumerate(found):
+    for number, (config, given) in enumerate(jobs):
         arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
         if names:
-            arguments.append(f"{names}='{OmegaConf.select(composed, names)}/{number}'")
+            arguments.append(f"{names}='{operator.attrgetter(names)(config)}/{number}'")
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         with subprocess.Popen([*program, *arguments]) as process:
             signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to both processes
@@ -107,7 +111,7 @@ def _sweep(found: list[tuple[DictConfig, Any]], names: str) -> None:
         if code:
             failed.append(str(number))
     if failed:
-        raise UserError(f"of {len(found)} jobs, these failed: {', '.join(failed)}")
+        raise UserError(f"of {len(jobs)} jobs, these failed: {', '.join(failed)}")
 
 
 def _names(folder: str) -> list[str]:
@@ -131,9 +135,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name, there = error.missing_cfg_file, error.options or _names(folder)
-        meant = difflib.get_close_matches(name.rpartition("/")[2], there)
-        hint = f"did you mean {' or '.join(meant)}? " if meant else ""
-        return f"no config {name}; {hint}there are {', '.join(there)}"
+        return f"no config {name}; there are {', '.join(there)}"
     if isinstance(error, OverrideParseException):
         return f"can't read {error.override}: {' '.join(str(error).split())}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error

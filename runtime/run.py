@@ -12,7 +12,6 @@ import math
 import pathlib
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 from omegaconf import MISSING, OmegaConf
 
-from runtime import cache, hlo
+from runtime import hlo
 from runtime.checkpoint import CheckpointsConfig
 from runtime.config import ROOT, Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, flat
 from runtime.sinks import DESTINATIONS, Row, check_destinations, json_lines
@@ -32,6 +31,7 @@ from shardlib import devices
 from shardlib.errors import UserError
 
 IMPORTED = time.perf_counter()
+SECONDS_BETWEEN_LINES = 10  # of progress
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -109,6 +109,23 @@ def compile_step(
     return lowered.compile(compiler_options=options | more)
 
 
+def say(text: str) -> None:
+    """Prints a line, on the first host alone."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def use_cache(root: str) -> None:
+    """Has JAX keep what it compiles in `<root>/.compilation_cache`, for the next start of the same
+    program, unless the user has chosen a folder for that."""
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        folder = pathlib.Path(root).expanduser().absolute() / ".compilation_cache"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        # Else an edit of a type string alone would find the program that has the old one.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
 def due(interval: int, step: int, steps: int) -> bool:
     """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
     it is never due."""
@@ -136,62 +153,34 @@ def rows_before(metrics: pathlib.Path, step: int) -> Iterator[str]:
         yield line
 
 
-class Log:
-    """A run's folder, with config.yaml, starts.jsonl and metrics.jsonl, and what the run prints.
-    The first host alone writes and prints. Metrics go to the destinations that `to` names, too."""
+def open_folder(
+    folder: pathlib.Path, to: tuple[str, ...], config: str, first_step: int
+) -> list[Callable[[Row], None]]:
+    """Writes a run's config and what else it depends on into its folder, and says what has changed
+    in the config. Returns the functions that each row of metrics is to be given: metrics.jsonl's,
+    and those of the destinations that `to` names. For the first host only.
 
-    def __init__(self, folder: pathlib.Path, to: tuple[str, ...] = ()):
-        self.folder, self.to = folder, to
-        self.first_host = jax.process_index() == 0
-        self.on_terminal, self.shows = sys.stdout.isatty(), False
-
-    def open(self, config: str, first_step: int) -> None:
-        """Writes the config and what else the run depends on, and says what has changed in the
-        config. Keeps the metrics of the steps before `first_step`: later ones, which an earlier
-        start did after the checkpoint, are cut off. A run from step 0 sets all earlier metrics
-        aside, as `metrics.<time>.jsonl`. Raises UserError for metrics that it can't read."""
-        if not self.first_host:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        metrics, earlier = self.folder / "metrics.jsonl", self.folder / "config.yaml"
-        if metrics.exists() and first_step == 0:
-            kept_as = self.folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
-            metrics.rename(kept_as)
-            self.say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
-        if metrics.exists():
-            replace(metrics, "".join(rows_before(metrics, first_step)))
-        if first_step and earlier.exists():
-            before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
-            for key in sorted({*before, *now}):
-                if (value := now.get(key)) != (other := before.get(key)):
-                    self.say(f"changed since the last start: {key}={value}, before {other}")
-        replace(earlier, config)
-        with (self.folder / "starts.jsonl").open("a") as starts:
-            starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
-        makers = [json_lines, *(DESTINATIONS[name] for name in self.to)]
-        self.destinations = [make(self.folder, first_step, config) for make in makers]
-
-    def write(self, row: Row) -> None:
-        """Appends a row to the metrics."""
-        if self.first_host:
-            for log in self.destinations:
-                log(row)
-
-    def say(self, text: str) -> None:
-        """Prints a line."""
-        if self.first_host:
-            print("\r\x1b[K" * self.shows + text, flush=True)
-            self.shows = False
-
-    def show(self, text: str, stays: bool) -> None:
-        """How far the run is. On a terminal one line, each time anew; elsewhere, and for good, a
-        line if it `stays`."""
-        if stays:
-            self.say(text)
-        elif self.first_host and self.on_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", flush=True)
-            self.shows = True
+    Keeps the metrics of the steps before `first_step`: later ones, which an earlier start did after
+    the checkpoint, are cut off. A run from step 0 sets all earlier metrics aside, as
+    `metrics.<time>.jsonl`. Raises UserError for metrics that it can't read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics, earlier = folder / "metrics.jsonl", folder / "config.yaml"
+    if metrics.exists() and first_step == 0:
+        kept_as = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+        metrics.rename(kept_as)
+        say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
+    if metrics.exists():
+        replace(metrics, "".join(rows_before(metrics, first_step)))
+    if first_step and earlier.exists():
+        before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
+        for key in sorted({*before, *now}):
+            if (value := now.get(key)) != (other := before.get(key)):
+                say(f"changed since the last start: {key}={value}, before {other}")
+    replace(earlier, config)
+    with (folder / "starts.jsonl").open("a") as starts:
+        starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
+    makers = [json_lines, *(DESTINATIONS[name] for name in to)]
+    return [make(folder, first_step, config) for make in makers]
 
 
 class Run:
@@ -217,23 +206,23 @@ class Run:
         check_destinations(config.metrics.to)  # of this machine: who reads a config needs none
         self.config, self.name = config, config.paths.model_name
         self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
-        self.output = Log(self.folder, config.metrics.to)
-        self.say = self.output.say
+        self.first_host = jax.process_index() == 0
         self.profile = self.folder / f"profile/host_{jax.process_index()}"
         self.stop = Stop()
-        self.stopping = self.last = self.profiling = False
+        self.stopping = self.last = False
+        self.destinations: list[Callable[[Row], None]] = []  # of metrics, on the first host
         self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
         self.seconds: list[float] = []  # of each step
+        self.shown = -math.inf  # when the progress was printed
         self.skipped = 0  # updates, in a row
 
     def __enter__(self) -> "Run":
-        cache.use_cache(self.config.paths.root_working_dir)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.stop)
-            if self.output.first_host:
-                stack.enter_context(locked(self.folder))
-            stack.callback(faulthandler.cancel_dump_traceback_later)
-            self.held = stack.pop_all()
+        self.held = contextlib.ExitStack()
+        if self.first_host:
+            self.held.enter_context(locked(self.folder))
+        self.held.enter_context(self.stop)
+        self.held.callback(faulthandler.cancel_dump_traceback_later)
+        use_cache(self.config.paths.root_working_dir)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,9 +235,11 @@ class Run:
         return f"{root}/{self.name}/checkpoints" if root else f"{self.folder}/checkpoints"
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles the step's program."""
-        self.compile_again = functools.partial(compile_step, self.config, lowered)
-        self.program = self.compile_again()
+        """Compiles the step's program, and draws it if the config says so."""
+        again = functools.partial(compile_step, self.config, lowered)
+        self.program = again()
+        if self.config.hlo_svg:
+            say(f"drew {hlo.draw(again, self.folder / 'step')}")
         return self.program
 
     def begin(
@@ -273,20 +264,14 @@ class Run:
             raise UserError(
                 f"paths.clone_from={clone} has done {first} steps; set training.steps above that"
             )
-        self.profiled = range(min(first + 2, steps - 1), min(first + 5, steps))
-        self.output.open(self.config.to_yaml(), first)
-        self.say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
+        few = range(min(first + 2, steps - 1), min(first + 5, steps))
+        self.profiled = few if self.config.profile else range(0)
+        if self.first_host:
+            to, config = self.config.metrics.to, self.config.to_yaml()
+            self.destinations = open_folder(self.folder, to, config, first)
+        say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
         if origin:
-            self.say(origin)
-        if self.config.hlo_svg:
-            self.say(f"drew {hlo.draw(self.compile_again, self.folder / 'step')}")
-
-    def say_complete(self, steps: int) -> None:
-        """Says that all steps are done already."""
-        self.say(
-            f"{self.folder} is complete: {steps} steps are done. To go on, set training.steps "
-            "above that; to start anew, choose another paths.model_name"
-        )
+            say(origin)
 
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
@@ -295,12 +280,9 @@ class Run:
         hang_timeout_seconds, the stacks of all threads go to standard error."""
         if seconds := self.config.hang_timeout_seconds:
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
-        if self.config.profile and step == self.profiled[0]:
+        if step in self.profiled[:1]:
             self.flush()
-            hlo.start_profile(self.profile, f"steps_{step}_to_{self.profiled[-1]}")
-            self.profiling = True
-        elif self.profiling and step not in self.profiled:
-            self._end_profile()
+            hlo.start_profile(self.profile)
         if not self.row:  # else a step is still at work, and this one begins when that ends
             self.since = time.perf_counter() - waited
         self.waited = waited
@@ -308,19 +290,14 @@ class Run:
             yield
 
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
-        """Adds values to a step's row.
+        """Begins the row of a step.
 
         Reading a value blocks until its step has ended. So a row is written when the next one is
         begun, while the devices do that step. `explain` says more of a loss that is no number.
         """
-        if self.row and self.row["step"] == step:
-            self.settle()
-            self.row |= {name: float(value) for name, value in values.items()}
-            self.flush()
-        else:
-            self.flush()
-            self.row, self.explain = {"step": step, **values}, explain
-            self.row["data_wait_seconds"] = self.waited
+        self.flush()
+        self.row, self.explain = {"step": step, **values}, explain
+        self.row["data_wait_seconds"] = self.waited
 
     def settle(self) -> None:
         """Blocks until the step of the last row has ended, so that what follows isn't billed to
@@ -337,23 +314,25 @@ class Run:
         self.seconds.append(now - self.since)
         self.since = now
         if row["step"] == self.first:
-            self.say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
+            say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
         self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
 
-    def flush(self) -> None:
-        """Writes the row of the last step, if it isn't written yet, so that the time until the next
-        step is not in that one's. Raises UserError after too many updates in a row that were
-        left out."""
+    def flush(self, **more: Any) -> None:
+        """Writes the row of the last step, if it isn't written yet, with these values too. So the
+        time until the next step is not in that one's. Raises UserError after too many updates in a
+        row that were left out."""
         if self.row:
             self.settle()
             row, self.row = self.row, {}
-            self._write(row)
+            self.write(row | {name: float(value) for name, value in more.items()})
         if self.last:
             # What follows, a save, may take longer than a step.
             faulthandler.cancel_dump_traceback_later()
 
-    def _write(self, row: Row) -> None:
-        self.output.write(row)
+    def write(self, row: Row) -> None:
+        """Writes a row and shows the progress; judges the updates that are left out."""
+        for destination in self.destinations:
+            destination(row)
         self._show(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
@@ -364,50 +343,55 @@ class Run:
                     f"{found}; {self.explain()}. No checkpoint has it. training.skip_steps leaves "
                     "batches out, training.max_skipped_updates lets some be"
                 )
-            self.say(f"warning: {found}; the update is left out, {self.skipped} in a row")
+            say(f"warning: {found}; the update is left out, {self.skipped} in a row")
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after a step: by the interval, a signal, or the run's end.
-        To be called once a step."""
+        To be called once a step: here the profile of the last few ends, too."""
         self.done, self.stopping = step + 1, self.stop.after(step)
         self.last = self.stopping or self.done == self.steps
+        if step in self.profiled and (self.last or self.done == self.profiled.stop):
+            self.flush()
+            say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
         return self.last or due(self.config.checkpoint_interval, step, self.steps)
 
     def end(self) -> int:
         """Says how the run ended, once all is saved; returns the exit code."""
-        if not self.seconds:  # it was complete
+        if not self.seconds:
+            say(
+                f"{self.folder} is complete: all its steps are done. To go on, raise "
+                "training.steps; to start anew, choose another paths.model_name"
+            )
             return 0
         self.flush()
-        if self.profiling:
-            self._end_profile()
         if self.stopping and self.done < self.steps:
             name = self.stop.signal.name
-            self.say(f"stopped after step {self.done} by {name}; the same command goes on there")
+            say(f"stopped after step {self.done} by {name}; the same command goes on there")
             return 128 + self.stop.signal
         typical = statistics.median(self.seconds[1:] or self.seconds)
-        self.say(
+        say(
             f"done: {self.steps - self.first} steps, {typical:.3f} s per step (median), "
             f"{self.tokens / typical:,.0f} tokens/s, MFU {self._mfu(typical)}"
         )
         return 0
 
-    def _end_profile(self) -> None:
-        self.flush()
-        self.profiling = False
-        self.say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
-
     def _show(self, row: Row) -> None:
-        """Shows the progress, of which every fiftieth of the run's stays, and each validation's."""
-        step, typical = row["step"], statistics.median(self.seconds[-20:])
+        """Prints the progress: of the first and the last step, of each validation, and in between
+        a line in so many seconds."""
+        step, now = row["step"], time.perf_counter()
+        due = "validation_loss" in row or step + 1 == self.steps
+        if not due and now - self.shown < SECONDS_BETWEEN_LINES:
+            return
+        self.shown = now
+        typical = statistics.median(self.seconds[-20:])
         left = datetime.timedelta(seconds=round(typical * (self.steps - step - 1)))
         shown = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
         if "validation_loss" in row:
             shown.append(f"validation loss {row['validation_loss']:.4f}")
-        shown += [f"{self.tokens / typical:,.0f} tokens/s"]
+        shown.append(f"{self.tokens / typical:,.0f} tokens/s")
         if devices.find_chip(jax.devices()[0].device_kind):
             shown.append(f"MFU {self._mfu(typical)}")
-        stays = step % max(1, self.steps // 50) == 0 or "validation_loss" in row
-        self.output.show("  ".join([*shown, f"{left} left"]), stays)
+        say("  ".join([*shown, f"{left} left"]))
 
     def _mfu(self, seconds: float) -> str:
         kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
@@ -431,10 +415,6 @@ def origin() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the source, with `-dirty` if files differ from it; None without git."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.check_output(
-            describe, cwd=ROOT, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    describe = "describe --always --dirty --abbrev=40 --exclude='*'"
+    failed, found = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} {describe}")
+    return None if failed else found

@@ -26,12 +26,13 @@ def opening(path: str) -> Iterator[None]:
     except DamageError:
         raise
     except Exception as error:
-        raise OSError(f"{path} can't be opened: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"{path} can't be opened: {why}") from error
 
 
 def names(path: str) -> list[str]:
     """Of what is in a folder, or under a bucket's prefix; none if that isn't there. Raises OSError
-    where the store can't be had, and for a file."""
+    where the store can't be had."""
     with opening(path):
         store, inner = fsspec.core.url_to_fs(path)
         store.invalidate_cache()
@@ -39,10 +40,6 @@ def names(path: str) -> list[str]:
             found = store.ls(inner, detail=False)
         except FileNotFoundError:
             return []
-        except NotADirectoryError as error:
-            raise OSError("a file is in its way") from error
-    if found == [inner]:
-        raise NotADirectoryError(f"{path} is a file, not a folder")
     return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
 
 

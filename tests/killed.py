@@ -26,7 +26,7 @@ from jax._src.array import ArrayImpl
 import train
 from runtime import storage
 from runtime.checkpoint import Checkpoints
-from runtime.run import Log
+from runtime.run import Run
 
 WHAT, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
 saves, lock = [collections.Counter()], threading.Lock()  # moments of each save, and before
@@ -98,9 +98,9 @@ def initialize_and_say(**settings):
 if __name__ == "__main__":
     del sys.argv[1:4]
     save, put, remove = Checkpoints.save, zarr.storage.LocalStore.set, storage.remove
-    log, initialize = Log.write, jax.distributed.initialize
+    log, initialize = Run.write, jax.distributed.initialize
     Checkpoints.save, zarr.storage.LocalStore.set = save_after_the_one_before, set_around_mark
-    storage.remove, Log.write = remove_by_moments, log_half
+    storage.remove, Run.write = remove_by_moments, log_half
     jax.distributed.initialize = initialize_and_say
     before(ArrayImpl, "copy_to_host_async", "copy")
     before(pathlib.Path, "replace", "rename")  # of what zarr has written under another name

@@ -16,7 +16,7 @@ import yaml
 
 import train
 from data.loader import TokenBatch
-from runtime.run import Log
+from runtime.run import open_folder
 from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
@@ -138,7 +138,7 @@ SWEEP += ["mesh={d: 2, t: 2}", "training.steps_for_lr=10"]
 def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=1,0"]
     found = train_here(capsys, monkeypatch, *SWEEP, *settings)
-    assert found == ("", "error: job 1: training.steps=0: it must be at least 1")
+    assert found == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
@@ -351,9 +351,8 @@ def test_the_source_has_no_annotation_that_nobody_checks():
 
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for config in "a", "b":
-        log = Log(tmp_path / "run")
-        log.open(config, 0)
-        log.write({"step": 0, "loss": float("nan")})
+        (write,) = open_folder(tmp_path / "run", (), config, 0)
+        write({"step": 0, "loss": float("nan")})
     assert (tmp_path / "run/config.yaml").read_text() == "b"
     kept = sorted((tmp_path / "run").glob("metrics*.jsonl"))
     assert len(kept) == 2

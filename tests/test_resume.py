@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from runtime.run import Log
+from runtime.run import open_folder
 from shardlib.errors import UserError
 from tests import golden
 from tests.helpers import SMALL, rows, train_here
@@ -49,8 +49,8 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     before = written()
     out, message = train_here(capsys, monkeypatch, *short)
     assert (out, message) == (
-        f"{tmp_path}/run is complete: 2 steps are done. To go on, set training.steps above that; "
-        "to start anew, choose another paths.model_name\n",
+        f"{tmp_path}/run is complete: all its steps are done. To go on, raise training.steps; to "
+        "start anew, choose another paths.model_name\n",
         "",
     )
     assert before == written()
@@ -79,19 +79,19 @@ METRICS = {
 def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, kept = METRICS[case]
-    run = Log(pathlib.Path("runs/run"))
-    run.folder.mkdir(parents=True)
-    (run.folder / "metrics.jsonl").write_text(text)
+    folder = pathlib.Path("runs/run")
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(text)
     if kept is None:
         with pytest.raises(UserError) as error:
-            run.open("", 2)
+            open_folder(folder, (), "", 2)
         golden.check("wrong_inputs.txt", f"metrics with {case}", str(error.value))
-        assert (run.folder / "metrics.jsonl").read_text() == text
+        assert (folder / "metrics.jsonl").read_text() == text
     else:
-        run.open("", 2)
-        assert [row["step"] for row in rows(run.folder)] == list(range(kept))
-        run.write({"step": 2, "loss": 1.5})
-        assert rows(run.folder)[-1] == {"step": 2, "loss": 1.5}
+        (write,) = open_folder(folder, (), "", 2)
+        assert [row["step"] for row in rows(folder)] == list(range(kept))
+        write({"step": 2, "loss": 1.5})
+        assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
 
 
 def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, monkeypatch):
@@ -100,9 +100,9 @@ def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, 
         raise KeyboardInterrupt
 
     config = "model:\n  d_model: 32\n  n_q_per_kv: 2\n"
-    Log(tmp_path / "run").open(config, 0)
+    open_folder(tmp_path / "run", (), config, 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "write_text", killed)
-        Log(tmp_path / "run").open(config, 2)
-    Log(tmp_path / "run").open(config, 2)
+        open_folder(tmp_path / "run", (), config, 2)
+    open_folder(tmp_path / "run", (), config, 2)
     assert (tmp_path / "run/config.yaml").read_text() == config

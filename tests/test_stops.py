@@ -15,7 +15,7 @@ import pytest
 
 import train
 from runtime.checkpoint import CheckpointError, Checkpoints, named
-from runtime.run import Log
+from runtime.run import Run
 from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, arrays, edited, mesh, rows, small_config, train_here
@@ -62,7 +62,7 @@ def assert_as_whole(runs, name):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, monkeypatch, number):
-    log = Log.write
+    log = Run.write
 
     def log_and_signal(self, row):
         log(self, row)
@@ -70,14 +70,14 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    monkeypatch.setattr(Log, "write", log_and_signal)
+    monkeypatch.setattr(Run, "write", log_and_signal)
     out, code = start(number.name)
     assert code == str(128 + number)
     assert out.endswith(
         f"\nstopped after step 3 by {number.name}; the same command goes on there\n"
     )
     assert signal.getsignal(number) == before
-    monkeypatch.setattr(Log, "write", log)
+    monkeypatch.setattr(Run, "write", log)
     out, code = start(number.name)
     assert not code and "\nresumed at step 3 from " in out
     assert_as_whole(runs, number.name)

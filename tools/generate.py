@@ -387,7 +387,7 @@ def run(given: argparse.Namespace) -> None:
                 )
             by = Text(*named)
             write(given, lay_out(checkpoints.restore("weights")), by, config)
-        print(f"by {checkpoints.newest}", file=sys.stderr)
+        print(f"by {checkpoints.newest.path}", file=sys.stderr)
 
 
 def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:

@@ -14,8 +14,8 @@ def test_a_check_runs_once_for_a_config_and_a_source(tmp_path, monkeypatch):
 
     def run(*overrides):
         before = len(calls)
-        config = small_config(*overrides)
-        unless_passed_before(str(tmp_path), config, lambda: calls.append(1))
+        config = small_config(*overrides, f"paths.root_working_dir={tmp_path}")
+        unless_passed_before(config, lambda: calls.append(1))
         return len(calls) > before
 
     assert run() and not run()
@@ -34,6 +34,7 @@ def test_what_does_not_pass_is_checked_again(tmp_path):
     def refuse():
         raise ValueError("no")
 
+    config = small_config(f"paths.root_working_dir={tmp_path}")
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            unless_passed_before(str(tmp_path), small_config(), refuse)
+            unless_passed_before(config, refuse)

@@ -158,7 +158,7 @@ def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
         tree.gain.delete()
         with pytest.raises((CheckpointError, RuntimeError), match="deleted"):
             save(tmp_path, 3, tree)
-    assert opened(tmp_path).newest_step == 0
+    assert opened(tmp_path).newest.step == 0
 
 
 DAMAGE = {
@@ -268,7 +268,7 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
 
 def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
     with jax.set_mesh(mesh(4, 2)):
-        assert opened(tmp_path / "none").newest_step == 0
+        assert opened(tmp_path / "none").newest.step == 0
         tree = on_mesh(values())
         first = opened(tmp_path)
         written(first, 5, tree)
@@ -284,12 +284,12 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         second = opened(tmp_path)
         time.sleep(0.002)  # their names tell milliseconds apart
         third = opened(tmp_path)
-        assert pathlib.Path(second.newest) == ten and second.newest_step == 10
+        assert pathlib.Path(second.newest.path) == ten and second.newest.step == 10
         # Two starts don't write to one place, and the later one's counts.
         assert len({first.start, second.start, third.start}) == 3
         written(third, 10, tree)
         written(second, 10, tree)
-        assert opened(tmp_path).newest == f"{tmp_path}/00000010.{third.start}"
+        assert opened(tmp_path).newest.path == f"{tmp_path}/00000010.{third.start}"
 
 
 def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch):
@@ -301,8 +301,8 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
         first = pathlib.Path(first.name).resolve()
         for path in str(first), f"{first}/", first.name, f"./{first.name}":
             found = opened(path)
-            assert found.newest_step == 5 and pathlib.Path(found.newest).resolve() == first
-            assert runtime.checkpoint.newest(path).which == found.found.which
+            assert found.newest.step == 5 and pathlib.Path(found.newest.path).resolve() == first
+            assert runtime.checkpoint.newest(path).which == found.newest.which
         assert_same_bits(opened(first.name).restore(), values())
         assert [one.step for one in runtime.checkpoint.listed(".")] == [5, 6]
 
@@ -415,12 +415,12 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         file.write_text(ATTRIBUTES[change](text))
         assert file.read_text() != text
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
-        assert keeping.newest_step == 7
+        assert keeping.newest.step == 7
         if change != "of a group of another kind":  # which is found once its arrays are read
             with pytest.raises(DamageError, match=f"^{file} isn't what was written; an older"):
                 keeping.check_model()
         assert_same_bits(keeping.restore(), values())
-        assert keeping.newest_step == 5
+        assert keeping.newest.step == 5
         said = capsys.readouterr().err
         assert said.startswith(f"warning: {file.parent} is damaged: ") and said.count("\n") == 1
         written(keeping, 6, tree)

@@ -430,7 +430,7 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
         assert capsys.readouterr().err == ""
         assert_same_bits(restore(second, Tiny, TINY), tiny(2))
         if first.exists():
-            assert opened_tiny(first).newest_step == 0
+            assert opened_tiny(first).newest.step == 0
         if (first / "zarr.json").exists():  # else nothing is left that says what it was
             _, error = saved(opened_tiny(folder, keeping(keep_last=3)), 4, tiny_on_mesh(4))
             assert not error and not first.exists(), "the next save ends what was begun"
@@ -454,7 +454,7 @@ REMOTE_DAMAGE = {
 
 
 def test_checkpoints_in_a_bucket(remote, capsys):
-    assert opened_tiny(remote).newest_step == 0
+    assert opened_tiny(remote).newest.step == 0
     checkpoints = opened_tiny(remote, keeping(keep_last=2))
     for step in 1, 2, 3:
         _, error = saved(checkpoints, step, tiny_on_mesh(step))

@@ -66,7 +66,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
             if step == 1:
                 run.settle()
                 takes(30)
-                run.log(step, {"validation_loss": Later(9, lambda: takes(20))})
+                run.flush(validation_loss=Later(9, lambda: takes(20)))
             if run.saves_after(step):
                 run.flush()
                 takes(1000)

@@ -1,10 +1,6 @@
-"""Metrics where people look: files, TensorBoard, Weights & Biases, a line on a terminal."""
+"""Metrics where people look: files, TensorBoard, Weights & Biases."""
 
 import json
-import os
-import pty
-import re
-import subprocess
 import sys
 import types
 
@@ -14,8 +10,8 @@ import pytest
 
 import train
 from runtime.checkpoint import named
-from runtime.run import Log
-from tests.helpers import ROOT, SMALL, edited, mesh, rows, small_config, train_here
+from runtime.run import open_folder
+from tests.helpers import SMALL, edited, mesh, rows, small_config, train_here
 
 ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
@@ -79,9 +75,8 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for first_step in 0, 3, 0:
-        run = Log(tmp_path / "run", ("wandb",))
-        run.open(CONFIG, first_step)
-        run.write({"step": first_step, "loss": 1.5})
+        for write in open_folder(tmp_path / "run", ("wandb",), CONFIG, first_step):
+            write({"step": first_step, "loss": 1.5})
     one, resumed, anew = (settings["id"] for settings in asked)
     assert one == resumed != anew
     assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"
@@ -91,9 +86,8 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
 def test_wandb_itself(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = Log(tmp_path / "run", ("wandb",))
-    run.open(CONFIG, 0)
-    run.write({"step": 0, "loss": 1.5})
+    for write in open_folder(tmp_path / "run", ("wandb",), CONFIG, 0):
+        write({"step": 0, "loss": 1.5})
     import wandb
 
     assert wandb.run.summary["loss"] == 1.5
@@ -129,54 +123,6 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     )
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
     monkeypatch.setattr("runtime.run.DESTINATIONS", module.DESTINATIONS)
-    run = Log(tmp_path / "run", ("printed",))
-    run.open(CONFIG, 0)
-    run.write({"step": 0, "loss": 1.5})
+    for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0):
+        write({"step": 0, "loss": 1.5})
     assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5
-
-
-SHOWS = """
-from runtime.run import Log
-import pathlib
-run = Log(pathlib.Path("runs/run"))
-for step in range(60):
-    run.show(f"step {step}/60  loss 1.5000  and so on " + 9 * "and on ", step == 30)
-    if step == 40:
-        run.say("saved runs/run/checkpoints")
-run.say("done")
-"""
-
-
-def test_the_progress_is_one_line_on_a_terminal():
-    """What a terminal of 60 columns has in the end; its lines are never longer than it is wide."""
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "60", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", SHOWS]
-    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, env=environment) as process:
-        os.close(theirs)
-        written = b""
-        while True:
-            try:
-                part = os.read(ours, 2**16)
-            except OSError:  # its other end is closed
-                break
-            if not part:
-                break
-            written += part
-    assert process.returncode == 0
-    lines = written.decode().split("\r\n")
-    screen = [line.rpartition("\r\x1b[K")[2] for line in lines]
-    assert [line[:12].strip() for line in screen] == ["step 30/60", "saved runs/r", "done", ""]
-    shown = [text for line in lines for text in line.split("\r\x1b[K")]
-    assert sum(text.startswith("step") for text in shown) == 60
-    assert max(len(text) for text in shown if "step 30" not in text) == 59
-
-
-def test_the_progress_in_a_file_is_lines():
-    done = subprocess.run([sys.executable, "-c", SHOWS], cwd=ROOT, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    assert re.findall(r"^\w+ \S+", done.stdout, re.M) == [
-        "step 30/60",
-        "saved runs/run/checkpoints",
-    ]
-    assert "\r" not in done.stdout and done.stdout.endswith("\ndone\n")
