@@ -87,7 +87,8 @@ class Tokenizer:
     def decode(self, ids: UInt32[np.ndarray, " tokens"]) -> str:
         if self.name == "bytes_utf8":
             return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        return str(self.slow.decode((ids.astype(np.int64) - self.id_offset).tolist()))
+        own = (ids.astype(np.int64) - self.id_offset).tolist()
+        return str(self.slow.decode(own, clean_up_tokenization_spaces=False))
 
     @checked
     def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:

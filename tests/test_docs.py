@@ -47,6 +47,24 @@ def test_commands_have_the_options_that_are_shown(page):
         assert set(re.findall(r" --([\w-]+)", arguments)) <= known, module
 
 
+def test_the_sizes_in_the_readme():
+    """As `make size` counts them, to three hundredths."""
+    folders = ["shardlib", "data", "runtime", "tools", "benchmarks", "tests"]
+    command = [sys.executable, ".ci/size.py", "train.py", *folders]
+    printed = subprocess.check_output(command, cwd=ROOT, text=True)
+    counts = {name: int(n) for n, name in re.findall(r"^ *(\d+) ([\w.]+)$", printed, re.M)}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    says = re.search(
+        r"train.py has ([\d,]+) lines of code and shardlib/ ([\d,]+); .* it is ([\d,]+), "
+        r"and ([\d,]+) more are tests",
+        text,
+    )
+    product = sum(counts.values()) - counts["tests"]
+    found = counts["train.py"], counts["shardlib"], product, counts["tests"]
+    for stated, count in zip(says.groups(), found, strict=True):
+        assert int(stated.replace(",", "")) == pytest.approx(count, rel=0.03)
+
+
 def blank(text):
     """Without its numbers."""
     return {re.sub(r"[\d.,:]+", "#", line).strip() for line in text.splitlines()}

@@ -263,11 +263,7 @@ class Text:
         return flat_tokens.decode(stored)[0].tolist()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        own = (np.array(ids, int) - self.offset).tolist()
-        if self.is_bytes:
-            return bytes(own).decode(errors="replace")
-        # Clean-up would change text that has been shown.
-        return str(self.tokenizer.slow.decode(own, clean_up_tokenization_spaces=False))
+        return self.tokenizer.decode(np.array(ids, np.uint32))
 
     def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
         """Of the text of documents that start where it says. A character that is cut at either end
