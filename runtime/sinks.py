@@ -64,6 +64,7 @@ DESTINATIONS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]
     "tensorboard": tensorboard,
     "wandb": wandb,
 }
+# What those need that requirements-cpu.txt doesn't have.
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -72,5 +73,6 @@ def check_destinations(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in DESTINATIONS:
             raise UserError(f"metrics.to has {name}; there are {', '.join(DESTINATIONS)}")
-        if not importlib.util.find_spec(PACKAGES[name]):
-            raise UserError(f"metrics.to has {name}: pip install {PACKAGES[name]}, or leave it out")
+        package = PACKAGES.get(name)
+        if package and not importlib.util.find_spec(package):
+            raise UserError(f"metrics.to has {name}: pip install {package}, or leave it out")

@@ -123,6 +123,7 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     )
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
     monkeypatch.setattr("runtime.run.DESTINATIONS", module.DESTINATIONS)
+    module.check_destinations(("printed",))
     for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0):
         write({"step": 0, "loss": 1.5})
     assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5
