@@ -21,7 +21,15 @@ from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
 from tests import golden
-from tests.helpers import ROOT, SMALL, compose_config, edited, on_hosts, train_here
+from tests.helpers import (
+    ROOT,
+    SMALL,
+    compose_config,
+    edited,
+    on_hosts,
+    slow_but_for,
+    train_here,
+)
 from tools import memory
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
@@ -219,7 +227,7 @@ def choices(group):
     return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("model", choices("model"))
+@pytest.mark.parametrize("model", slow_but_for(["1b", "llama3_8b"], choices("model")))
 def test_every_choice_of_model_data_and_hardware_composes(model):
     """Each dimension splits over the mesh, and the model has as many weights as its file says."""
     comment = (ROOT / f"configs/model/{model}.yaml").read_text()

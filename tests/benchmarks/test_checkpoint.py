@@ -10,6 +10,7 @@ from tests.helpers import mesh
 SECONDS = {"Plain": [0, 1, 2, 3, 4], "Orbax": [0.5, 4, 4, 4, 4], "Ours": [0.25, 2, 2.5, 6, 3]}
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path, capsys, monkeypatch):
     """Of a real run, whose times are replaced."""
     pytest.importorskip("orbax.checkpoint")
