@@ -132,19 +132,19 @@ def due(interval: int, step: int, steps: int) -> bool:
     return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
 
 
-def replace(file: pathlib.Path, text: str) -> None:
+def replace(file: pathlib.Path, content: bytes) -> None:
     """Writes a file anew, so that whoever is killed here leaves the old one."""
     part = file.with_name(f"{file.name}.part")
-    part.write_text(text)
+    part.write_bytes(content)
     part.replace(file)
 
 
-def rows_before(metrics: pathlib.Path, step: int) -> Iterator[str]:
+def rows_before(metrics: pathlib.Path, step: int) -> Iterator[bytes]:
     """The lines of a metrics.jsonl up to the first of `step`, or of a later one, or one cut short.
     Raises UserError for one that can't be read."""
-    for number, line in enumerate(metrics.read_text().splitlines(keepends=True), 1):
+    for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
         try:
-            if not line.endswith("\n") or json.loads(line)["step"] >= step:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
                 return
         except (ValueError, TypeError, KeyError):
             raise UserError(
@@ -170,13 +170,13 @@ def open_folder(
         metrics.rename(kept_as)
         say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
     if metrics.exists():
-        replace(metrics, "".join(rows_before(metrics, first_step)))
+        replace(metrics, b"".join(rows_before(metrics, first_step)))
     if first_step and earlier.exists():
         before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
         for key in sorted({*before, *now}):
             if (value := now.get(key)) != (other := before.get(key)):
                 say(f"changed since the last start: {key}={value}, before {other}")
-    replace(earlier, config)
+    replace(earlier, config.encode())
     with (folder / "starts.jsonl").open("a") as starts:
         starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
     makers = [json_lines, *(DESTINATIONS[name] for name in to)]

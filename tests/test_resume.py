@@ -95,14 +95,16 @@ def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
 
 
 def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, monkeypatch):
-    def killed(path, text):
-        path.write_bytes(text[:24].encode())
+    write = pathlib.Path.write_bytes
+
+    def killed(path, content):
+        write(path, content[:24])
         raise KeyboardInterrupt
 
     config = "model:\n  d_model: 32\n  n_q_per_kv: 2\n"
     open_folder(tmp_path / "run", (), config, 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(pathlib.Path, "write_text", killed)
+        patched.setattr(pathlib.Path, "write_bytes", killed)
         open_folder(tmp_path / "run", (), config, 2)
     open_folder(tmp_path / "run", (), config, 2)
     assert (tmp_path / "run/config.yaml").read_text() == config

@@ -285,6 +285,8 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
     rope = dict(said for said in config.rope_parameters.items() if said not in silent)
     config.rope_parameters = rope
     start, vocab, length = config.bos_token_id, config.vocab_size, config.max_position_embeddings
+    if min(length, config.num_key_value_heads) < 1:
+        raise UserError(f"{path}: max_position_embeddings and num_key_value_heads are at least 1")
     if start not in range(vocab):
         raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of what starts a "

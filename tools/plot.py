@@ -34,13 +34,11 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         config = flat(OmegaConf.load(folder / "config.yaml"))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         run = pandas.DataFrame([json.loads(line) for line in lines], dtype=float)
-    except (FileNotFoundError, ValueError) as error:
+        batch = config["training.tokens.batch"] * config["training.tokens.len"]
+        run["tokens"] = (run["step"] + 1) * batch
+        run["seconds"] = (batch / run["tokens_per_second"]).cumsum()
+    except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{folder} has no metrics that can be read: {error}") from None
-    if run.empty:
-        raise UserError(f"{folder}/metrics.jsonl has no step yet")
-    batch = config["training.tokens.batch"] * config["training.tokens.len"]
-    run["tokens"] = (run["step"] + 1) * batch
-    run["seconds"] = (batch / run["tokens_per_second"]).cumsum()
     return config, run
 
 
@@ -55,7 +53,7 @@ def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -
 def smooth(values: pandas.Series, steps: float) -> pandas.Series:
     """Of each value and those before it the mean, by weights that fall to 1/e in so many steps.
     A NaN counts for nothing, and stays one."""
-    fall = math.exp(-1 / steps) if steps else 0.0
+    fall = math.exp(-1 / steps) if steps > 0 else 0.0
     return values.ewm(alpha=1 - fall).mean().where(values.notna())
 
 

@@ -89,7 +89,7 @@ def test_smoothing_is_a_mean_of_falling_weights():
 
 MISTAKES = {
     "no folder": "{folder}/x has no metrics that can be read: [Errno 2] No such file",
-    "no steps": "{folder}/x/metrics.jsonl has no step yet",
+    "no steps": "{folder}/x has no metrics that can be read: 'step'",
     "damaged": "{folder}/x has no metrics that can be read: Expecting",
     "no picture": "Format 'txt' is not supported",
 }
