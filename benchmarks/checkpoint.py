@@ -37,7 +37,7 @@ CONFIG = "model: {}\n"
 
 
 def sizes(total: int) -> dict[str, int]:
-    """Of a model whose state takes about so many bytes."""
+    """Dimensions of a model whose state takes about `total` bytes."""
     layers, vocab, step = 8, 32, 8
     m = max(step, math.isqrt(total // (12 * (16 * layers + 2 * vocab))) // step * step)
     return {"M": m, "Q": 1, "K": 8, "D": m // 8, "F": 4 * m, "V": vocab * m, "layers": layers}
@@ -127,7 +127,7 @@ def sync(file: pathlib.Path) -> None:
 
 
 def forget(file: pathlib.Path) -> None:
-    """What memory has of it."""
+    """Drops a file from the page cache, so that it is read from the disk."""
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -156,7 +156,8 @@ def plain_read(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def with_peak(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[int, float, int]:
-    """And the peak memory, bytes, of this process, or of the largest of those it started."""
+    """Calls a function; adds to its result the peak memory, in bytes, of this process, or of the
+    largest one that it started."""
     count, seconds = function(*given)
     kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return count, seconds, max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024

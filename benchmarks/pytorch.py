@@ -64,7 +64,7 @@ def make_model(config: TorchConfig) -> Any:
 
 
 def make_step(config: TorchConfig, model: Any) -> Any:
-    """For `time_steps`: a step without a state, that gives the event of its end."""
+    """Makes a step for `time_steps`: it has no state, and returns the event of its end."""
     import torch
 
     device, hyper = model.device.type, config.training

@@ -207,7 +207,7 @@ class FlatTokens:
 
     @checked
     def starts(self, first: int, last: int) -> Int64[np.ndarray, " {last-first+1}"]:
-        """Where each of the sequences `first` to `last` starts, and where the last of them ends."""
+        """Returns where each of the sequences `first` to `last` starts, and where the last ends."""
         starts = self._load(self.seq_starts, slice(first, last + 1)).astype(np.int64)
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")

@@ -116,8 +116,8 @@ class Stream:
 
     @checked
     def _epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Of an epoch's n blocks in their order: the first sequence of each, and its place in the
-        epoch. The block that holds the last sequence may be short."""
+        """Returns the first sequence of each of an epoch's n blocks, in their order, and its place
+        in the epoch. The block that holds the last sequence may be short."""
         firsts = permutation(-(-self.count // self.block), *self.key, epoch) * self.block
         lengths = np.minimum(self.block, self.count - firsts)
         return self.first + firsts, np.cumsum(lengths) - lengths

@@ -222,18 +222,18 @@ def units(
     each; if it is one, by this process, in a thread for each core. Raises UserError or OSError for
     what can't be read or tokenized."""
     pool: Executor
+    how = source.tokenizer, source.id_offset  # no more: processes are sent it with each unit
     if processes == 1:
         count = cores()
         pool = ThreadPoolExecutor(count)
     else:
         count = processes
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(count, context, _begin_worker)
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin_worker)
     upcoming: deque[Future[Unit]] = deque()
     with pool:
         try:
             for texts, after in ahead(source.read(lanes, position)):
-                upcoming.append(pool.submit(_unit, source, texts, after))
+                upcoming.append(pool.submit(_unit, *how, texts, after))
                 if len(upcoming) > count + 1:
                     yield upcoming.popleft().result()
             for made in upcoming:
@@ -242,8 +242,8 @@ def units(
             raise OSError("a process that tokenizes died") from None
 
 
-def _unit(source: Source, texts: Any, position: dict[str, Any]) -> Unit:
-    return Unit(*tokenizer(source.tokenizer, source.id_offset)(texts), position)
+def _unit(name: str, id_offset: int, texts: Any, position: dict[str, Any]) -> Unit:
+    return Unit(*tokenizer(name, id_offset)(texts), position)
 
 
 def _begin_worker() -> None:

@@ -172,7 +172,7 @@ class Checkpoint:
         about = self.attributes or {}
         if about.get("step") != self.step or about.get("checksum") != _checksum(about):
             file = f"{self.path}/zarr.json"
-            raise DamageError(f"{file} isn't what was written; delete it to use an older one")
+            raise DamageError(f"{file} isn't what was written; without it the one before counts")
         if (found := about["format"]) != FORMAT:
             raise CheckpointError(f"{self.path} has format {found}; this program reads {FORMAT}")
         return about

@@ -379,8 +379,8 @@ class Run:
         """Prints the progress: of the first and the last step, of each validation, and in between
         a line in so many seconds."""
         step, now = row["step"], time.perf_counter()
-        due = "validation_loss" in row or step + 1 == self.steps
-        if not due and now - self.shown < SECONDS_BETWEEN_LINES:
+        always = "validation_loss" in row or step + 1 == self.steps
+        if not always and now - self.shown < SECONDS_BETWEEN_LINES:
             return
         self.shown = now
         typical = statistics.median(self.seconds[-20:])

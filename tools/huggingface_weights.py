@@ -31,7 +31,6 @@ from typing import Any
 import jax
 import numpy as np
 import safetensors.numpy
-import transformers
 from einops import rearrange
 from huggingface_hub import split_state_dict_into_shards_factory
 from omegaconf import OmegaConf
@@ -271,6 +270,8 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
 def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
     """The model that config.json describes, the length of its rows, and whether its embeddings are
     tied. Raises UserError for another function than train.py's model computes."""
+    import transformers  # two seconds, which an export doesn't need
+
     path = folder / "config.json"
     try:
         said = json.loads(path.read_text())

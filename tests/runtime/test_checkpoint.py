@@ -417,7 +417,7 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest.step == 7
         if change != "of a group of another kind":  # which is found once its arrays are read
-            with pytest.raises(DamageError, match=f"^{file} isn't what was written; delete"):
+            with pytest.raises(DamageError, match=f"^{file} isn't what was written; without"):
                 keeping.check_model()
         assert_same_bits(keeping.restore(), values())
         assert keeping.newest.step == 5
