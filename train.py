@@ -355,8 +355,8 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
     """The number of targets that count, on all devices together."""
-    counted = batch.counted.astype(f32.dtype)
-    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", counted))
+    mask = batch.loss_mask.astype(f32.dtype)
+    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", mask))
 
 
 @typechecked
@@ -371,7 +371,7 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         head: tuple[bf16["M"], bf16["V/t M"]],
         x: bf16["B/d l M/t"],
         targets: u32["B/d l"],
-        counted: bool_["B/d l"],
+        loss_mask: bool_["B/d l"],
     ) -> f32[""]:
         scores = logits(head, x, config.model)
         peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(scores))
@@ -380,11 +380,11 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         total = ops.psum("B/d l {U:t} -> B/d l", total)
         chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", scores, targets)
         chosen = ops.psum("B/d l {U:t} -> B/d l", chosen)
-        nats = (jnp.log(total) - chosen) * counted
+        nats = (jnp.log(total) - chosen) * loss_mask
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
 
     chunks, x = config.training.loss_chunks, forward(weights, batch, config.model)
-    return sum_over_chunks(loss, chunks, whole_head, x, batch.targets, batch.counted)
+    return sum_over_chunks(loss, chunks, whole_head, x, batch.targets, batch.loss_mask)
 
 
 # --- Training step --------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class TokenBatch:
 
     inputs: u32["B/d L"]  # the token before the target, or the model's start token
     targets: u32["B/d L"]
-    counted: bool_["B/d L"]  # whether the loss counts the target: not where it pads a row
+    loss_mask: bool_["B/d L"]  # whether the loss counts the target: not where it pads a row
     document: u32["B/d L"]  # number in the row; attention stays within one
     position: u32["B/d L"]  # in the row
 
@@ -71,7 +71,7 @@ class TokenBatch:
         return cls(
             inputs=np.where(is_start, np.uint32(start_token), previous),
             targets=ids,
-            counted=ids != 0,
+            loss_mask=ids != 0,
             document=np.cumsum(is_start, axis=1, dtype=np.uint32),
             position=np.broadcast_to(np.arange(ids.shape[1], dtype=np.uint32), ids.shape),
         )

@@ -291,8 +291,8 @@ LOUD_EDITS = {
         "    return x * weights.final_norm, kept",
     ),
     "a chunk of the sequence that meets all of it": (
-        "nats = (jnp.log(total) - chosen) * counted",
-        "nats = (jnp.log(total) - chosen) * batch.counted",
+        "nats = (jnp.log(total) - chosen) * loss_mask",
+        "nats = (jnp.log(total) - chosen) * batch.loss_mask",
     ),
     "a gradient that JAX doesn't have": ("lax.stop_gradient(scores)", "scores"),
     "a gradient that JAX finds missing only backward": (

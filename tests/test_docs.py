@@ -1,5 +1,6 @@
 """What the README and the docs show is so."""
 
+import ast
 import os
 import re
 import shlex
@@ -63,6 +64,32 @@ def test_the_sizes_in_the_readme():
     found = counts["train.py"], counts["shardlib"], product, counts["tests"]
     for stated, count in zip(says.groups(), found, strict=True):
         assert int(stated.replace(",", "")) == pytest.approx(count, rel=0.03)
+
+
+# First words of docstrings that read as the rest of a sentence.
+MID_SENTENCE = re.compile(
+    r"(after|against|all|along|also|alone|and|around|as|at|because|before|below|beside|between|both"
+    r"|but|by|does|during|else|except|for|from|here|how|if|in|inside|into|its?|like|nor|not|of|on"
+    r"|only|or|others?|our|so|some|than|that|their|them|these|they|this|those|to|until|what|whatever"
+    r"|when|where|whether|which|while|who|whose|with|within|without)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize(
+    "folder", [".", "shardlib", "data", "runtime", "tools", "benchmarks", "tests"]
+)
+def test_docstrings_begin_with_a_verb_or_a_noun(folder):
+    files = ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    begun = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = isinstance(node, kinds) and ast.get_docstring(node)
+            if text and MID_SENTENCE.match(text):
+                line = node.body[0].lineno
+                begun.append(f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not begun, "\n".join(begun)
 
 
 def blank(text):
