@@ -1,2 +1,2 @@
-"""Explicit sharding: array types that say how an array is laid out, and ops that are checked
-against them. Knows nothing of models, parameters, configs or files."""
+"""Explicit sharding: array types that state an array's layout, and ops checked against them.
+Independent of any model, config or file format."""

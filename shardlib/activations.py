@@ -1,11 +1,11 @@
-"""Which activations the forward pass keeps for the backward pass: those that say so.
+"""Explicit choice of the activations that the forward pass keeps for the backward pass.
 
     @explicit_activation_checkpointing
     def block(x, layer):
         h = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up))
         ...
 
-Kept per call of `block`: its arguments and `h`. All else is computed again in the backward pass,
+Each call of `block` keeps its arguments and `h`. The backward pass recomputes everything else,
 collectives included.
 """
 
@@ -23,16 +23,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
-    """Marks `x` to be kept by the `explicit_activation_checkpointing` around it: in the device's
-    memory, or, offloaded, in pinned memory of its host until the backward pass. Returns it."""
+    """Returns `x`, marked to be kept by the enclosing `explicit_activation_checkpointing`: in the
+    device's memory or, with `offload`, in pinned memory of its host."""
     return checkpoint_name(x, OFFLOADED if offload else SAVED)
 
 
 def explicit_activation_checkpointing(fn: F) -> F:
-    """`fn`, keeping for its backward pass only its arguments and what `save_for_backward` marks.
+    """Decorator: keeps for the backward pass only the arguments and what `save_for_backward` marks.
 
-    Meant for the body of a `lax.scan`: outside a loop the compiler may find that what is computed
-    again equals what was computed before, and keep it after all.
+    Meant for the body of a `lax.scan`. Outside a loop the compiler may merge a recomputation with
+    the original, and so keep the value after all.
     """
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SAVED],
@@ -46,10 +46,11 @@ def explicit_activation_checkpointing(fn: F) -> F:
 def sum_over_chunks(
     fn: Callable[..., jax.Array], chunks: int, shared: Any, x: jax.Array, *others: jax.Array
 ) -> jax.Array:
-    """The sum of `fn(shared, part of x, parts of others)`, a scalar, over parts of dimension 1.
+    """The sum of the scalars `fn(shared, x, *others)` over chunks of dimension 1 of `x` and
+    `others`.
 
-    The gradient is taken with the value, part by part, so that all that is kept for the backward
-    pass is gradients: of the arrays in `shared`, summed in f32, and of `x`. `others` have none.
+    Computes value and gradient together, chunk by chunk, so that the backward pass needs only the
+    gradients of `shared`, summed in f32, and of `x`. `others` have no gradient.
     """
 
     def split(array: jax.Array) -> jax.Array:
@@ -57,23 +58,24 @@ def sum_over_chunks(
 
     @jax.custom_vjp
     def total(shared: Any, x: jax.Array) -> jax.Array:
-        return lax.scan(lambda _, part: ((), fn(shared, *part)), (), (x, *parts))[1].sum()
+        return lax.scan(lambda _, chunk: ((), fn(shared, *chunk)), (), (x, *chunked))[1].sum()
 
     def forward(shared: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        def add(so_far: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-            def of_part(shared: Any, here: jax.Array) -> jax.Array:
-                return fn(shared, here, *part[1:])
+        def add(total: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+            def of_chunk(shared: Any, x: jax.Array) -> jax.Array:
+                return fn(shared, x, *chunk[1:])
 
-            value, (found, by_x) = jax.value_and_grad(of_part, argnums=(0, 1))(shared, part[0])
-            return jax.tree.map(jnp.add, so_far, found), (value, by_x)
+            value_and_grads = jax.value_and_grad(of_chunk, argnums=(0, 1))
+            value, (shared_grads, x_grad) = value_and_grads(shared, chunk[0])
+            return jax.tree.map(jnp.add, total, shared_grads), (value, x_grad)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), shared)
-        by_shared, (values, by_x) = lax.scan(add, zeros, (x, *parts))
-        return values.sum(), (by_shared, by_x)
+        shared_grads, (values, x_grads) = lax.scan(add, zeros, (x, *chunked))
+        return values.sum(), (shared_grads, x_grads)
 
     def backward(grads: Any, scale: jax.Array) -> Any:
         return jax.tree.map(lambda g, like: (g * scale).astype(like.dtype), grads, (shared, x))
 
     total.defvjp(forward, backward)
-    parts = [split(array) for array in others]
+    chunked = [split(array) for array in others]
     return total(shared, split(x))

@@ -1,10 +1,10 @@
-"""What a user did wrong."""
+"""The error for mistakes of the user."""
 
 
 class UserError(ValueError):
-    """A mistake outside the source, in a config, a dataset, a file, the machine; or an edit of the
-    source that the check of its types refuses.
+    """A mistake in a config, a dataset, a file or the machine's setup, or an edit of the source
+    that fails the type check.
 
-    Its message names the thing and the cure, in one line but for an edit's; a program prints it and
-    exits with 1.
+    The message names what is wrong and the cure, in one line unless it is about an edit. A program
+    prints it and exits with status 1.
     """

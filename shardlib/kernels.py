@@ -1,8 +1,8 @@
-"""Ops that are one fused kernel where a device has it, each with a plain twin that says what it
-computes. The twin runs everywhere else: on a laptop, on the probe mesh and in the audit.
+"""Ops with a fused kernel on some devices, each with a plain twin that defines what it computes.
+The twin runs everywhere else: on a laptop, on the probe mesh and in the audit.
 
-A kernel and its twin know no mesh: their type strings are of the part that one device has, so that
-B is its rows and K its heads.
+Kernels and twins don't see the mesh. Their type strings describe one device's part, so B counts its
+own rows and K its own heads.
 """
 
 import math
@@ -16,28 +16,28 @@ from shardlib.activations import explicit_activation_checkpointing
 from shardlib.ops import Call, define_op, widening_einsum
 from shardlib.types import Spec, floating, integer, typechecked
 
-BLOCK = 512  # queries whose scores are there at a time
+BLOCK = 512  # queries whose scores are in memory at a time
 
 
 @define_op
 def attention(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array
 ) -> jax.Array:
-    """Causal attention within each document; Q query heads share a key-value head. Vaswani et al.
+    """Causal attention within each document. Q query heads share a key-value head. Vaswani et al.
     2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245.
 
         kernels.attention(
             "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
         )
 
-    Communicates nothing. Backward, scores are computed again from q, k and v: save those.
-    On NVIDIA GPUs it is cuDNN's, in bf16, for sequences that are multiples of 8 and heads of 8 to
-    128 by 8. Raises ShardTypeError where an operand hasn't these dimensions in this order, or the
-    sequence or the head dimension is split.
+    Communicates nothing. The backward pass recomputes the scores from q, k and v: save those.
+    Runs cuDNN's kernel on NVIDIA GPUs if q is bf16, L a multiple of 8, and D a multiple of 8 up to
+    128. Raises ShardTypeError unless the operands have these dimensions in this order, with L and D
+    not split.
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
-    call.require(not queries.unreduced, "pay the sum first")
+    call.require(not queries.unreduced, "reduce it first")
     rows, length, _, kv_heads, size = queries.dims
     call.require(not length.axes and not size.axes, f"{length} and {size} can't be split")
     keys, documents = Spec((rows, length, kv_heads, size)), Spec((rows, length))
@@ -57,13 +57,13 @@ def plain_attention(
     v: floating["B L K D"],
     document: integer["B L"],
 ) -> floating["B L Q K D"]:
-    """What `attention` computes, whose scores are there for a block of queries at a time."""
+    """Computes attention in blocks of queries, so that scores are in memory for one at a time."""
     length = q.shape[1]
     block = math.gcd(length, BLOCK)
     if block < 64:
         block = length
 
-    # Gradients of k and v are sums over blocks, in the dtype that goes into the loop.
+    # Gradients of k and v are summed over blocks in the dtype in which they enter the loop.
     wide = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @explicit_activation_checkpointing
@@ -92,7 +92,7 @@ def cudnn_attention(
     v: floating["B L K D"],
     document: integer["B L"],
 ) -> floating["B L Q K D"]:
-    """The same by cuDNN's flash attention, whose query heads of one key are neighbours."""
+    """Computes attention with cuDNN, in which query heads that share a key are adjacent."""
     same = document[:, None, :, None] == document[:, None, None, :]
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(

@@ -1,13 +1,13 @@
-"""Collectives and contractions whose string says what they do, and is checked.
+"""Collectives and contractions. Each takes a string that says what it does, and checks it.
 
-    y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)   # a sum is owed
-    y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)                       # and paid
+    y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)   # partial sums
+    y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)                       # reduced
 
-Call them inside a `typed_shard_map`. Each op checks its operands against the left side of its
-string, itself against what it can do, and its result against the right side; what doesn't hold is
-a ShardTypeError (or a SpecError, if the string can't be read) while tracing. Each runs under a
-`jax.named_scope` that carries its string, which the jaxpr, the HLO and a profiler show. JAX has no
-`vmap` of values that owe sums.
+Call the ops inside a `typed_shard_map`. While tracing, an op checks its operands against the left
+side of the string, its result against the right side, and that it can do what the string asks; if
+not, it raises ShardTypeError (SpecError if the string can't be parsed). Each op runs under a
+`jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. JAX
+has no `vmap` of unreduced values.
 """
 
 import functools
@@ -35,16 +35,16 @@ from shardlib.types import (
 
 
 def scope_name(op: str, signature: str) -> str:
-    """The name an op runs under. "/" would start a new path segment there, so it becomes "|"."""
+    """The name of an op's scope. A "/" would start a new path segment there, so it becomes "|"."""
     return f"{op}({signature})".replace("/", "|")
 
 
-# Finds that name, of any op, in a longer path.
+# Finds an op's scope name in a longer path.
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
 class Call:
-    """One call of an op: its parsed string, and how it complains."""
+    """One call of an op: its parsed string, and the start of its error messages."""
 
     def __init__(self, op: str, signature: str):
         self.operands, self.result = parse_signature(signature)
@@ -56,22 +56,23 @@ class Call:
 
 
 def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wraps `implementation(call, *operands)` into an op that takes a string and is checked."""
+    """Decorator: makes `implementation(call, *operands)` an op that takes a string first and checks
+    its operands and result."""
     name = implementation.__name__
-    shown = f"{implementation.__module__.rpartition('.')[2]}.{name}"
+    full_name = f"{implementation.__module__.rpartition('.')[2]}.{name}"
     parameters = inspect.signature(implementation).parameters.values()
-    takes = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters) - 1  # 0: any number
+    arity = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters) - 1  # 0: any number
 
     @functools.wraps(implementation)
     def op(signature: str, *operands: jax.Array, **options: Any) -> jax.Array:
         if not isinstance(signature, str):
-            raise ShardTypeError(f"{shown} takes its string first, then its operands")
-        call = Call(shown, signature)
+            raise ShardTypeError(f"{full_name} takes its string first, then its operands")
+        call = Call(full_name, signature)
         call.require(inside_shard_map(), "call it inside a typed_shard_map")
         count = len(call.operands)
-        call.require(takes in (0, count), f"it takes {takes} operand(s), not {count}")
+        call.require(arity in (0, count), f"it takes {arity} operand(s), not {count}")
         call.require(
-            len(operands) == count, f"the string has {count} operand(s), the call {len(operands)}"
+            len(operands) == count, f"its string has {count} operand(s), the call {len(operands)}"
         )
         for spec in (*call.operands, call.result):
             problem = axes_problem(spec)
@@ -89,14 +90,14 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 
 
 def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x` as a value that may differ along `axes`: a cast in the type, no communication."""
+    """Casts `x` to varying along `axes`; communicates nothing."""
     kind = jax.typeof(x).manual_axis_type
     missing = tuple(a for a in axes if a not in kind.varying and a not in kind.unreduced)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _owing(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x` as partial sums over `axes`, whose total is the value: a cast, no communication."""
+def _unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
     return lax.pcast(_varying(x, axes), axes, to="unreduced") if axes else x
 
 
@@ -105,36 +106,36 @@ def _names(spec: Spec) -> list[str]:
 
 
 def _one_to_one(call: Call, longer: Spec, shorter: Spec) -> list[tuple[int, tuple[str, ...]]]:
-    """Where `longer` has more axes: the position, and the trailing axes that `shorter` lacks."""
+    """The positions of dimensions with more axes in `longer`, and the trailing axes that `shorter`
+    lacks there."""
     call.require(
         _names(longer) == _names(shorter), "the dimensions must be the same, in the same order"
     )
-    beyond = []
+    extra = []
     for i, (long, short) in enumerate(zip(longer.dims, shorter.dims, strict=True)):
         kept = len(short.axes)
         call.require(
             long.axes[:kept] == short.axes,
-            f"{long} and {short}: the axes that change must be the last of {long}, "
-            "as the parts lie in that order",
+            f"{long} and {short}: only the last axes of {long} can be gathered or scattered",
         )
         if long.axes[kept:]:
-            beyond.append((i, long.axes[kept:]))
-    return beyond
+            extra.append((i, long.axes[kept:]))
+    return extra
 
 
 @define_op
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
-    """Makes dimensions whole along the axes that the right side leaves out.
+    """Gathers dimensions over the axes that the right side leaves out.
 
         ops.all_gather("M/d F/t -> M F/t", w)       over d
         ops.all_gather("M/t/d -> M", gain)          over t and d
 
     Forward: all-gather. Backward: reduce-scatter over the same axes.
-    Raises ShardTypeError if it gathers nothing, if an axis before the last is left out
-    (`M/t/d -> M/d`), or on pending sums.
+    Raises ShardTypeError if it gathers nothing, if it leaves out an axis other than the last
+    (`M/t/d -> M/d`), or for an unreduced operand.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.unreduced and not wanted.unreduced, "pay the sum before the gather")
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it before the gather")
     gathered = _one_to_one(call, given, wanted)
     call.require(gathered, "it gathers nothing")
     for i, axes in gathered:
@@ -142,14 +143,14 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     return x
 
 
-def _paid(call: Call) -> tuple[str, ...]:
-    """The axes over which the left side owes a sum and the right side doesn't."""
+def _reduced_axes(call: Call) -> tuple[str, ...]:
+    """The axes over which the left side is unreduced and the right side isn't."""
     (given,), wanted = call.operands, call.result
     new = ",".join(a for a in wanted.unreduced if a not in given.unreduced)
-    call.require(not new, f"it can't leave a sum over {new} owed that wasn't owed before")
-    paid = tuple(a for a in given.unreduced if a not in wanted.unreduced)
-    call.require(paid, "no sum is paid: the left side needs {U:axis}, the right side not")
-    return paid
+    call.require(not new, f"the right side has {{U:{new}}}, but the left side has not")
+    axes = tuple(a for a in given.unreduced if a not in wanted.unreduced)
+    call.require(axes, "it reduces nothing: {U:axis} must be on the left and not on the right")
+    return axes
 
 
 @define_op
@@ -159,17 +160,17 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
 
     Forward: reduce-scatter. Backward: all-gather over the same axes.
-    Raises ShardTypeError unless exactly the axes whose sums are paid appear at the end of a
-    dimension's axes; JAX raises ValueError for one that does not split evenly.
+    Raises ShardTypeError unless the axes that are reduced over are exactly those that the right
+    side adds to its dimensions. JAX raises ValueError if a dimension doesn't split evenly.
     """
     (given,), wanted = call.operands, call.result
-    paid = _paid(call)
+    reduced = _reduced_axes(call)
     scattered = _one_to_one(call, wanted, given)
     axes = tuple(a for _, split in scattered for a in split)
     call.require(
-        set(axes) == set(paid),
-        f"the sum over {', '.join(paid)} is paid, but the result is newly split over "
-        f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": ops.psum leaves it whole"),
+        set(axes) == set(reduced),
+        f"it reduces over {', '.join(reduced)}, but newly splits the result over "
+        f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": for that, use ops.psum"),
     )
     for i, split in scattered:
         x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
@@ -178,44 +179,46 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def psum(call: Call, x: jax.Array) -> jax.Array:
-    """Adds up partial sums; each device has the whole total.
+    """Adds up partial sums; each device gets the full total.
 
         ops.psum("B/d L {U:t} -> B/d L", x)
         ops.psum("{U:d} -> ", loss)
 
     Forward: all-reduce. Backward: nothing.
-    Raises ShardTypeError where no sum is owed, or where a dimension's split would change.
+    Raises ShardTypeError if the operand isn't unreduced, or a dimension's split would change.
     """
     (given,), wanted = call.operands, call.result
-    paid = _paid(call)
+    axes = _reduced_axes(call)
     call.require(
         given.dims == wanted.dims,
-        "a psum changes no dimension; ops.all_gather and ops.psum_scatter change splits",
+        "it can't change how a dimension is split; ops.all_gather and ops.psum_scatter can",
     )
-    return lax.psum(x, paid)
+    return lax.psum(x, axes)
 
 
-def _owed_by_removing(call: Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of summed-over dimensions, which the right side must declare as owed."""
+def _unreduced_by_removing(
+    call: Call, removed: list[Dim], before: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The axes of summed-over dimensions, which the right side must declare as unreduced."""
     new = tuple(a for dim in removed for a in dim.axes)
     split = (*new, *call.result.axes)
     for axis in split:
         call.require(split.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
-    owed = ",".join(a for a in mesh_shape() if a in (*new, *before))
-    fix = f"write {{U:{owed}}} on the right" if owed else "leave {U:} out on the right"
+    axes = ",".join(a for a in mesh_shape() if a in (*new, *before))
+    fix = f"write {{U:{axes}}} on the right" if axes else "leave out {U:} on the right"
     over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
-    problem = f"it sums over {over}, so the result owes a sum over {owed or 'no axis'}: {fix}"
+    problem = f"it sums over {over}, so the result is unreduced over {axes or 'no axis'}: {fix}"
     call.require(set(call.result.unreduced) == {*new, *before}, problem)
     return new
 
 
-def _reduced(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
-    """The positions and dimensions that the right side leaves out."""
+def _removed(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
+    """The positions and names of the dimensions that the right side leaves out."""
     (given,), wanted = call.operands, call.result
     out = [i for i, dim in enumerate(given.dims) if dim not in wanted.dims]
     kept = tuple(dim for dim in given.dims if dim in wanted.dims)
     call.require(
-        kept == wanted.dims, "the right side must be the left side's dimensions less the reduced"
+        kept == wanted.dims, "the right side must be the left side without what is reduced"
     )
     call.require(out, "it reduces nothing")
     return tuple(out), [given.dims[i] for i in out]
@@ -223,30 +226,31 @@ def _reduced(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
 
 @define_op
 def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
-    """Sums over the dimensions that the right side leaves out; over split ones, only this part.
+    """Sums over the dimensions that the right side leaves out, each device over its part.
 
         ops.reduce_sum("B/d L V/t -> B/d L {U:t}", x)
 
-    Communicates nothing: the sum over the axes of a split dimension is left owed, and declared.
-    Raises ShardTypeError where it isn't.
+    Communicates nothing. The result is unreduced over the axes of a split dimension, and the string
+    must say so, or ShardTypeError is raised.
     """
-    positions, removed = _reduced(call)
-    owed = _owed_by_removing(call, removed, call.operands[0].unreduced)
-    return _owing(jnp.sum(x, axis=positions), owed)
+    positions, removed = _removed(call)
+    axes = _unreduced_by_removing(call, removed, call.operands[0].unreduced)
+    return _unreduced(jnp.sum(x, axis=positions), axes)
 
 
 @define_op
 def reduce_max(call: Call, x: jax.Array) -> jax.Array:
-    """The maximum over the dimensions that the right side leaves out, split or not.
+    """Takes the maximum over the dimensions that the right side leaves out, split or not.
 
         ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(x))
 
-    Forward: all-reduce (max) over the axes of the split ones. It has no gradient: stop it before.
-    Not every backend's all-reduce passes on a NaN.
+    Forward: all-reduce (max) over the axes of split dimensions. There is no gradient: apply
+    lax.stop_gradient to the operand. Some backends' all-reduce drops NaNs.
+    Raises ShardTypeError for an unreduced operand or result.
     """
-    positions, removed = _reduced(call)
-    pending = (*call.operands[0].unreduced, *call.result.unreduced)
-    call.require(not pending, "pay the sum before the maximum; none is left after it")
+    positions, removed = _removed(call)
+    unreduced = (*call.operands[0].unreduced, *call.result.unreduced)
+    call.require(not unreduced, "reduce it before the maximum; the result has no {U:}")
     axes = tuple(a for dim in removed for a in dim.axes)
     x = jnp.max(x, axis=positions)
     return lax.pmax(_varying(x, axes), axes) if axes else x
@@ -254,44 +258,46 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = None) -> jax.Array:
-    """The einsum of each device's parts.
+    """Computes the einsum of each device's parts.
 
         ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
         ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)
         ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", x, unembed, dtype=f32)
 
-    Communicates nothing forward. Backward neither, unless an operand is the same all along an axis
-    and another is not: the first one's gradient is then summed over that axis, by an all-reduce.
-    Where a summed-over dimension is split over an axis, the sum over it is left owed, and declared.
-    The result has the operands' dtype, or is left in a wider one, in which it was summed; its
-    gradient is then rounded to the operands' dtype, so that products run in that one backward too.
-    Raises ShardTypeError where one name has two splits, two dimensions are split over one axis,
-    dtypes differ, operands owe sums, or {U:} isn't right.
+    Forward: no communication. Backward: none, unless one operand is replicated over an axis and
+    another varies along it; an all-reduce then sums the first one's gradient over that axis.
+    If a summed-over dimension is split over an axis, the result is unreduced over it, and the
+    string must say so. The result has the operands' dtype unless `dtype` is given, a wider one to
+    accumulate in and return; its gradient is then rounded to the operands' dtype first, so that the
+    backward products run in that dtype too.
+    Raises ShardTypeError if a name has two splits, two dimensions are split over one axis, dtypes
+    differ, an operand is unreduced, or {U:} is wrong.
     """
     wanted = call.result
     seen: dict[str, Dim] = {}
     for spec in (*call.operands, wanted):
         repeated = [name for name in _names(spec) if _names(spec).count(name) > 1]
-        call.require(not repeated, f"`{spec}`: give the two {repeated[:1]} names of their own")
+        call.require(not repeated, f"`{spec}`: rename one of the two {''.join(repeated[:1])}")
         for dim in spec.dims:
             first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
             call.require(first, f"{dim} on the right is in no operand")
-            call.require(first == dim, f"{first} and {dim}: one name has one split; gather first")
-        call.require(not spec.unreduced or spec is wanted, f"`{spec}`: pay the sum first")
+            call.require(first == dim, f"{first} and {dim}: a name has one split; gather first")
+        call.require(not spec.unreduced or spec is wanted, f"`{spec}`: reduce it first")
     dtypes = sorted({str(x.dtype) for x in operands})
     call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
-    owed = _owed_by_removing(call, removed, ())
+    axes = _unreduced_by_removing(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
     if dtype is None or dtype.dtype == operands[0].dtype:
-        return _owing(jnp.einsum(subscripts, *operands), owed)
-    return _owing(widening_einsum(subscripts, dtype.dtype, *operands), owed)
+        return _unreduced(jnp.einsum(subscripts, *operands), axes)
+    return _unreduced(widening_einsum(subscripts, dtype.dtype, *operands), axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
+    """`jnp.einsum` that accumulates in `dtype` and returns it; backward products stay narrow."""
     return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
 
 
@@ -314,18 +320,20 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
         ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, ids)
         ops.index_unreduced("B/d L [V/t], B/d L -> B/d L {U:t}", logits, targets)
 
-    Indices are global. A device gives the entries it holds, and zeros for the rest, so the sum over
-    the bracketed dimension's axes is left owed, and declared; it communicates nothing. Dimensions
-    that table and indices share are looked up one by one. The result is the indices' dimensions,
-    then the table's remaining ones. An index outside 0 <= index < V gives zeros. Backward, the
-    gradients of an entry that is looked up often are summed in f32.
-    Raises ShardTypeError where the string is not of this form, or indices aren't i32 or u32.
+    Indices are global. Each device returns the entries that it holds and zeros for the rest, so the
+    result is unreduced over the bracketed dimension's axes, and the string must say so.
+    Communicates nothing. Dimensions that table and indices share are batch dimensions. The result
+    has the indices' dimensions, then the table's remaining ones. An index outside 0 <= index < V
+    gives zeros. In the backward pass the gradients of a repeated entry are summed in f32.
+    Raises ShardTypeError if the string is not of this form, or indices aren't i32 or u32.
     """
     tables, ids = call.operands
     looked_up = [dim for dim in tables.dims if dim.indexed]
     call.require(len(looked_up) == 1, "the first operand needs one dimension in brackets: [V/t]")
-    call.require(indices.dtype in (jnp.int32, jnp.uint32), f"indices are {indices.dtype}")
-    call.require(not tables.unreduced and not ids.unreduced, "pay the sum first")
+    call.require(
+        indices.dtype in (jnp.int32, jnp.uint32), f"indices must be i32 or u32, not {indices.dtype}"
+    )
+    call.require(not tables.unreduced and not ids.unreduced, "reduce it first")
     (dim,) = looked_up
     shared = tuple(d for d in tables.dims if d in ids.dims)
     call.require(
@@ -336,64 +344,67 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     call.require(
         call.result.dims == wanted, f"the result's dimensions are `{Spec(wanted)}`, in that order"
     )
-    owed = _owed_by_removing(call, [dim], ())
+    axes = _unreduced_by_removing(call, [dim], ())
     position = tables.dims.index(dim)
     size = table.shape[position]
     first = lax.axis_index(dim.axes) * size if dim.axes else 0
     local = indices.astype(jnp.int32) - first
     table = jnp.moveaxis(table, position, len(shared))
-    if ids.dims == shared:  # one entry of each row: as its backward pass, a scatter would copy them
+    # One entry per row. Compares, because the backward pass of a lookup is a scatter, for which the
+    # compiler would copy the table.
+    if ids.dims == shared:
         local = jnp.expand_dims(local, tuple(range(len(shared), table.ndim)))
         here = local == lax.broadcasted_iota(jnp.int32, table.shape, len(shared))
-        return _owing(jnp.where(here, table, 0).sum(len(shared)), owed)
+        return _unreduced(jnp.where(here, table, 0).sum(len(shared)), axes)
     lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     local = jnp.where((local >= 0) & (local < size), local, size)
     wide = table.astype(jnp.float32)
     for _ in shared:
         lookup = jax.vmap(lookup)
-    return _owing(lookup(wide, local).astype(table.dtype), owed)
+    return _unreduced(lookup(wide, local).astype(table.dtype), axes)
 
 
 @jax.named_scope("sum_of_squares")
 def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
-    """The sum of the squares of all numbers in a typed tree, f32[""], whatever its layout.
+    """The sum of the squares of all numbers in a typed tree, f32[""], for any layout.
 
         grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
 
-    Forward: one all-reduce of a scalar for each set of axes that arrays are split over; an array
-    that is whole along an axis counts once. For use outside differentiation.
+    Forward: one all-reduce of a scalar for each set of axes that arrays are split over. An array
+    that is replicated over an axis counts once. Not for use inside a differentiated function.
     """
     totals: dict[tuple[str, ...], jax.Array] = {}
     for axes, square in _squares(hint, tree, "sum_of_squares"):
         totals[axes] = totals[axes] + square if axes in totals else square
-    paid = [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in totals.items()]
-    total = sum(paid, start=jnp.float32(0))
+    sums = [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in totals.items()]
+    total = sum(sums, start=jnp.float32(0))
     check(total, Spec(), "the result of ops.sum_of_squares")
     return total
 
 
 @jax.named_scope("sums_of_squares")
 def sums_of_squares(hint: Any, tree: Any, each: str) -> list[jax.Array]:
-    """The same of each array in the tree, f32[""]; or, where its first dimension is `each`, of each
-    of its parts along that, f32[each].
+    """The sum of squares of each array in a typed tree, f32[""]; for an array whose first dimension
+    is `each`, one sum for each index of it, f32[each].
 
         w_q_norms = jnp.sqrt(ops.sums_of_squares(Layers, grads.layers, "layers")[1])
 
-    Forward: an all-reduce for each array that is split. For use outside differentiation.
+    Forward: an all-reduce for each array that is split. Not for use inside a differentiated
+    function.
     """
     squares = _squares(hint, tree, "sums_of_squares", each)
-    return [lax.psum(_owing(x, axes), axes) if axes else x for axes, x in squares]
+    return [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in squares]
 
 
 def _squares(
     hint: Any, tree: Any, op: str, each: str = ""
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    """Of each array the axes it is split over, and the sum that is owed over them."""
+    """Yields for each array the axes it is split over, and its partial sum of squares."""
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
         if kind.spec.unreduced:
-            raise ShardTypeError(f"{path} is {kind}: pay the sum first")
-        kept = kind.spec.dims[:1] == (Dim(each),)
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
+            raise ShardTypeError(f"{path} is {kind}: reduce it first")
+        first = 1 if kind.spec.dims[:1] == (Dim(each),) else 0
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(first, x.ndim)))
         yield tuple(a for a in mesh_shape() if a in kind.spec.axes), square

@@ -1,30 +1,29 @@
-"""Array types that name each dimension, the mesh axes it is split over, and the sums still owed.
+"""Array types that name each dimension, the mesh axes it is split over, and any pending reduction.
 
-    f32["B/d L M/t"]       B is split over axis d, L is whole, M is split over axis t
+    f32["B/d L M/t"]       B is split over axis d, L is not split, M is split over axis t
     f32["M/t/d"]           M is split over t first, then each part over d
-    f32["B/d L M {U:t}"]   each device along t holds a partial sum; the value is their total
+    f32["B/d L M {U:t}"]   unreduced over t: each device along t holds a partial sum of the value
     f32[""]                a scalar
-    floating["B L"]        of f32 or bf16, as integer["B L"] is of any integers
+    floating["B L"]        f32 or bf16; integer["B L"] is any integer type
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
     spec  := item* [ "{U:" axis ("," axis)* "}" ]
-    item  := dim | "[" dim "]"              in brackets: what `ops.index_unreduced` looks up
+    item  := dim | "[" dim "]"              brackets mark what `ops.index_unreduced` looks up
     dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
-The axes of one dimension stand in the reverse of the mesh's order, so on a mesh `d, t` always
-`M/t/d`, never `M/d/t`: the two have the same shapes and hold different parts. A gather over the
-outermost axis, d, then leaves `M/t`, each device's part in one piece.
+The axes of a dimension are written in the reverse of the mesh's order: on a mesh `d, t` it is
+`M/t/d`, never `M/d/t`. The two have the same shapes but place the parts on different devices. With
+this order, a gather over the outermost axis, d, leaves `M/t`, each device's part contiguous.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
-`typed_shard_map` opens a fresh one.
+`typed_shard_map` opens a fresh scope.
 
-The sums owed are JAX's own types, and so are the axes along which a value may differ: an array that
-varies over d and is unreduced over t prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the
-documentation of `jax.shard_map`). What these checks can't see, and `audit.check` finds: JAX knows
-that a value may differ, not whether it does. A sum over a split dimension that is taken by hand,
-not by an op, owes without saying so, and passes for a whole array until it meets a scalar or a
-result of `typed_shard_map`.
+"Unreduced" and "varying" are JAX's own types: an array that varies along d and is unreduced over t
+prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the documentation of `jax.shard_map`). JAX
+tracks that a value may vary, not that it is a partial sum, unless an op says so. If you sum over a
+split dimension with jnp instead of an op, the partial result passes for the full one until it meets
+a scalar type or a result of `typed_shard_map`. `audit.check` finds such sums.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ F = typing.TypeVar("F", bound=Callable[..., Any])
 
 
 class ShardTypeError(TypeError):
-    """A value that isn't what its type says, or an op that can't do what its string says."""
+    """A value that doesn't match its type, or an op that can't do what its string says."""
 
 
 class SpecError(ShardTypeError):
@@ -79,14 +78,14 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The layout of an array: its dimensions, and the axes over which a sum is owed."""
+    """The layout of an array: its dimensions, and the axes over which it is unreduced."""
 
     dims: tuple[Dim, ...] = ()
     unreduced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        owed = [f"{{U:{','.join(self.unreduced)}}}"] if self.unreduced else []
-        return " ".join([*map(str, self.dims), *owed])
+        unreduced = [f"{{U:{','.join(self.unreduced)}}}"] if self.unreduced else []
+        return " ".join([*map(str, self.dims), *unreduced])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -96,13 +95,13 @@ class Spec:
 
 _ITEM = re.compile(
     r"(?P<open>\[)?(?P<name>[A-Za-z_]\w*|\d+)(?P<axes>(/[A-Za-z_]\w*)*)(?(open)\])"
-    r"|\{U:(?P<owed>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}",
+    r"|\{U:(?P<unreduced>[A-Za-z_]\w*(,[A-Za-z_]\w*)*)\}",
     re.ASCII,
 )
 
 
 def _parse(text: str) -> tuple[list[Spec], list[str]]:
-    """The specs, and the commas and arrows that stand between them."""
+    """The specs, and the commas and arrows between them."""
     specs, marks = [Spec()], []
     for word in re.finditer(r"\{[^}]*\}?|,|->|((?!->)[^\s,{])+", text):
         if word[0] in (",", "->"):
@@ -111,18 +110,18 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
             continue
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None:
-            problem = "expected a dimension like M, M/t or [V/t], or sums owed like {U:d,t}"
+            problem = "expected a dimension like M, M/t or [V/t], or unreduced axes like {U:d,t}"
         elif spec.unreduced:
-            problem = "sums owed stand once, at the end"
+            problem = "{U:...} comes once, at the end"
         else:
-            if item["owed"]:
-                spec = Spec(spec.dims, tuple(item["owed"].split(",")))
+            if item["unreduced"]:
+                spec = Spec(spec.dims, tuple(item["unreduced"].split(",")))
             else:
                 axes = tuple(item["axes"].split("/")[1:])
                 spec = Spec((*spec.dims, Dim(item["name"], axes, bool(item["open"]))))
             used = (*spec.axes, *spec.unreduced)
             twice = [axis for axis in used if used.count(axis) > 1]
-            problem = f"axis {twice[0]} stands twice in one array" if twice else ""
+            problem = f"axis {twice[0]} appears twice in one array" if twice else ""
             specs[-1] = spec
         if problem:
             raise SpecError(f"{problem}\n    {text}\n    {' ' * word.start()}^")
@@ -140,10 +139,13 @@ def parse_spec(text: str) -> Spec:
 
 @functools.cache
 def parse_signature(text: str) -> tuple[tuple[Spec, ...], Spec]:
-    """`"B/d L M, M F/t -> B/d L F/t"` as the operands' specs and the result's."""
+    """`"B/d L M, M F/t -> B/d L F/t"` as the operands' specs and the result's spec. Raises
+    SpecError."""
     specs, marks = _parse(text)
     if "".join(marks) != "," * (len(marks) - 1) + "->":
-        raise SpecError(f"expected operands, an arrow and a result: A, B -> C, not\n    {text}")
+        raise SpecError(
+            f"expected operands, an arrow and a result, as in A, B -> C, not\n    {text}"
+        )
     return tuple(specs[:-1]), specs[-1]
 
 
@@ -151,7 +153,7 @@ def parse_signature(text: str) -> tuple[tuple[Spec, ...], Spec]:
 
 
 class ArrayType(type):
-    """The class of the classes that `f32["B/d L"]` and its like make."""
+    """The metaclass of array types such as `f32["B/d L"]`."""
 
     element: "DType"
     dtype: Any
@@ -166,10 +168,10 @@ class ArrayType(type):
 
 @dataclasses.dataclass(frozen=True)
 class DType:
-    """An element type; subscripted with a type string it gives an array type."""
+    """An element type. Subscripted with a type string, it gives an array type."""
 
     name: str
-    dtype: Any  # NumPy's, or the abstract class of several
+    dtype: Any  # a NumPy dtype, or an abstract NumPy class for several
 
     def __getitem__(self, text: str) -> ArrayType:
         if not isinstance(text, str):
@@ -181,7 +183,7 @@ class DType:
 def array_type(element: DType, spec: Spec) -> ArrayType:
     """The one class for this element type and layout."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
-        raise SpecError(f"{indexed[0]} has a place in a signature of ops.index_unreduced only")
+        raise SpecError(f"{indexed[0]}: only the string of ops.index_unreduced takes brackets")
     members = {"element": element, "dtype": element.dtype, "spec": spec}
     return ArrayType(f'{element.name}["{spec}"]', (), members)
 
@@ -191,7 +193,7 @@ bf16 = DType("bf16", np.dtype(jnp.bfloat16))
 i32 = DType("i32", np.dtype(jnp.int32))
 u32 = DType("u32", np.dtype(jnp.uint32))
 bool_ = DType("bool_", np.dtype(jnp.bool_))
-floating = DType("floating", np.floating)  # of any width, for what isn't stored
+floating = DType("floating", np.floating)  # any width: for arguments, not for stored arrays
 integer = DType("integer", np.integer)
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
@@ -215,12 +217,12 @@ def mesh_shape() -> dict[str, int]:
 
 
 def inside_shard_map() -> bool:
-    """Whether arrays are each device's parts here."""
+    """Returns whether arrays are per-device parts at this point of the trace."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def axes_problem(spec: Spec) -> str | None:
-    """What is wrong with the spec's axes on the mesh in context."""
+    """Describes what is wrong with the spec's axes on the mesh in context; None if nothing is."""
     mesh = mesh_shape()
     for axis in (*spec.axes, *spec.unreduced):
         if axis not in mesh:
@@ -229,19 +231,20 @@ def axes_problem(spec: Spec) -> str | None:
     for dim in spec.dims:
         right = tuple(sorted(dim.axes, key=order.index))
         if dim.axes != right:
-            return f"axes stand in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
+            return f"write axes in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
     return None
 
 
 def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
-    """Raises ShardTypeError unless `value` is of the type (given a Spec: has the layout).
+    """Raises ShardTypeError unless `value` has the expected type, or the layout if given a Spec.
 
-    Binds the sizes of named dimensions in the open scope, or compares them with those bound. Within
-    a shard_map it also compares the sums owed; outside, the layout of a concrete array.
+    Binds the sizes of named dimensions in the open scope, or compares them with the sizes bound
+    there. Inside a shard_map it also compares the unreduced axes; outside, the sharding of a
+    concrete array.
     """
     if problem := _problem(value, expected, where):
         raise ShardTypeError(
-            f"{where} does not fit its type\n"
+            f"{where} does not match its type\n"
             f"    declared: {str(expected) or 'a scalar'}\n"
             f"    found:    {describe(value)}\n"
             f"    {problem}"
@@ -249,7 +252,7 @@ def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """An array's type as JAX prints it, and where it is so; of anything else, its class."""
+    """An array's type as JAX prints it, with the mesh if it is a part; otherwise the class name."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return type(value).__name__
     each = f" on each device of {show_axes(mesh_shape())}" if inside_shard_map() else ""
@@ -257,14 +260,14 @@ def describe(value: Any) -> str:
 
 
 def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
-    """What is wrong with the value; if nothing is, binds its sizes."""
+    """Describes how the value differs from its type. If it doesn't, binds its sizes."""
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
     if isinstance(expected, ArrayType) and not jnp.issubdtype(value.dtype, expected.dtype):
         return f"the dtype is {value.dtype}, not {expected.element.name}"
     if len(value.shape) != len(spec.dims):
-        return f"it has {len(value.shape)} dimensions, the type {len(spec.dims)}"
+        return f"it has {len(value.shape)} dimension(s), its type has {len(spec.dims)}"
     if problem := axes_problem(spec):
         return problem
     mesh, local = mesh_shape(), inside_shard_map()
@@ -281,38 +284,40 @@ def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
             each = f" ({length} on each of {show_axes(axes)})" if size != length else ""
-            return f"dimension {dim.name}={size}{each} here, {dim.name}={bound} in {first}"
-    problem = _owed_problem(value, spec) if local else _layout_problem(value, spec)
+            return f"dimension {dim.name} is {size}{each} here, but {bound} in {first}"
+    problem = _unreduced_problem(value, spec) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
     return problem
 
 
-def _owed_problem(value: Any, spec: Spec) -> str | None:
+def _unreduced_problem(value: Any, spec: Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
-    owed = [axis for axis in mesh_shape() if axis in kind.unreduced]
-    if undeclared := ",".join(axis for axis in owed if axis not in spec.unreduced):
+    unreduced = [axis for axis in mesh_shape() if axis in kind.unreduced]
+    if undeclared := ",".join(axis for axis in unreduced if axis not in spec.unreduced):
         return (
-            f"it owes a sum over {undeclared}: pay it with ops.psum or ops.psum_scatter, "
-            f"or declare {{U:{undeclared}}}"
+            f"it is unreduced over {undeclared}, a partial sum on each device: reduce it with "
+            f"ops.psum or ops.psum_scatter, or declare {{U:{undeclared}}}"
         )
-    if settled := ",".join(axis for axis in spec.unreduced if axis not in owed):
-        return f"it owes no sum over {settled}: it is paid already, or never was a partial sum"
+    if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
+        return (
+            f"it is not unreduced over {reduced}: it was reduced already, or never was a partial "
+            "sum"
+        )
     if not spec.dims and kind.varying:
         return (
-            "a scalar is the same on every device or owes a sum, and this one may differ along "
+            "a scalar is the same on every device or unreduced, but this one varies along "
             f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}\n"
-            "    use ops.reduce_sum, and before ops.all_gather: what that made whole counts as "
-            "differing"
+            "    call ops.reduce_sum before ops.all_gather: JAX treats a gathered value as varying"
         )
     return None
 
 
 def _layout_problem(value: Any, spec: Spec) -> str | None:
     if spec.unreduced:
-        return "outside a shard_map no array owes a sum"
+        return "outside a shard_map no array is unreduced"
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
-        return None  # a tracer's layout is not known yet, and a numpy array has none
+        return None  # a tracer's sharding is not known yet, and a NumPy array has none
     layout = value.sharding
     if layout.is_fully_replicated and not spec.axes:
         return None
@@ -321,10 +326,10 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
         wanted = NamedSharding(mesh, PartitionSpec(*(dim.axes or None for dim in spec.dims)))
         if layout.is_equivalent_to(wanted, value.ndim):
             return None
-    return f"its layout is {layout}"
+    return f"its sharding is {layout}"
 
 
-# Where code lies that isn't the user's: below these, ours first.
+# Folders of code that isn't the user's; shardlib comes first.
 _LIBRARIES = (
     *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
     *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
@@ -332,8 +337,8 @@ _LIBRARIES = (
 
 
 def own_line(trace: Any) -> str:
-    """`train.py:253`: of a traceback of JAX's, the innermost line that is neither ours nor a
-    library's; "" if none is."""
+    """The innermost line of a JAX traceback that is in neither shardlib nor a library, as
+    `train.py:253`; "" if there is none."""
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
@@ -341,32 +346,33 @@ def own_line(trace: Any) -> str:
 
 
 def explain(error: Exception) -> str:
-    """The error of tracing a function as a person needs it: its message, below those lines of their
-    own in that function that led to it."""
+    """The message of an error raised while tracing a function, below the lines of the user's own
+    code in that function that led to it."""
 
-    def own(frame: traceback.FrameSummary) -> bool:
+    def users(frame: traceback.FrameSummary) -> bool:
         return not frame.filename.startswith(_LIBRARIES)
 
-    frames, says = traceback.extract_tb(error.__traceback__), str(error)
-    # Where the backward pass can't be made, the cause is JAX's: it holds the line to blame.
+    frames, message = traceback.extract_tb(error.__traceback__), str(error)
+    # If the backward pass can't be built, the line to blame is in the error's cause.
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
-    inside = itertools.dropwhile(lambda f: f.filename != __file__, frames)  # our wrapper of it
-    shown = [*filter(own, inside), *[*filter(own, cause)][-1:]]
+    inside = itertools.dropwhile(lambda f: f.filename != __file__, frames)  # typed_shard_map's
+    relevant = [*filter(users, inside), *[*filter(users, cause)][-1:]]
     if not isinstance(error, ShardTypeError):
-        says = f"{type(error).__name__}: {says}"
-        # With no line of the user's it is a mistake of ours; JAX's text of a leak has them.
-        if not shown and not isinstance(error, jax.errors.UnexpectedTracerError):
-            shown = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
-    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in shown)
-    return "\n".join([*dict.fromkeys(lines), says])
+        message = f"{type(error).__name__}: {message}"
+        # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
+        if not relevant and not isinstance(error, jax.errors.UnexpectedTracerError):
+            relevant = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+    lines = (
+        f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in relevant
+    )
+    return "\n".join([*dict.fromkeys(lines), message])
 
 
 # --- Trees of array types -------------------------------------------------------------------------
 
 
 class Mapped:
-    """`Mapped[function, Layer]`: a Layer whose arrays have the types that the function makes of
-    those declared."""
+    """`Mapped[function, Layer]`: a Layer with `function` applied to the type of each array."""
 
     def __class_getitem__(cls, item: tuple[Callable[[ArrayType], ArrayType], Any]) -> Any:
         function, hint = item
@@ -374,7 +380,7 @@ class Mapped:
 
 
 class Stacked:
-    """`Stacked["layers", Layer]`: a Layer whose every array has a leading dimension `layers`."""
+    """`Stacked["layers", Layer]`: a Layer each of whose arrays has a leading dimension `layers`."""
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
         (dim, hint), spec = item, parse_spec(item[0])
@@ -389,7 +395,7 @@ class Stacked:
 
 @typing.dataclass_transform(frozen_default=True)
 def pytree_dataclass(cls: type) -> type:
-    """A frozen dataclass that JAX sees through; the fields' annotations are its layout.
+    """Decorator: a frozen dataclass that is a pytree, whose annotations are its arrays' layouts.
 
     @pytree_dataclass
     class Layer:
@@ -400,12 +406,12 @@ def pytree_dataclass(cls: type) -> type:
 
 @functools.cache
 def type_tree(hint: Any) -> Any:
-    """The annotation as a tree with an array type for each array, which a Stacked or Mapped one is
-    already; None if it has no arrays.
+    """The annotation as a tree of array types; None if it has none. Stacked[...] and Mapped[...]
+    are such trees already.
 
-    Raises SpecError where arrays stand among other things, or in something other than an array
-    type, a pytree_dataclass or a tuple: such an annotation could not be checked. A
-    tuple may say Any of what isn't to be.
+    Raises SpecError for an annotation that could not be checked: one that mixes arrays with other
+    things, or holds them in something other than a pytree_dataclass or a tuple. In a tuple, Any
+    marks a part that is not to be checked.
     """
     leaves = jax.tree.leaves(hint)
     if leaves and all(isinstance(leaf, ArrayType) for leaf in leaves):
@@ -423,15 +429,15 @@ def type_tree(hint: Any) -> Any:
         checkable = not jax.tree_util.all_leaves([tree])
     if not checkable:
         raise SpecError(
-            f"{hint} holds array types and can't be checked: use a pytree_dataclass or a tuple, "
-            "of nothing but array types"
+            f"{hint} holds array types but can't be checked: use a pytree_dataclass or a tuple "
+            "with nothing but array types in it"
         )
     return tree
 
 
 def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
-    """Checks each array of a tree; returns its path, its type and itself. Raises ShardTypeError
-    where one isn't of its type, or the tree isn't shaped as `hint`."""
+    """Checks each array of a tree, and returns (path, type, array) for each. Raises ShardTypeError
+    if an array doesn't match its type, or the tree's structure doesn't match `hint`."""
     leaves: list[tuple[str, ArrayType, Any]] = []
 
     def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
@@ -441,8 +447,8 @@ def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, A
     try:
         jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
     except (TypeError, ValueError):
-        wanted, found = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
-        raise ShardTypeError(f"{where} is not of type {wanted}: it is {found}") from None
+        wanted, actual = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
+        raise ShardTypeError(f"{where} is not of type {wanted}: it is {actual}") from None
     for path, kind, value in leaves:
         check(value, kind, path)
     return leaves
@@ -451,12 +457,14 @@ def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, A
 def make_partition_specs(hint: Any) -> Any:
     """A PartitionSpec for each array of the annotated type.
 
-    Raises SpecError where the mesh in context lacks an axis, or has the axes in another order.
+    Raises SpecError if the mesh in context lacks an axis or has the axes in another order.
     """
 
     def partition_spec(kind: Any) -> PartitionSpec:
         if kind is Any:
-            raise SpecError("Any has no layout: what goes through a shard_map has array types")
+            raise SpecError(
+                "Any has no layout: a typed_shard_map takes and returns arrays of known types"
+            )
         if problem := axes_problem(kind.spec):
             raise SpecError(f"{kind}: {problem}")
         return PartitionSpec(*(dim.axes or None for dim in kind.spec.dims))
@@ -473,8 +481,8 @@ def make_shardings(hint: Any) -> Any:
 def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = None) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
-    Raises UserError where a dimension doesn't split evenly over its axes of the mesh in context,
-    which names the dimension's key in a config, given `keys`; or where it has no size.
+    Raises UserError if a dimension has no size, or doesn't split evenly over its axes of the mesh
+    in context; `keys` gives the config key of each dimension, for the message.
     """
     mesh = mesh_shape()
 
@@ -484,8 +492,8 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
             if length is None:
                 raise UserError(
-                    f"{kind}: no size is given for {dim.name}; a new dimension goes into "
-                    "DIMENSIONS, with its key in the config"
+                    f"{kind}: dimension {dim.name} has no size; add it to DIMENSIONS, with its "
+                    "key in the config"
                 )
             axes = {axis: size for axis, size in mesh.items() if axis in dim.axes}
             if length % math.prod(axes.values()):
@@ -504,7 +512,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
 
 
 class _Checked:
-    """A function's annotated arguments and result, and the checks of both."""
+    """Checks the annotated arguments and result of a function."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.name, self.signature = fn.__name__, inspect.signature(fn)
@@ -512,7 +520,7 @@ class _Checked:
         self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """The call's arguments, those annotated checked."""
+        """Returns the call's arguments, and checks those that are annotated."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
@@ -527,13 +535,13 @@ class _Checked:
 
 
 def typechecked(fn: F) -> F:
-    """Checks the annotated arguments and result of each call, in a scope of their own.
+    """Decorator: checks the annotated arguments and result of each call, in a fresh scope.
 
         @typechecked
         def rms_norm(x: bf16["B/d L M"], gain: bf16["M"]) -> bf16["B/d L M"]: ...
 
-    Annotations that hold no array types are left alone. Raises ShardTypeError; while decorating,
-    SpecError for an annotation that could not be checked.
+    Ignores annotations without array types. Calls raise ShardTypeError; decorating raises SpecError
+    for an annotation that could not be checked.
     """
     checked = _Checked(fn)
 
@@ -549,14 +557,15 @@ def typechecked(fn: F) -> F:
 
 
 def typed_shard_map(fn: F) -> F:
-    """`jax.shard_map` over the whole mesh in context, with its specs read from the annotations.
+    """Decorator: `jax.shard_map` over all axes of the mesh in context, its specs taken from the
+    annotations.
 
         @typed_shard_map
         def step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]: ...
 
-    Takes and returns global arrays; `fn` sees each device's part. Arguments whose annotation holds
-    no array types pass through as they are. Raises ShardTypeError for an argument or a result that
-    isn't of its type, and for a result that may differ along an axis its type doesn't name.
+    Takes and returns global arrays; `fn` sees each device's part. Arguments without array types in
+    their annotation pass through unchanged. Raises ShardTypeError for an argument or result that
+    doesn't match its type, and for a result that varies along an axis its type isn't split over.
     """
     checked = _Checked(fn)
     if "return" not in checked.hints:
@@ -567,8 +576,8 @@ def typed_shard_map(fn: F) -> F:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.shape or mesh.manual_axes or set(mesh.axis_types) != {AxisType.Auto}:
             raise ShardTypeError(
-                f"call {fn.__name__} with jax.set_mesh(devices.make_mesh(...)) in force, and not "
-                "inside another shard_map"
+                f"call {fn.__name__} under jax.set_mesh(devices.make_mesh(...)), and not inside "
+                "another shard_map"
             )
         with scope():
             bound = checked.bind(args, kwargs)
@@ -578,34 +587,36 @@ def typed_shard_map(fn: F) -> F:
                 bound.arguments.update(arrays)
                 try:
                     result = fn(*bound.args, **bound.kwargs)
-                except Exception as error:  # JAX has several classes for this one
+                except Exception as error:  # JAX raises this one as several classes
                     if "unreduced" not in str(error) or isinstance(error, ShardTypeError):
                         raise
                     raise ShardTypeError(
-                        "a value that owes a sum, {U:...}, is used as if it were whole: pay it "
-                        f"with ops.psum or ops.psum_scatter first\n    JAX says: {error}"
+                        "an unreduced value, {U:...}, is used before its partial sums are added "
+                        "up: reduce it with ops.psum or ops.psum_scatter first\n"
+                        f"    JAX says: {error}"
                     ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in checked.check_result(result):
-                    _check_whole(path, kind, leaf)
+                    _check_replicated(path, kind, leaf)
                 return result
 
             in_specs = {name: make_partition_specs(checked.hints[name]) for name in arrays}
             out_specs = make_partition_specs(checked.hints["return"])
             mapped = jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)
-            # JAX runs sums owed compiled only: a call outside jit needs one of its own.
+            # JAX handles unreduced values only under jit, so a call outside jit gets its own.
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
             return (mapped if traced else jax.jit(mapped))(arrays)
 
     return typing.cast(F, wrapper)
 
 
-def _check_whole(path: str, kind: ArrayType, value: Any) -> None:
-    """A result is the same along every axis that its type doesn't split it over."""
+def _check_replicated(path: str, kind: ArrayType, value: Any) -> None:
+    """Raises ShardTypeError unless a result is replicated over the axes its type doesn't name."""
     if kind.spec.unreduced:
-        raise ShardTypeError(f"{path}: {kind} owes a sum; pay it before it leaves the shard_map")
+        raise ShardTypeError(f"{path}: {kind} is unreduced; reduce it before returning it")
     varying = jax.typeof(value).manual_axis_type.varying
-    if differs := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
+    if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
         raise ShardTypeError(
-            f"{path} may differ along {', '.join(differs)}, though {kind} says it doesn't: return "
-            "it split, or summed by ops.psum (what ops.all_gather made whole can't be returned)"
+            f"{path} varies along {', '.join(undeclared)}, but {kind} declares it replicated: "
+            "return it split, or reduced with ops.psum (JAX treats a gathered value as varying, so "
+            "it can't be returned)"
         )

@@ -162,7 +162,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
         elif re.search("by hand|which no op says|depends on the mesh", text):
             net = "by hand"
         else:
-            net = "sums owed" if re.search(r"owes|sum over|is paid", text) else "layout"
+            net = "reductions" if re.search(r"unreduced|reduce", text) else "layout"
         return net, text.split("\n")[0]
     return "", ""
 
