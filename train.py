@@ -1,15 +1,19 @@
-"""Pretrains a Llama-style decoder, sharded over a mesh of two axes. This file is the whole training
-step: config, model, loss, optimizer, step, loop.
+"""Pretrains a Llama-style decoder, sharded over a mesh of two axes. This file holds the entire
+training step: config, model, loss, optimizer, step and loop.
 
     python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
 
-Mesh axes: d, over which the batch is split and the weights are stored split (FSDP), and t, over
-which the heads, the feed-forward and the vocabulary are split (tensor parallelism).
+Mesh axes: d splits the batch and the stored weights (FSDP). t splits the heads, the feed-forward
+and the vocabulary (tensor parallelism).
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
-    M  model (the residual)   D  head
+    M  model (residual)       D  head
+
+Reading a type: f32["V/t M/d"] is a float32 array of vocabulary by model, V split over mesh axis t
+and M over d. "M/t/d" is split over t first, then each part over d. "{U:t}" is unreduced over t:
+each device along t holds a partial sum, until a psum or psum_scatter adds them up.
 """
 
 import copy
@@ -54,17 +58,17 @@ from shardlib.types import (
 )
 
 # --- Config ---------------------------------------------------------------------------------------
-# Hashable, so that a jitted function can take one as a static argument.
+# All sections are hashable, so that a jitted function can take a config as a static argument.
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class RopeScalingConfig(Section, key="model.rope_scaling"):
-    """Llama 3.1's, for longer rows than those of the first training."""
+    """Llama 3.1's RoPE scaling, for rows longer than those of the original training."""
 
     factor: NonNegativeFloat
     low_frequency_factor: NonNegativeFloat
     high_frequency_factor: NonNegativeFloat
-    original_len: PositiveInt  # tokens in a row of the first training
+    original_len: PositiveInt  # tokens in a row of the original training
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -79,12 +83,12 @@ class ModelConfig(Section, key="model"):
     rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
     norm_eps: NonNegativeFloat
-    start_token: NonNegativeInt  # stands before a document's first one
+    start_token: NonNegativeInt  # the input before a document's first token
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
-        self.require(self.d_head % 2 == 0, "d_head", "RoPE rotates pairs, so it is even")
+        self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -105,19 +109,19 @@ class TrainingConfig(Section, key="training"):
     adam_eps: NonNegativeFloat
     adam_eps_root: NonNegativeFloat
     weight_decay: NonNegativeFloat
-    grad_clip: float  # inf: none
+    grad_clip: float  # largest global gradient norm; inf disables clipping
     seed: NonNegativeInt
     tokens: TokensConfig
-    microbatches: PositiveInt  # parts of a device's rows, one after the other
-    loss_chunks: PositiveInt  # parts of a row, whose logits are there one after the other
-    validation_interval: NonNegativeInt  # steps; 0: never
+    microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
+    loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
+    validation_interval: NonNegativeInt  # steps; 0 disables validation
     validation_batches: PositiveInt
-    skip_steps: tuple[NonNegativeInt, ...]  # whose batches are left out; later steps get later ones
-    max_skipped_updates: NonNegativeInt  # in a row, not being finite, before the run stops
+    skip_steps: tuple[NonNegativeInt, ...]  # batches to leave out; later steps move up
+    max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf clips none")
+        self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
         length = self.tokens.len
         fits = length % self.loss_chunks == 0
         self.require(fits, "loss_chunks", f"it must divide training.tokens.len={length}")
@@ -125,7 +129,7 @@ class TrainingConfig(Section, key="training"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig(Section, key="mesh"):
-    """The mesh axes, outermost first. This is their one declaration."""
+    """The mesh axes, outermost first. They are declared only here."""
 
     d: PositiveInt
     t: PositiveInt
@@ -144,7 +148,7 @@ class Config(RunConfig, DataConfig):
         self.require(rows % self.training.microbatches == 0, "training.microbatches", problem)
 
 
-# Where the config says the size of each dimension that the type strings name.
+# The config key with the size of each dimension in the type strings.
 DIMENSIONS = {
     "B": "training.tokens.batch",
     "L": "training.tokens.len",
@@ -180,7 +184,7 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    """The master weights, as they are stored: each split over all axes."""
+    """The f32 master weights as they are stored: each split over all mesh axes."""
 
     embed: f32["V/t M/d"]
     layers: Stacked["layers", Layer]
@@ -190,15 +194,15 @@ class Weights:
 
 @typechecked
 def init_weights(config: Config) -> Weights:
-    """Gains, whose names end in norm, are one; the rest is normal, with deviation 1/sqrt(fan-in).
-    The projections that add to the residual stream are scaled down by the root of the number of
-    additions (GPT-2, section 2.3). The embedding is as small as the unembedding, as a larger one
-    learns slower."""
+    """Norm gains (names ending in norm) are one. The rest is normal with standard deviation
+    1/sqrt(fan-in). Projections into the residual stream are divided by the square root of the
+    number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's deviation;
+    a larger one learned slower."""
     size = dimensions(config)
-    addition = (2 * size["layers"]) ** -0.5
+    residual_scale = (2 * size["layers"]) ** -0.5
     deviation = {
-        "w_o": addition * (size["Q"] * size["K"] * size["D"]) ** -0.5,
-        "w_down": addition * size["F"] ** -0.5,
+        "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
+        "w_down": residual_scale * size["F"] ** -0.5,
     }
     shapes, tree = jax.tree.flatten_with_path(make_shapes(Weights, size))
     keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
@@ -216,7 +220,7 @@ def init_weights(config: Config) -> Weights:
 
 @typechecked
 def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]:
-    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    """RMSNorm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
     x32 = x.astype(f32.dtype)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
@@ -226,18 +230,18 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
 def rotation(
     position: u32["B/d L"], d_head: int, config: ModelConfig
 ) -> tuple[f32["B/d L half"], f32["B/d L half"]]:
-    """The sines and cosines by which `rope` turns what stands at a position. Of D/2 pairs, pair i
-    turns by the position times max_timescale^(-2i/D).
+    """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
 
-    Scaling turns pairs that turn seldom in the original length more slowly, by the factor:
-    Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1."""
+    With scaling, pairs that turn only a few times within the original length turn more slowly, by
+    `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1.
+    """
     half = d_head // 2
     timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
     if scaling := config.rope_scaling:
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         turns = scaling.original_len / (2 * jnp.pi * timescale)
-        kept = jnp.clip((turns - low) / (high - low), 0, 1)
-        timescale = timescale / (kept + (1 - kept) / scaling.factor)
+        unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+        timescale = timescale / (unscaled + (1 - unscaled) / scaling.factor)
     angle = position.astype(f32.dtype)[:, :, None] / timescale
     return jnp.sin(angle), jnp.cos(angle)
 
@@ -253,7 +257,7 @@ def rope(
         x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
         return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
-    sin, cos = sin[:, :, None], cos[:, :, None]  # the same for all heads
+    sin, cos = sin[:, :, None], cos[:, :, None]  # a dimension for the heads
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
@@ -267,22 +271,22 @@ def decoder(
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
 ) -> tuple[bf16["B/d L M/t"], Any]:
-    """The residual stream after the last layer: the one definition of the layers, for training,
-    validation and generation. What differs between those is handed in:
+    """Embeds the inputs and applies all layers. Returns the residual stream and the layers' outputs
+    of `attend`, stacked. Training, validation and generation all call this one definition; they
+    differ in their arguments:
 
-    `attend(q, k, v, cache)` mixes a layer's values into the shape of q, and returns with them what
-    is to be kept of the layer; `caches` has each layer's cache, stacked, and so is what is
-    returned. Nothing else may let a position see another: generation computes one at a time.
-
-    `gather` makes a weight whole. `weights` is a Weights as stored, or whole already, with another
-    `gather`."""
+    attend(q, k, v, cache) -> (mixed, kept): attention. `cache` is this layer's slice of `caches`,
+        `mixed` has the shape of q, and `kept` is returned, stacked over layers. All mixing between
+        positions must happen here, because generation computes one position at a time.
+    weights, gather: a Weights as it is stored, which ops.all_gather gathers where it is used; or
+        weights gathered in advance, with a `gather` that returns them as they are."""
     embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
     x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
     sin, cos = rotation(position, weights.layers.w_k.shape[-1], config)
 
-    # A block keeps its input and what is saved by name; the rest, gathers included, is done again
-    # in the backward pass.
+    # The forward pass keeps a block's input and what is marked with save_for_backward. The backward
+    # pass recomputes the rest, gathers included.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
@@ -323,7 +327,8 @@ def decoder(
 
 
 def head(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
-    """What `logits` takes of the weights, whole along d: for both arguments see `decoder`."""
+    """The final norm's gain and the unembedding, gathered over d, for `logits`. See `decoder` for
+    the arguments."""
     gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
     return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
 
@@ -339,8 +344,8 @@ def logits(
 
 @typechecked
 def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L M/t"]:
-    """The residual stream after the last layer: of each target, made of the tokens before it in its
-    document and row."""
+    """The residual stream after the last layer. The value at a target's place depends only on the
+    tokens before the target, in the same document and row."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
         mixed = kernels.attention(
@@ -354,18 +359,18 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
 
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
-    """The number of targets that count, on all devices together."""
+    """The number of targets in the loss, over all devices."""
     mask = batch.loss_mask.astype(f32.dtype)
     return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", mask))
 
 
 @typechecked
 def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
-    """Cross-entropy in nats, summed over all targets of all devices. The vocabulary stays split: of
-    the logits only their maximum, the sum of their exponentials and the target's are reduced."""
+    """Cross-entropy in nats, summed over all targets on all devices. The vocabulary stays split:
+    only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
     whole_head = head(weights)
 
-    # For a part of the sequence at a time, as logits are the largest array by far.
+    # Runs on one chunk of the sequence at a time (l), because logits are by far the largest array.
     @typechecked
     def loss(
         head: tuple[bf16["M"], bf16["V/t M"]],
@@ -392,10 +397,10 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
 
 @pytree_dataclass
 class State:
-    step: u32[""]  # steps done
+    step: u32[""]  # completed steps
     weights: Weights
-    mu: Weights  # Adam's first moment
-    nu: Weights  # Adam's second moment
+    mu: Weights  # Adam's first moments
+    nu: Weights  # Adam's second moments
 
 
 @pytree_dataclass
@@ -403,8 +408,8 @@ class Metrics:
     loss: f32[""]
     learning_rate: f32[""]
     grad_norm: f32[""]
-    skipped: u32[""]  # 1 if the update was left out, as loss or gradient isn't finite
-    norms: f32["N"]  # those that `norm_names` names; none without metrics.norms_interval
+    skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
+    norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
 
 
 @typechecked
@@ -416,14 +421,14 @@ def fresh_state(weights: Weights) -> State:
 
 @typechecked
 def init_state(config: Config) -> State:
-    """The same on any mesh."""
+    """A fresh state, sharded over the mesh in context. Its values are the same on any mesh."""
     make = jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=make_shardings(State))
     return make()
 
 
 def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
-    """Linear warm-up to the peak at `warmup_steps`, then half a cosine down to the final fraction
-    at `steps_for_lr`. Counts steps from 1."""
+    """Linear warmup to the peak at `warmup_steps`, then a half-cosine decay to the final fraction
+    at `steps_for_lr`. The first step is 1."""
     now = step.astype(f32.dtype)
     warmup = now / max(config.warmup_steps, 1)
     decay_steps = max(config.steps_for_lr - config.warmup_steps, 1)
@@ -435,23 +440,23 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 
 @typechecked
 def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
-    """The mean loss over all targets, and its gradient, which comes summed over the batch and split
-    as the weights are: the backward pass of a weight's all_gather is a reduce-scatter, in the bf16
-    that was gathered. Sums over microbatches run in f32."""
-    take = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
+    """The mean loss over all targets, and its gradient. The gradient is summed over the batch and
+    split like the weights already: the backward pass of a weight's all_gather is a reduce-scatter,
+    in bf16 like the gather. Microbatches are summed in f32."""
+    value_and_grads = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
     count = config.training.microbatches
     if count == 1:
-        total = take(batch)
+        total = value_and_grads(batch)
     else:
 
         def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
-            # The barrier keeps the TPU's compiler (libtpu 0.0.50) from crashing.
-            found = jax.tree.map(lax.optimization_barrier, take(rows))
-            return jax.tree.map(jnp.add, total, found), ()
+            # Without the barrier libtpu 0.0.50's compiler crashes.
+            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
+            return jax.tree.map(jnp.add, total, part), ()
 
         parts = jax.tree.map(lambda x: rearrange(x, "(parts B) L -> parts B L", parts=count), batch)
-        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
-        total, () = lax.scan(add, zero, parts)
+        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
+        total, () = lax.scan(add, zeros, parts)
     targets = target_count(batch)
     return jax.tree.map(lambda x: x / targets, total)
 
@@ -460,8 +465,9 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
 @typed_shard_map
 def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
     """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
-    As usual the decay is scaled by the learning rate, and gradients are clipped by their global
-    norm first. All weights decay, gains included."""
+    As is customary, weight decay is scaled by the learning rate, and gradients are first clipped by
+    their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
+    isn't finite leaves weights and moments as they were."""
     hyper, tree_map = config.training, jax.tree.map
     loss, raw_grads = loss_and_grads(state.weights, batch, config)
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
@@ -482,20 +488,20 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     weights = tree_map(update, state.weights, mu, nu)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
-    kept = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
+    weights, mu, nu = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
     squares = [jnp.zeros(0)]
     if config.metrics.norms_interval:
-        updates = tree_map(operator.sub, kept[0], state.weights)
-        for tree in raw_grads, kept[0], updates:
+        updates = tree_map(operator.sub, weights, state.weights)
+        for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
     metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)
-    return State(step, *kept), metrics
+    return State(step, weights, mu, nu), metrics
 
 
 def norm_names(config: Config) -> list[str]:
-    """Of `Metrics.norms`: of the gradients before they are clipped, the weights and the updates,
-    each tensor's, and each layer's of those that are stacked."""
+    """The names of `Metrics.norms`: for gradients (before clipping), weights and updates, one norm
+    per tensor, or per layer of a stacked tensor."""
     names = []
     for name, kind in named(type_tree(Weights)).items():
         stacked = kind.spec.dims[0].name == "layers"
@@ -516,15 +522,15 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
 
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-    """The jaxpr of the training step on a mesh without devices, at other sizes than the config's if
-    you like. Raises UserError where a dimension doesn't split over the mesh."""
+    """The jaxpr of the training step on a mesh without devices, with these dimension sizes. Raises
+    UserError if a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
         shapes = make_shapes(tuple[State, TokenBatch], sizes)
         return audit.traced(training_step, *shapes, config)
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
-    """The training step for the mesh in context, ready to compile; needs no arrays."""
+    """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
     hint = tuple[State, TokenBatch]
     shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
     placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
@@ -532,9 +538,9 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 
 
 def probe(config: Config) -> Any:
-    """Traces the step at sizes where a mistaken layout can't go unnoticed because two sizes happen
-    to agree, and returns its jaxpr there. Raises ShardTypeError, and whatever an edit may raise;
-    takes about a second."""
+    """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
+    length by chance. Takes about a second. Raises ShardTypeError, or whatever an edited step raises
+    while it is traced."""
     config = copy.deepcopy(config)
     for parts in "microbatches", "loss_chunks":
         setattr(config.training, parts, min(getattr(config.training, parts), 2))
@@ -543,22 +549,22 @@ def probe(config: Config) -> Any:
 
 
 def check_types(config: Config) -> Any:
-    """The probe's jaxpr. Raises UserError where the types in this file don't hold."""
+    """The probe's jaxpr. Raises UserError if the types in this file don't hold."""
     try:
         return probe(config)
-    except Exception as error:  # ShardTypeError, or what JAX or Python says of an edit
-        says = "train.py's types don't hold (tried at sizes that tell all dimensions apart)"
-        raise UserError(f"{says}\n{explain(error)}") from None
+    except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
+        problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
+        raise UserError(f"{problem}\n{explain(error)}") from None
 
 
 # --- Loop -----------------------------------------------------------------------------------------
 
 
 def step_flops(config: Config) -> tuple[int, int]:
-    """Matmul FLOPs of a step, forward and backward, recomputation left out: those of projections,
-    per token 6 for each weight of a matmul; and those of attention's two products, counted causal,
-    per token 6 * L * heads * D a layer. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
-    appendix B."""
+    """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
+    attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
+    attention's two products. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B.
+    """
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
     per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size["F"])
@@ -569,15 +575,15 @@ def step_flops(config: Config) -> tuple[int, int]:
 
 @typechecked
 def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
-    """The mean of the losses of the split's first batches, the same ones each time."""
+    """The mean loss over the first batches of the validation split, the same ones each time."""
     count = config.training.validation_batches
     losses = [validation_step(weights, batch, config) for _, batch in data.from_step(0, count)]
     return sum(losses, start=jnp.float32(0)) / count
 
 
 def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
-    """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
-    from; and a line on where it is from. The initial one has none."""
+    """The state to start from, and a line that says where it comes from: the run's newest
+    checkpoint, else the one to clone from, else a fresh state and an empty line."""
     source = saved.or_those_of(config.paths.clone_from)
     if not source.newest.step:
         return init_state(config), ""
@@ -592,15 +598,15 @@ def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[S
 
 @typechecked
 def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
-    """Which gradients of a batch aren't finite, computed anew, and where the batch is from."""
+    """Names the gradients of a batch that aren't finite, recomputed, and the batch's origin."""
     grads = named(gradients(weights, batch, config))
     bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
-    found = ", ".join(bad) or "none, with the weights of now"
-    return f"gradients that are not finite: {found}; {origin}"
+    names = ", ".join(bad) or "none, with the current weights"
+    return f"gradients that are not finite: {names}; {origin}"
 
 
 def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> None:
-    """Trains to the last step, or until a signal says to stop."""
+    """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
     told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
     saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)

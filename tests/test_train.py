@@ -197,8 +197,8 @@ def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path
     arguments += [f"paths.root_working_dir={tmp_path}"]
     _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
     assert message == (
-        'error: f32["layers M/d G/t"]: no size is given for G; a new dimension goes into '
-        "DIMENSIONS, with its key in the config"
+        'error: f32["layers M/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
+        "key in the config"
     )
 
 

@@ -1,4 +1,4 @@
-"""Only what is marked is kept for the backward pass."""
+"""Tests that only marked activations are kept for the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from shardlib.activations import (
 
 
 def stacked_residuals(marked, offload=False):
-    """Shape and memory of what a scan of 5 layers hands from its forward to its backward pass."""
+    """Shape and memory of the residuals that a scan over 5 layers keeps."""
 
     @explicit_activation_checkpointing
     def layer(x, w):
@@ -62,7 +62,7 @@ def test_marks_change_no_value_and_no_gradient():
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_a_sum_over_chunks_has_the_gradient_of_the_whole(chunks):
-    """And a factor outside, which the gradient that was taken inside doesn't know."""
+    """Includes a factor outside the sum, which the chunks' own gradients don't include."""
     keys = jax.random.split(jax.random.key(0), 4)
     w, x, bias = (
         jax.random.normal(k, s) for k, s in zip(keys, [(7, 5), (3, 8, 7), (5,)], strict=False)
@@ -79,7 +79,7 @@ def test_a_sum_over_chunks_has_the_gradient_of_the_whole(chunks):
     def chunked(w, bias, x):
         return 3 * sum_over_chunks(part, chunks, (w, bias), x, scale) ** 2
 
-    found = jax.value_and_grad(chunked, argnums=(0, 1, 2))(w, bias, x)
+    actual = jax.value_and_grad(chunked, argnums=(0, 1, 2))(w, bias, x)
     wanted = jax.value_and_grad(whole, argnums=(0, 1, 2))(w, bias, x)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)

@@ -1,5 +1,5 @@
-"""A type string in a signature is checked on each call: without a decorator it would be a comment
-that looks like a type."""
+"""Tests that every function with a type string in its signature is checked on each call. Without a
+decorator a type string would be a comment that looks like a type."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ CHECKS = {"typechecked", "typed_shard_map"}
 
 
 def name_of(node: ast.AST) -> str:
-    """`f32` of f32["B/d L"], `Weights` of train.Weights, `jit` of jax.jit(step)."""
+    """The last name of an expression: `f32` for f32["B/d L"], `jit` for jax.jit(step)."""
     while isinstance(node, ast.Subscript | ast.Call):
         node = node.value if isinstance(node, ast.Subscript) else node.func
     return getattr(node, "attr", "") or getattr(node, "id", "")
@@ -30,23 +30,23 @@ def has_string(hint: ast.AST) -> bool:
 
 
 def of_arrays() -> set[str]:
-    """The names of classes: each pytree_dataclass, and what stacks or maps one."""
-    found = set()
+    """The names of all pytree_dataclasses, and of Stacked and Mapped versions of them."""
+    names = set()
     for node in (node for tree in TREES.values() for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
             if "pytree_dataclass" in map(name_of, node.decorator_list):
-                found.add(node.name)
+                names.add(node.name)
         elif isinstance(node, ast.Assign) and has_string(node.value):
-            found.add(name_of(node.targets[0]))
-    return found
+            names.add(name_of(node.targets[0]))
+    return names
 
 
 CLASSES = of_arrays()
 
 
 def needs_check(hint: ast.AST | None) -> bool:
-    """Whether it has a type string; or is a class of arrays, or a tuple of them. No decorator could
-    check what else holds such a class, as an Iterator does."""
+    """Returns whether an annotation has a type string, or is a class of arrays or a tuple of them.
+    No decorator could check other containers, such as an Iterator."""
     if isinstance(hint, ast.Subscript) and name_of(hint) == "tuple":
         parts = hint.slice.elts if isinstance(hint.slice, ast.Tuple) else [hint.slice]
         return has_string(hint) or (parts != [] and all(map(needs_check, parts)))

@@ -1,4 +1,4 @@
-"""The mesh, the probe mesh, and simulated devices, each in a process of its own."""
+"""Tests meshes, the probe mesh, and simulated devices, which need a process each."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The examples in the ops' docstrings trace, at sizes that tell all dimensions apart."""
+"""Traces the examples in the ops' docstrings, at sizes that tell all dimensions apart."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_an_example(call, op, text, rest):
         else:
             given.append((name, kind, dims))
     taken = ", ".join(f'{name}: {kind}["{dims}"]' for name, kind, dims in given)
-    # The op looks at its result itself.
+    # The op checks its own result.
     lines = [f'def example({taken}) -> f32[""]:', *body, call, "return jnp.float32(0)"]
     source = "\n    ".join(lines)
     scope = {"ops": ops, "kernels": kernels, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}

@@ -1,5 +1,5 @@
-"""Each kernel's plain twin against numpy, token by token; tests/test_gpu.py holds the kernels
-against their twins."""
+"""Tests each kernel's plain twin against NumPy, token by token. tests/test_gpu.py compares the
+kernels with their twins."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def by_hand(q, k, v, document):
 
 
 def gradients_by_hand(q, k, v, document, weight):
-    """Of the sum of weight * result, by the softmax's derivative."""
+    """Gradients of the sum of weight * result, from the derivative of softmax."""
     by_q, by_k, by_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     root = np.sqrt(q.shape[-1])
     for row, here, query, key in np.ndindex(q.shape[:4]):
@@ -52,7 +52,7 @@ def gradients_by_hand(q, k, v, document, weight):
 
 
 def run(kind, arrays, on):
-    """The result, and the gradients by q, k and v."""
+    """The result, and the gradients with respect to q, k and v."""
 
     @jax.jit
     @typed_shard_map
@@ -88,20 +88,20 @@ def test_attention_and_its_gradients(length, block, axes, monkeypatch):
 
 
 def test_bf16_attention_adds_blocks_up_in_f32(monkeypatch):
-    """The gradients of k and v, by the norm: 0.0025 and 0.0018 off; were they summed over the 16
-    blocks in bf16, 0.0036 and 0.0033."""
+    """The gradients of k and v are off by 0.0025 and 0.0018 in norm. Summed over the 16 blocks in
+    bf16 they would be off by 0.0036 and 0.0033."""
     q, k, v, document, weight = (x[:1] for x in random_arrays(1024))
     q, k, v = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (q, k, v))
     arrays = q, k, v, np.zeros_like(document), np.ones_like(weight)
     _, (_, *exact) = run(f32, arrays, mesh(1, 1))
     monkeypatch.setattr(kernels, "BLOCK", 64)
-    _, (_, *found) = run(bf16, arrays, mesh(1, 1))
-    for a, b in zip(found, exact, strict=True):
+    _, (_, *actual) = run(bf16, arrays, mesh(1, 1))
+    for a, b in zip(actual, exact, strict=True):
         assert np.linalg.norm(a - b) < 3e-3 * np.linalg.norm(b)
 
 
 def test_scores_are_there_for_a_block_at_a_time():
-    """Forward and backward, of a sequence eight times as long as a block."""
+    """Compares forward and backward on a sequence of eight blocks."""
     length = 8 * kernels.BLOCK
     q, k = jnp.zeros((1, length, 1, 1, 8), jnp.bfloat16), jnp.zeros((1, length, 1, 8), jnp.bfloat16)
     document = jnp.zeros((1, length), jnp.int32)

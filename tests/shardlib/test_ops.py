@@ -1,4 +1,5 @@
-"""Each op against plain jnp on whole arrays, forward and backward; and each way to misuse it."""
+"""Tests each op against plain jnp on unsharded arrays, forward and backward, and the error for each
+misuse."""
 
 import inspect
 
@@ -46,7 +47,7 @@ def gather_two_axes_at_once(x: f32["B/d F/t"], w: f32["M/t/d"]) -> f32["B/d F/t"
 def gather_two_dimensions(x: f32["B/d M/t"], w: f32["M/t F/d"]) -> f32["B/d F/t"]:
     w = ops.all_gather("M/t F/d -> M F", w)
     y = ops.einsum_unreduced("B/d M, M F -> B/d F", ops.all_gather("B/d M/t -> B/d M", x), w)
-    # Each device along t has all of F; as partial sums of half the value they are scattered.
+    # Every device along t has all of F; halved, they are partial sums that can be scattered.
     y = lax.pcast(y / lax.axis_size("t"), "t", to="unreduced")
     return ops.psum_scatter("B/d F {U:t} -> B/d F/t", y)
 
@@ -150,8 +151,8 @@ def test_values_and_gradients(typed, plain, axes):
         return jax.device_get(jax.jit(grad)(*arrays))
 
     with jax.set_mesh(make_mesh(axes)):
-        found = value_and_grads(typed_shard_map(typed))
-    assert_close(found, value_and_grads(plain), 1e-5)
+        actual = value_and_grads(typed_shard_map(typed))
+    assert_close(actual, value_and_grads(plain), 1e-5)
 
 
 @pytest.mark.parametrize("integer", [i32, u32])
@@ -164,13 +165,13 @@ def test_indices_out_of_range_give_zeros(integer):
     table = np.arange(24 * 2, dtype=np.float32).reshape(24, 2) + 1
     ids = np.array([0, 11, 12, 23, 24, 25, 2**31 - 1, -1 % 2**32]).astype(integer.dtype)
     with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
-        found = jax.jit(look_up)(table, ids)
-    np.testing.assert_array_equal(found[:4], table[[0, 11, 12, 23]])
-    np.testing.assert_array_equal(found[4:], 0)
+        actual = jax.jit(look_up)(table, ids)
+    np.testing.assert_array_equal(actual[:4], table[[0, 11, 12, 23]])
+    np.testing.assert_array_equal(actual[4:], 0)
 
 
 def test_gradients_of_an_entry_looked_up_often_are_summed_in_f32():
-    """In bf16, adding 1 to 256 changes nothing."""
+    """Would fail in bf16, where 256 + 1 is 256."""
 
     @typed_shard_map
     def look_up(table: bf16["V/t M"], ids: i32["B/d L"]) -> f32[""]:
@@ -185,7 +186,7 @@ def test_gradients_of_an_entry_looked_up_often_are_summed_in_f32():
 
 
 def product_dtypes(jaxpr):
-    """The operands' dtypes of each matrix product in a jaxpr, nested ones included."""
+    """The operand dtypes of each matmul in a jaxpr, nested ones included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield tuple(str(operand.aval.dtype) for operand in eqn.invars)
@@ -197,7 +198,7 @@ def product_dtypes(jaxpr):
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_wider_einsum_rounds_only_its_gradient(axes):
-    """Values as in f32, from operands in bf16; gradients too, but for the rounding of one."""
+    """Compares with f32: values equal, gradients equal but for one rounding to bf16."""
 
     @typed_shard_map
     def logits(x: bf16["B/d M"], w: bf16["V/t M"]) -> f32["B/d V/t"]:
@@ -239,9 +240,9 @@ def test_sum_of_squares_counts_each_number_once(axes):
     tree = Tree(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes))
     tree = Tree(tree.whole, tree.split, tree.split_once, tree.half.astype(jnp.bfloat16))
     with jax.set_mesh(make_mesh(axes)):
-        found = jax.jit(square)(jax.device_get(tree))
+        actual = jax.jit(square)(jax.device_get(tree))
     wanted = sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-5)
 
 
 def test_the_scope_name_carries_the_string():
@@ -255,8 +256,8 @@ def test_the_scope_name_carries_the_string():
     assert name in lowered.compile().as_text()
 
 
-# Each misuse: what is called with x: f32["B/d L M/t"], w: f32["M/d F/t"], ids: i32["B/d L"],
-# owed: f32["B/d L M {U:t}"], at sizes where no two agree by chance.
+# Each misuse is called with x: f32["B/d L M/t"], w: f32["M/d F/t"], ids: i32["B/d L"] and
+# owed: f32["B/d L M {U:t}"], at sizes that tell all dimensions apart.
 MISUSES = {
     "all_gather of nothing": lambda a: ops.all_gather("B/d L M/t -> B/d L M/t", a.x),
     "all_gather with a wrong dimension": lambda a: ops.all_gather("M/d F/t -> M/d F", a.x[0]),

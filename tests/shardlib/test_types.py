@@ -1,4 +1,4 @@
-"""Type strings, and the checks of values and functions against them."""
+"""Tests type strings, and the checks of values and functions against them."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
 
 @st.composite
 def specs(draw):
-    """A spec in which no axis stands twice."""
+    """Draws a spec in which no axis appears twice."""
     axes = draw(st.lists(names, unique=True, max_size=5))
     dims = []
     for _ in range(draw(st.integers(0, 4))):
@@ -221,7 +221,7 @@ def test_right_arguments_and_a_static_one():
         y, total = use(model(), x=X, scale=3)
         np.testing.assert_array_equal(y, 3 * X)
         assert float(total) == X.sum()
-        # Each call has sizes of its own: another batch is no contradiction.
+        # Each call binds sizes anew, so another batch size is no contradiction.
         assert use(model(), np.ones((12, 8), np.float32))[0].shape == (12, 8)
 
 
@@ -283,15 +283,15 @@ def test_a_typechecked_function_has_sizes_of_its_own():
 
 
 def test_threads_have_sizes_of_their_own():
-    found = []
+    actual = []
     with scope():
         check(np.zeros(3, np.float32), f32["N"], "x")
         thread = threading.Thread(
-            target=lambda: found.append(isinstance(np.zeros(4, np.float32), f32["N"]))
+            target=lambda: actual.append(isinstance(np.zeros(4, np.float32), f32["N"]))
         )
         thread.start()
         thread.join()
-    assert found == [True]
+    assert actual == [True]
 
 
 def test_an_untyped_result_is_refused():
@@ -384,8 +384,8 @@ def in_bf16(kind):
 def test_a_mapped_tree_has_the_types_that_its_function_makes():
     hint = Mapped[in_bf16, Stacked["layers", Layer]]
     declared = jax.tree.leaves(type_tree(Stacked["layers", Layer]))
-    found = jax.tree.leaves(type_tree(hint))
-    assert found == [in_bf16(kind) for kind in declared] and found != declared
+    actual = jax.tree.leaves(type_tree(hint))
+    assert actual == [in_bf16(kind) for kind in declared] and actual != declared
 
     @typechecked
     def fn(layers: hint) -> None: ...
