@@ -9,11 +9,22 @@ and the vocabulary (tensor parallelism).
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
-    M  model (residual)       D  head
+    M  model (residual)       D  size of a head                     l  a chunk of L
 
-Reading a type: f32["V/t M/d"] is a float32 array of vocabulary by model, V split over mesh axis t
-and M over d. "M/t/d" is split over t first, then each part over d. "{U:t}" is unreduced over t:
-each device along t holds a partial sum, until a psum or psum_scatter adds them up.
+Types: f32["V/t M/d"] is a float32 array, vocabulary by model, V split over mesh axis t and M over
+d. "M/t/d" is split over t first, then each part over d. "{U:t}" is unreduced over t: each device
+along t holds a partial sum. "[V/t]" is the dimension that ops.index_unreduced looks up.
+
+`training_step` is a shard_map: every device runs this code on its own part of each array. Types
+name global dimensions, so with d=4 an array of type "B/d L" has shape [B/4, L] here. jnp functions
+see that part alone; only ops communicate. jax.grad derives the backward pass, whose collectives
+follow from those written here:
+
+    forward     ops.all_gather    ops.psum_scatter    ops.psum    all other ops
+    backward    reduce-scatter    all-gather          nothing     nothing
+
+`python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L", are inputs,
+targets, loss_mask, document and position: see TokenBatch in data/loader.py.
 """
 
 import copy
@@ -184,7 +195,8 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    """The f32 master weights as they are stored: each split over all mesh axes."""
+    """The f32 master weights as they are stored: each split over all mesh axes, and so are their
+    gradients and Adam's moments."""
 
     embed: f32["V/t M/d"]
     layers: Stacked["layers", Layer]
@@ -271,22 +283,27 @@ def decoder(
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
 ) -> tuple[bf16["B/d L M/t"], Any]:
-    """Embeds the inputs and applies all layers. Returns the residual stream and the layers' outputs
-    of `attend`, stacked. Training, validation and generation all call this one definition; they
-    differ in their arguments:
+    """Embeds the inputs and applies all layers. Training, validation and generation all call this
+    one definition, with different arguments:
 
-    attend(q, k, v, cache) -> (mixed, kept): attention. `cache` is this layer's slice of `caches`,
-        `mixed` has the shape of q, and `kept` is returned, stacked over layers. All mixing between
-        positions must happen here, because generation computes one position at a time.
-    weights, gather: a Weights as it is stored, which ops.all_gather gathers where it is used; or
-        weights gathered in advance, with a `gather` that returns them as they are."""
+    gather: gathers a weight over d where it is used. Generation passes weights that are gathered
+        already, and a `gather` that does nothing.
+    attend(q, k, v, cache) -> (mixed, kept): attention. `mixed` has the shape of q. `cache` and
+        `kept` are this layer's slices of `caches` and of the second result, generation's key-value
+        cache; training has none. All mixing between positions must happen here, because generation
+        computes one position at a time."""
+    # The cast comes before the gather, so that weights, and in the backward pass their gradients,
+    # are sent in bf16.
     embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
     x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
+    # Between blocks the residual stream is split over t along M: 1/t of the memory, for the bytes
+    # of an all-reduce. Megatron's sequence parallelism splits L to the same end.
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+    # Sizes come from arrays, not from the config: the type check traces at other sizes.
     sin, cos = rotation(position, weights.layers.w_k.shape[-1], config)
 
-    # The forward pass keeps a block's input and what is marked with save_for_backward. The backward
-    # pass recomputes the rest, gathers included.
+    # The forward pass keeps a block's input, x, and what is marked with save_for_backward. The
+    # backward pass recomputes the rest: the gathers of weights and of x, norms, RoPE, SwiGLU.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
@@ -306,7 +323,7 @@ def decoder(
         k = save_for_backward(k)
         v = save_for_backward(v)
         mixed, kept = attend(q, k, v, cache)
-        mixed = save_for_backward(mixed)
+        mixed = save_for_backward(mixed)  # else w_o's gradient would need attention once more
         w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
         x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
@@ -370,7 +387,7 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
     whole_head = head(weights)
 
-    # Runs on one chunk of the sequence at a time (l), because logits are by far the largest array.
+    # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
     @typechecked
     def loss(
         head: tuple[bf16["M"], bf16["V/t M"]],
@@ -379,7 +396,7 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         loss_mask: bool_["B/d l"],
     ) -> f32[""]:
         scores = logits(head, x, config.model)
-        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(scores))
+        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(scores))  # all-reduce
         scores = scores - peak[:, :, None]
         total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(scores))
         total = ops.psum("B/d l {U:t} -> B/d l", total)
@@ -389,6 +406,7 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
 
     chunks, x = config.training.loss_chunks, forward(weights, batch, config.model)
+    # Takes each chunk's gradient at once, in the forward pass, so that no chunk's logits are kept.
     return sum_over_chunks(loss, chunks, whole_head, x, batch.targets, batch.loss_mask)
 
 
@@ -442,10 +460,11 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
     """The mean loss over all targets, and its gradient. The gradient is summed over the batch and
     split like the weights already: the backward pass of a weight's all_gather is a reduce-scatter,
-    in bf16 like the gather. Microbatches are summed in f32."""
+    in bf16 like the gather. Each microbatch gathers the weights and reduce-scatters the gradients
+    again; its sums are added up in f32, and divided once, by the number of all targets."""
     value_and_grads = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
-    count = config.training.microbatches
-    if count == 1:
+    microbatches = config.training.microbatches
+    if microbatches == 1:
         total = value_and_grads(batch)
     else:
 
@@ -454,11 +473,12 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
             part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
-        parts = jax.tree.map(lambda x: rearrange(x, "(parts B) L -> parts B L", parts=count), batch)
+        split = functools.partial(rearrange, pattern="(n B) L -> n B L", n=microbatches)
+        parts = jax.tree.map(split, batch)
         zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
         total, () = lax.scan(add, zeros, parts)
-    targets = target_count(batch)
-    return jax.tree.map(lambda x: x / targets, total)
+    count = target_count(batch)
+    return jax.tree.map(lambda x: x / count, total)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -467,9 +487,10 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
     As is customary, weight decay is scaled by the learning rate, and gradients are first clipped by
     their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
-    isn't finite leaves weights and moments as they were."""
+    isn't finite counts, but leaves weights and moments as they were."""
     hyper, tree_map = config.training, jax.tree.map
     loss, raw_grads = loss_and_grads(state.weights, batch, config)
+    # All-reduces one scalar for each set of axes that the types of Weights name.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
@@ -521,6 +542,9 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
     return loss_and_grads(weights, batch, config)[1]
 
 
+# --- Type check -----------------------------------------------------------------------------------
+
+
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
     """The jaxpr of the training step on a mesh without devices, with these dimension sizes. Raises
     UserError if a dimension doesn't split over the mesh."""
@@ -542,7 +566,7 @@ def probe(config: Config) -> Any:
     length by chance. Takes about a second. Raises ShardTypeError, or whatever an edited step raises
     while it is traced."""
     config = copy.deepcopy(config)
-    for parts in "microbatches", "loss_chunks":
+    for parts in "microbatches", "loss_chunks":  # probe sizes split into two of each, not more
         setattr(config.training, parts, min(getattr(config.training, parts), 2))
     trace = functools.partial(trace_step, config)
     return audit.probe(trace, dataclasses.asdict(config.mesh), dimensions(config))
@@ -575,7 +599,7 @@ def step_flops(config: Config) -> tuple[int, int]:
 
 @typechecked
 def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
-    """The mean loss over the first batches of the validation split, the same ones each time."""
+    """The mean of the losses of the validation split's first batches, the same ones each time."""
     count = config.training.validation_batches
     losses = [validation_step(weights, batch, config) for _, batch in data.from_step(0, count)]
     return sum(losses, start=jnp.float32(0)) / count
@@ -638,7 +662,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
             run.settle()
             run.flush(validation_loss=validate(config, state.weights, held_out))
         if run.saves_after(step):
-            run.flush()  # raises where a loss is no number, so that no checkpoint has it
+            run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
             saved.save(step + 1, state, data.position)
         if run.stopping:
             break

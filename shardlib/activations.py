@@ -56,26 +56,28 @@ def sum_over_chunks(
     def split(array: jax.Array) -> jax.Array:
         return rearrange(array, "B (chunks L) ... -> chunks B L ...", chunks=chunks)
 
-    @jax.custom_vjp
-    def total(shared: Any, x: jax.Array) -> jax.Array:
-        return lax.scan(lambda _, chunk: ((), fn(shared, *chunk)), (), (x, *chunked))[1].sum()
+    other_chunks = [split(array) for array in others]
 
-    def forward(shared: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        def add(total: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    @jax.custom_vjp
+    def summed(shared: Any, x_chunks: jax.Array) -> jax.Array:
+        values = lax.map(lambda chunk: fn(shared, *chunk), (x_chunks, *other_chunks))
+        return values.sum()
+
+    def forward(shared: Any, x_chunks: jax.Array) -> tuple[jax.Array, Any]:
+        def add(grads_so_far: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
             def of_chunk(shared: Any, x: jax.Array) -> jax.Array:
                 return fn(shared, x, *chunk[1:])
 
             value_and_grads = jax.value_and_grad(of_chunk, argnums=(0, 1))
             value, (shared_grads, x_grad) = value_and_grads(shared, chunk[0])
-            return jax.tree.map(jnp.add, total, shared_grads), (value, x_grad)
+            return jax.tree.map(jnp.add, grads_so_far, shared_grads), (value, x_grad)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), shared)
-        shared_grads, (values, x_grads) = lax.scan(add, zeros, (x, *chunked))
+        shared_grads, (values, x_grads) = lax.scan(add, zeros, (x_chunks, *other_chunks))
         return values.sum(), (shared_grads, x_grads)
 
     def backward(grads: Any, scale: jax.Array) -> Any:
         return jax.tree.map(lambda g, like: (g * scale).astype(like.dtype), grads, (shared, x))
 
-    total.defvjp(forward, backward)
-    chunked = [split(array) for array in others]
-    return total(shared, split(x))
+    summed.defvjp(forward, backward)
+    return summed(shared, split(x))

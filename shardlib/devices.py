@@ -22,10 +22,11 @@ class Chip(NamedTuple):
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it
 
 
-# The first entry whose kind matches a device applies. Sources: NVIDIA's datasheets (Hopper's quote
-# the sparse rate, twice the dense one; nvlink is half of the figure for both directions; ib is one
-# adapter per GPU, 200 Gb/s for A100 and 400 for Hopper) and docs.cloud.google.com/tpu/docs (ici is
-# the two links of a torus axis). A TPU's memory is what its compiler reports as available.
+# The first entry whose kind matches a device applies.
+# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that Hopper's quote;
+# nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400 Gb/s.
+# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis; memory is what the
+# compiler reports as available.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}),
     "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}),
@@ -149,10 +150,10 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
     Each axis has a prime size of its own. Each dimension's size is a prime of its own times 4,
-    times the sizes of all axes and the next prime (for `turned`). So every dimension splits evenly
-    over any axes, each part can be halved twice, and no dimension or part of one is as long as
-    another dimension or its part, as can happen at the sizes one trains with. The dimensions'
-    primes are above 100, so that no length equals a small constant of a model.
+    times the sizes of all axes and of the last axis of `turned`. So every dimension splits evenly
+    over any axes and then into two microbatches or loss chunks, and no dimension or part of one is
+    as long as another dimension or its part, as can happen at the sizes one trains with. The
+    dimensions' primes are above 100, so that no length equals a small constant of a model.
     """
     axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]

@@ -1,8 +1,8 @@
-"""Ops with a fused kernel on some devices, each with a plain twin that defines what it computes.
-The twin runs everywhere else: on a laptop, on the probe mesh and in the audit.
+"""Ops with a fused kernel on some devices, each with a plain twin: the reference implementation,
+which runs everywhere else, on the probe mesh and in the audit.
 
-Kernels and twins don't see the mesh. Their type strings describe one device's part, so B counts its
-own rows and K its own heads.
+Kernels and twins don't see the mesh. Their type strings describe one device's part: B is this
+device's rows and K its heads.
 """
 
 import math
@@ -63,7 +63,7 @@ def plain_attention(
     if block < 64:
         block = length
 
-    # Gradients of k and v are summed over blocks in the dtype in which they enter the loop.
+    # Cast to bf16 inside the loop, so that their gradients are summed over blocks in f32.
     wide = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @explicit_activation_checkpointing
@@ -92,7 +92,8 @@ def cudnn_attention(
     v: floating["B L K D"],
     document: integer["B L"],
 ) -> floating["B L Q K D"]:
-    """Computes attention with cuDNN, in which query heads that share a key are adjacent."""
+    """Computes attention with cuDNN, which wants query heads that share a key side by side. Its
+    forward kernel runs again in the backward pass, for the softmax statistics."""
     same = document[:, None, :, None] == document[:, None, None, :]
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(

@@ -184,7 +184,8 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
         ops.psum("B/d L {U:t} -> B/d L", x)
         ops.psum("{U:d} -> ", loss)
 
-    Forward: all-reduce. Backward: nothing.
+    Forward: all-reduce. Backward: nothing, because each partial sum has the total's gradient, which
+    every device holds already.
     Raises ShardTypeError if the operand isn't unreduced, or a dimension's split would change.
     """
     (given,), wanted = call.operands, call.result
@@ -240,7 +241,8 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def reduce_max(call: Call, x: jax.Array) -> jax.Array:
-    """Takes the maximum over the dimensions that the right side leaves out, split or not.
+    """Takes the maximum over the dimensions that the right side leaves out, across devices if they
+    are split.
 
         ops.reduce_max("B/d L V/t -> B/d L", lax.stop_gradient(x))
 
@@ -258,7 +260,7 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = None) -> jax.Array:
-    """Computes the einsum of each device's parts.
+    """Computes the einsum of each device's parts, and adds nothing up across devices.
 
         ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", x, w_up)
         ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", h, w_down)

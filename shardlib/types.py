@@ -4,7 +4,7 @@
     f32["M/t/d"]           M is split over t first, then each part over d
     f32["B/d L M {U:t}"]   unreduced over t: each device along t holds a partial sum of the value
     f32[""]                a scalar
-    floating["B L"]        f32 or bf16; integer["B L"] is any integer type
+    floating["B L"]        any float type; integer["B L"] is any integer type
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
@@ -12,18 +12,19 @@ An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
     item  := dim | "[" dim "]"              brackets mark what `ops.index_unreduced` looks up
     dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
-The axes of a dimension are written in the reverse of the mesh's order: on a mesh `d, t` it is
-`M/t/d`, never `M/d/t`. The two have the same shapes but place the parts on different devices. With
-this order, a gather over the outermost axis, d, leaves `M/t`, each device's part contiguous.
+A dimension's axes are written innermost mesh axis first: on a mesh `d, t` it is `M/t/d`, never
+`M/d/t`, which has the same shapes but other parts on each device. So gathering d alone yields a
+contiguous `M/t`.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh scope.
 
-"Unreduced" and "varying" are JAX's own types: an array that varies along d and is unreduced over t
-prints as `bf16[2,64]{V:d, U:t}` (see "check_vma" in the documentation of `jax.shard_map`). JAX
-tracks that a value may vary, not that it is a partial sum, unless an op says so. If you sum over a
-split dimension with jnp instead of an op, the partial result passes for the full one until it meets
-a scalar type or a result of `typed_shard_map`. `audit.check` finds such sums.
+Inside a shard_map JAX itself knows, for each mesh axis, whether a value is invariant (the same on
+all devices along it), varying (it may differ) or unreduced (partial sums), and prints it, as in
+`bf16[2,64]{V:d, U:t}`; see "check_vma" in the documentation of `jax.shard_map`. Casting invariant
+to varying is free; in the backward pass the cast is an all-reduce of the gradient. A value becomes
+unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX takes
+the partial result for any varying value; `audit.check` finds such sums.
 """
 
 import contextlib
@@ -160,7 +161,7 @@ class ArrayType(type):
     spec: Spec
 
     def __instancecheck__(cls, value: object) -> bool:
-        return _problem(value, cls, "isinstance") is None
+        return _mismatch(value, cls, "isinstance") is None
 
     def __repr__(cls) -> str:
         return cls.__name__
@@ -193,7 +194,7 @@ bf16 = DType("bf16", np.dtype(jnp.bfloat16))
 i32 = DType("i32", np.dtype(jnp.int32))
 u32 = DType("u32", np.dtype(jnp.uint32))
 bool_ = DType("bool_", np.dtype(jnp.bool_))
-floating = DType("floating", np.floating)  # any width: for arguments, not for stored arrays
+floating = DType("floating", np.floating)  # any width; for arguments, not for stored arrays
 integer = DType("integer", np.integer)
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
@@ -242,7 +243,7 @@ def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
     there. Inside a shard_map it also compares the unreduced axes; outside, the sharding of a
     concrete array.
     """
-    if problem := _problem(value, expected, where):
+    if problem := _mismatch(value, expected, where):
         raise ShardTypeError(
             f"{where} does not match its type\n"
             f"    declared: {str(expected) or 'a scalar'}\n"
@@ -259,7 +260,7 @@ def describe(value: Any) -> str:
     return f"{jax.typeof(value)}{each}"
 
 
-def _problem(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
+def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     """Describes how the value differs from its type. If it doesn't, binds its sizes."""
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
@@ -426,7 +427,7 @@ def type_tree(hint: Any) -> Any:
     checkable = None not in tree and (is_dataclass or typing.get_origin(hint) is tuple)
     if checkable and is_dataclass:
         tree = typing.cast(Any, hint)(*tree)
-        checkable = not jax.tree_util.all_leaves([tree])
+        checkable = not jax.tree_util.all_leaves([tree])  # it is registered as a pytree
     if not checkable:
         raise SpecError(
             f"{hint} holds array types but can't be checked: use a pytree_dataclass or a tuple "

@@ -83,8 +83,8 @@ def test_nothing_is_done_by_hand_along_a_split_dimension(case):
 # A number that depends on how the arrays are split: the edited text, and what it becomes.
 NUMBERS = {
     "a mean over targets by their count on a device": (
-        "targets = target_count(batch)",
-        "targets = batch.targets.size",
+        "count = target_count(batch)",
+        "count = batch.targets.size",
     ),
     "a part's length in a scale": (LINE, "hidden = jax.nn.silu(gate) * up / up.shape[-1]"),
     "its root": (LINE, "hidden = jax.nn.silu(gate) * up * up.shape[-1] ** -0.5"),
