@@ -236,6 +236,7 @@ class Run:
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the step's program, and draws it if the config says so."""
+        say("compiling ...")
         again = functools.partial(compile_step, self.config, lowered)
         self.program = again()
         if self.config.hlo_svg:
@@ -247,7 +248,6 @@ class Run:
         first: int,
         steps: int,
         tokens: int,
-        parameters: int,
         flops: int,
         max_skipped: int,
         vectors: dict[str, list[str]],
@@ -269,7 +269,6 @@ class Run:
         if self.first_host:
             to, config = self.config.metrics.to, self.config.to_yaml()
             self.destinations = open_folder(self.folder, to, config, first)
-        say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
         if origin:
             say(origin)
 

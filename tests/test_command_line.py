@@ -91,7 +91,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert config["training"]["steps"] == 12
     assert config["training"]["steps_for_lr"] == 100
     for line in (
-        r"^2,426,112 parameters, 1,024 tokens per step, ",
+        r"\A2,426,112 parameters, 1,024 tokens per step, .*\ncompiling \.\.\.$",
         r"^time to first step: [\d.]+ s after the imports$",
         r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
         r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown chip",

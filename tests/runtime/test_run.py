@@ -39,7 +39,7 @@ def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0, vectors=Non
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
     with jax.set_mesh(mesh(1, 1)), Run(config) as run:
         run.begin(
-            first=first, steps=steps, tokens=100, parameters=1, flops=1, max_skipped=max_skipped,
+            first=first, steps=steps, tokens=100, flops=1, max_skipped=max_skipped,
             vectors=vectors or {}, origin="",
         )  # fmt: skip
         yield run

@@ -74,7 +74,7 @@ from tests.helpers import mesh, small_config
 root, ends = sys.argv[1:]
 settings = ["hang_timeout_seconds=0.7", f"hang_ends={ends}", f"paths.root_working_dir={root}"]
 with jax.set_mesh(mesh(1, 1)), Run(small_config(*settings, "paths.model_name=r")) as run:
-    about = dict(tokens=1, parameters=1, flops=1, max_skipped=0, vectors={}, origin="")
+    about = dict(tokens=1, flops=1, max_skipped=0, vectors={}, origin="")
     run.begin(first=0, steps=8, **about)
     def stuck(seconds):
         time.sleep(seconds)
