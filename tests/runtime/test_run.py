@@ -80,7 +80,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
 
 
 def test_a_run_with_nothing_to_do_is_refused(tmp_path):
-    refused = pytest.raises(UserError, match=r"has done 4 steps; set training\.steps above that")
+    refused = pytest.raises(UserError, match=r"is at step 4; set training\.steps above that")
     with refused, begun(tmp_path, first=4):
         pass
     assert not (tmp_path / "r/metrics.jsonl").exists()

@@ -61,10 +61,9 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with locked(tmp_path):
-        says = (
-            f"{tmp_path}/lock can't be locked (No locks available), so another run may start here"
-        )
-        assert capsys.readouterr().err == f"warning: {says}\n"
+        problem = f"{tmp_path}/lock can't be locked (No locks available)"
+        warning = f"warning: {problem}; don't start a second run there\n"
+        assert capsys.readouterr().err == warning
 
 
 HANGS = """
