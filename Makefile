@@ -1,6 +1,7 @@
-# PYTHON and VENV choose another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
+# To use another interpreter: make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv
+VENV_TPU ?= .venv-tpu
 BIN = $(VENV)/bin
 
 .PHONY: train test test-all test-long test-gpu test-tpu torture mutations lint format size
@@ -8,7 +9,8 @@ BIN = $(VENV)/bin
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
 
-# The venv holds two marks: what runs is installed; what tests and lint need is, too.
+# Two marker files in the venv: `cpu`, for the packages that programs need, and `dev`, for those
+# that tests and lint need in addition.
 $(VENV)/cpu: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
@@ -22,30 +24,33 @@ $(VENV)/dev: $(VENV)/cpu pyproject.toml
 test: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The same and the slow ones: each promise in more combinations.
+# The quick tests and the slow ones, which try more combinations.
 test-all: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not gpu and not tpu"
 
-# Some fifteen minutes more: the README's first hour, the stdlib config to its end, all bytes flipped.
+# About fifteen minutes: the README's first hour, the full stdlib config, every byte flipped.
 test-long: $(VENV)/dev
 	$(BIN)/python -m pytest -m long
 
-# Ten minutes: a run on two hosts is killed 50 times, and has to end as one that was not.
+# Ten minutes: kills a run on two hosts 50 times, and checks that it ends like an unkilled run.
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
-# Five minutes: some 500 edits of train.py's ops, none of which may change its numbers unnoticed.
+# Five minutes: makes some 500 edits of train.py's ops and checks that each one that changes the
+# numbers is refused.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations
 
-# In an environment that has requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
+# Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
 
-# Twenty minutes: compiles 48 steps for TPUs, with libtpu, on any machine.
-test-tpu: $(VENV)/dev
-	$(BIN)/pip install --quiet --requirement requirements-tpu.txt
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m tpu -rP
+# Twenty minutes: compiles 48 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
+# own, as every program there prints its errors where there is no TPU.
+test-tpu:
+	$(MAKE) VENV=$(VENV_TPU) $(VENV_TPU)/dev
+	$(VENV_TPU)/bin/pip install --quiet --requirement requirements-tpu.txt
+	JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu -rP
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check
@@ -56,6 +61,6 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# Lines of code, without blank lines, comments and docstrings.
+# Counts lines of code, without blank lines, comments and docstrings.
 size:
 	@$(PYTHON) .ci/size.py train.py shardlib data runtime tools benchmarks tests

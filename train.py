@@ -637,13 +637,15 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     if saved.newest.step >= hyper.steps:
         saved.check_model()
         return
+    tokens = hyper.tokens.batch * hyper.tokens.len
+    parameters = sum(x.size for x in jax.tree.leaves(make_shapes(Weights, dimensions(config))))
+    say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, saved, data)
     run.begin(
         first=int(state.step),
         steps=hyper.steps,
-        tokens=hyper.tokens.batch * hyper.tokens.len,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.weights)),
+        tokens=tokens,
         flops=sum(step_flops(config)),
         max_skipped=hyper.max_skipped_updates,
         vectors={"norms": norm_names(config)},

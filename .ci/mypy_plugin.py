@@ -1,4 +1,4 @@
-"""Makes mypy read array types: f32["B/d L"] as Any, and Stacked["layers", Layer] as a Layer."""
+"""Makes mypy read f32["B/d L"] as Any, and Stacked["layers", Layer] as Layer."""
 
 from mypy.plugin import AnalyzeTypeContext, Plugin
 from mypy.types import AnyType, Type, TypeOfAny

@@ -1,4 +1,4 @@
-"""Counts lines of code per file and folder: no blank lines, comments or docstrings."""
+"""Counts lines of code per file and folder, without blank lines, comments and docstrings."""
 
 import ast
 import io

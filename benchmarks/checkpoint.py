@@ -1,12 +1,12 @@
-"""How fast a checkpoint is saved and restored, beside the same bytes as plain files, one for each
-device's part, and beside orbax, in one run.
+"""Measures how fast a checkpoint is saved and restored, compared with orbax and with plain files
+that hold the same bytes, one file per device's shard.
 
     python -m benchmarks.checkpoint --megabytes 1000
 
-The state is train.py's, of random numbers, on 8 simulated devices. Several rounds, each of all
-three in turn, each in a new folder: save, which ends in memory; sync, after which it is on the disk
-(orbax waits for that by itself); restore from the disk; restore from memory. All
-bits that are restored are compared. Takes a minute, and four times as much memory as the state.
+The state has train.py's types and random numbers, on 8 simulated devices. Each round runs all
+three methods in turn, each in a new folder: save (into the page cache), sync to disk (orbax syncs
+by itself), restore from disk, restore from the page cache. All restored bits are compared. Takes
+a minute, and four times as much memory as the state.
 """
 
 import argparse
@@ -31,20 +31,20 @@ from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shapes, make_shardings
 from train import State
 
-THREADS = 32  # of base.yaml
+THREADS = 32  # as in base.yaml
 TIMES = ("save", "save to disk", "restore from disk", "restore from memory")
 CONFIG = "model: {}\n"
 
 
 def sizes(total: int) -> dict[str, int]:
-    """Dimensions of a model whose state takes about `total` bytes."""
+    """The dimensions of a model whose state takes about `total` bytes."""
     layers, vocab, step = 8, 32, 8
     m = max(step, math.isqrt(total // (12 * (16 * layers + 2 * vocab))) // step * step)
     return {"M": m, "Q": 1, "K": 8, "D": m // 8, "F": 4 * m, "V": vocab * m, "layers": layers}
 
 
 def make_state(size: dict[str, int]) -> State:
-    """Numbers that don't compress: orbax would compress zeros."""
+    """A state of random numbers: orbax would compress zeros."""
     rng = np.random.default_rng(0)
 
     def make(shape: Any, sharding: Any) -> jax.Array:
@@ -60,7 +60,7 @@ def parts(state: State) -> list[np.ndarray]:
 
 
 class Plain:
-    """Files, each written and read by a thread; what is read stays NumPy's."""
+    """Plain files, each written and read by a thread. Restores NumPy arrays."""
 
     def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
         self.files = [(folder / str(i), part) for i, part in enumerate(parts(state))]
@@ -90,8 +90,8 @@ class Plain:
 
 class Ours:
     def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
-        self.told, self.state = (str(folder), State, size, CONFIG, THREADS), state
-        self.checkpoints = Checkpoints(*self.told, say=lambda _: None)
+        self.settings, self.state = (str(folder), State, size, CONFIG, THREADS), state
+        self.checkpoints = Checkpoints(*self.settings, say=lambda _: None)
 
     def save(self) -> None:
         self.checkpoints.save(1, self.state)
@@ -100,7 +100,7 @@ class Ours:
         self.checkpoints.wait()
 
     def restore(self) -> State:
-        return Checkpoints(*self.told).restore()
+        return Checkpoints(*self.settings).restore()
 
 
 class Orbax:
@@ -127,48 +127,48 @@ def sync(file: pathlib.Path) -> None:
 
 
 def forget(file: pathlib.Path) -> None:
-    """Drops a file from the page cache, so that it is read from the disk."""
+    """Drops a file from the page cache, so that the next read comes from disk."""
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(kind: Any, folder: pathlib.Path, state: State, size: dict[str, int]) -> list[float]:
-    """Seconds: how long a save keeps its caller, and what TIMES names."""
+    """Returns the seconds that a save blocks its caller, and those that TIMES names."""
     folder.mkdir()
     method, threads = kind(folder, state, size), ThreadPoolExecutor(THREADS)
     start = time.perf_counter()
     method.save()
-    kept = time.perf_counter() - start
+    blocked = time.perf_counter() - start
     method.wait()
     saved = time.perf_counter() - start
     files = [file for file in folder.rglob("*") if file.is_file()]
     list(threads.map(sync, files))
-    seconds = [kept, saved, time.perf_counter() - start]
+    seconds = [blocked, saved, time.perf_counter() - start]
     list(threads.map(forget, files))
     for _ in range(2):
         start = time.perf_counter()
-        found = jax.block_until_ready(method.restore())
+        restored = jax.block_until_ready(method.restore())
         seconds.append(time.perf_counter() - start)
-        check(found if kind is Plain else parts(found), parts(state))
-        del found
+        check(restored if kind is Plain else parts(restored), parts(state))
+        del restored
     shutil.rmtree(folder)
     return seconds
 
 
-def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
-    for a, b in zip(found, wanted, strict=True):
+def check(restored: list[np.ndarray], saved: list[np.ndarray]) -> None:
+    for a, b in zip(restored, saved, strict=True):
         same = np.array_equal(a.view(np.uint32), b.view(np.uint32))
-        assert same, "what was restored isn't what was saved"
+        assert same, "the restored state differs from the saved one"
 
 
 def memory_of_save(folder: pathlib.Path, state: State, size: dict[str, int]) -> int:
-    """Bytes more, at the peak, for a save beside steps that write to the state's own memory. The
-    state is gone after."""
+    """Returns how many more bytes are in use at the peak of a save that runs during steps which
+    update the state in place. Consumes the state."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     state = jax.block_until_ready(step(state))
     checkpoints = Checkpoints(str(folder), State, size, CONFIG, THREADS, say=lambda _: None)
-    ctypes.CDLL(None).malloc_trim(0)  # so that what was freed before doesn't count
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory freed earlier doesn't count
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     checkpoints.save(1, state)
     for _ in range(2):
@@ -179,14 +179,14 @@ def memory_of_save(folder: pathlib.Path, state: State, size: dict[str, int]) -> 
 
 
 def status(name: str) -> int:
-    """Bytes, of this process."""
-    found = re.search(rf"{name}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    """Returns a value in bytes from this process's /proc/self/status."""
+    match = re.search(rf"{name}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 def spread(values: Sequence[float], show: str) -> str:
-    """The median, and the least and the most."""
+    """Formats the median, the minimum and the maximum."""
     low, middle, high = (f(values) for f in (min, statistics.median, max))
     return f"{middle:{show}} ({low:{show}} to {high:{show}})"
 
@@ -202,23 +202,21 @@ def benchmark(folder: pathlib.Path, total: int, rounds: int) -> None:
             for kind in kinds[i % 3 :] + kinds[: i % 3]:
                 seconds[kind].append(measure(kind, folder / f"{kind.__name__}.{i}", state, size))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    print(
-        f"{nbytes:,} bytes in {len(parts(state))} parts; median (least to most) of {rounds} rounds"
-    )
+    print(f"{nbytes:,} bytes in {len(parts(state))} parts; median (min to max) of {rounds} rounds")
     print(f"{'':20} {'plain files, s':22} {'orbax, s':22} {'ours, s':22} ", end="")
-    print(f"{'of plain speed':20} of orbax speed")
-    # The first round is to warm up.
+    print(f"{'speed / plain':20} speed / orbax")
+    # The first round is a warm-up.
     times = {kind: list(zip(*seconds[kind][1:], strict=True))[1:] for kind in kinds}
     for name, plain, ours, orbax in zip(TIMES, *times.values(), strict=True):
         row = [f"{name:20}", *(f"{spread(each, '.3f'):22}" for each in (plain, orbax, ours))]
-        for others in (plain, orbax):
-            ratios = [other / our for other, our in zip(others, ours, strict=True)]
+        for peer in (plain, orbax):
+            ratios = [theirs / own for theirs, own in zip(peer, ours, strict=True)]
             row.append(f"{spread(ratios, '.0%'):20}")
         print(*row)
     for kind in (Orbax, Ours):
-        waited = spread([taken[0] for taken in seconds[kind][1:]], ".3f")
-        print(f"a save keeps its caller: {kind.__name__} {waited} s")
-    print(f"memory of a save beside steps: {memory / nbytes:.2f} of the state")
+        blocked = spread([times[0] for times in seconds[kind][1:]], ".3f")
+        print(f"a save blocks its caller: {kind.__name__} {blocked} s")
+    print(f"extra memory of a save during steps: {memory / nbytes:.2f} of the state")
 
 
 def main() -> None:
@@ -227,12 +225,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=int, default=1000, help="of the state")
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    parser.add_argument("--megabytes", type=int, default=1000, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=5, help="to measure")
+    args = parser.parse_args()
     simulate_cpu_devices(8)
     with tempfile.TemporaryDirectory() as name:
-        benchmark(pathlib.Path(name), given.megabytes * 10**6, given.rounds)
+        benchmark(pathlib.Path(name), args.megabytes * 10**6, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How fast data is converted and loaded, each beside what bounds it, in one run.
+"""Measures how fast data is converted and loaded, each compared with an upper bound.
 
     python -m benchmarks.data --megabytes 500
 
-The text is the standard library's on this machine, pieces of its files in random order, in parquet
-files; the tokenizer a byte-level BPE of 32,000 ids trained on it. Takes some minutes, and as much
-disk as the text, in a temporary folder.
+The text is random pieces of the Python standard library's sources, in parquet files. The tokenizer
+is a byte-level BPE with 32,000 ids, trained on that text. Takes some minutes, and as much disk
+space as the text, in a temporary folder.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from shardlib.devices import make_mesh
 from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
 
 SHARDS = 8
-ROWS, LENGTH = 256, 1024  # of a batch
-STEP = 0.21  # seconds: at the least, one of 84m on an H200
+ROWS, LENGTH = 256, 1024  # shape of a batch
+STEP = 0.21  # seconds: a lower bound for a step of 84m on an H200
 T = TypeVar("T")
 
 
 def make_text(folder: pathlib.Path, size: int) -> None:
-    """Documents of 500 to 6,000 characters."""
+    """Writes documents of 500 to 6,000 characters."""
     import pyarrow
     import pyarrow.parquet
 
@@ -52,7 +52,7 @@ def make_text(folder: pathlib.Path, size: int) -> None:
 
 
 def texts_of(folder: pathlib.Path) -> Iterator[list[str]]:
-    """256 documents at a time, from memory."""
+    """Yields 256 documents at a time, from memory."""
     import pyarrow.parquet
 
     for file in sorted(folder.glob("*.parquet")):
@@ -72,7 +72,7 @@ def train_tokenizer(folder: pathlib.Path) -> None:
 
 
 def conversion(folder: pathlib.Path, tokenizer: str, processes: int) -> tuple[int, float]:
-    """Tokens, and seconds without those of imports."""
+    """Returns the number of tokens and the seconds, not counting imports."""
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
@@ -94,14 +94,14 @@ def bare_tokenizer(folder: pathlib.Path) -> tuple[int, float]:
     count, seconds = 0, 0.0
     for texts in texts_of(folder):
         start = time.perf_counter()
-        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         seconds += time.perf_counter() - start
-        count += sum(map(len, found))
+        count += sum(map(len, encoded))
     return count, seconds
 
 
 def plain_write(folder: pathlib.Path) -> tuple[int, float]:
-    """The tokens of the bytes, from memory, with the same chunks and compression."""
+    """Writes the bytes dataset's tokens from memory, with the same chunks and compression."""
     source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
     copy = zarr.create_array(
         folder / "copy.zarr",
@@ -127,7 +127,7 @@ def open_loader(folder: pathlib.Path) -> Loader:
 
 
 def batches(folder: pathlib.Path) -> tuple[int, float]:
-    """Shuffled, of 84m's shape, as arrays of JAX."""
+    """Loads shuffled batches of 84m's shape as JAX arrays."""
     loader = open_loader(folder)
     steps = loader.dataset.token_count // (ROWS * LENGTH)
     start = time.perf_counter()
@@ -137,7 +137,7 @@ def batches(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def wait_for_data(folder: pathlib.Path) -> float:
-    """Seconds for each second that a device is at work, over some shuffle buffers."""
+    """Returns the seconds of waiting per second of device time, over several shuffle buffers."""
     loader, waited = open_loader(folder), []
     for _, batch in loader.from_step(0, 300):
         waited.append(loader.waited)
@@ -147,7 +147,7 @@ def wait_for_data(folder: pathlib.Path) -> float:
 
 
 def plain_read(folder: pathlib.Path) -> tuple[int, float]:
-    """Chunk after chunk."""
+    """Reads the tokens chunk by chunk."""
     source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
     start = time.perf_counter()
     for i in range(0, source.shape[0], CHUNK):
@@ -155,27 +155,27 @@ def plain_read(folder: pathlib.Path) -> tuple[int, float]:
     return source.shape[0], time.perf_counter() - start
 
 
-def with_peak(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[int, float, int]:
-    """Calls a function; adds to its result the peak memory, in bytes, of this process, or of the
-    largest one that it started."""
-    count, seconds = function(*given)
+def with_peak(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[int, float, int]:
+    """Calls a function and adds to its result the peak memory in bytes of this process or of its
+    largest child, whichever is more."""
+    count, seconds = function(*args)
     kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return count, seconds, max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
 
 
-def apart(function: Callable[..., T], *given: Any) -> T:
-    """In a process of its own."""
+def in_subprocess(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function in a new process."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as process:
-        return process.submit(function, *given).result()
+        return process.submit(function, *args).result()
 
 
-def rate(function: Callable[..., tuple[int, float]], *given: Any) -> tuple[float, int]:
-    """Tokens per second, and the peak memory; prints them."""
-    count, seconds, peak = apart(with_peak, function, *given)
-    name = f"{function.__name__} {pathlib.Path(given[1]).name if len(given) > 1 else ''}"
+def rate(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[float, int]:
+    """Prints and returns the tokens per second and the peak memory of a function."""
+    count, seconds, peak = in_subprocess(with_peak, function, *args)
+    name = f"{function.__name__} {pathlib.Path(args[1]).name if len(args) > 1 else ''}"
     speed = count / seconds
-    print(f"{name:24} {count:13,} tokens {speed:13,.0f} a second, {peak / 1e9:5.2f} GB", flush=True)
+    print(f"{name:24} {count:13,} tokens {speed:13,.0f} tokens/s, {peak / 1e9:5.2f} GB", flush=True)
     return speed, peak
 
 
@@ -185,12 +185,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=int, default=500, help="of text")
+    parser.add_argument("--megabytes", type=int, default=500, help="size of the text")
     size = parser.parse_args().megabytes * 10**6
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        apart(make_text, folder, size)
-        apart(train_tokenizer, folder)
+        in_subprocess(make_text, folder, size)
+        in_subprocess(train_tokenizer, folder)
         bare, _ = rate(bare_tokenizer, folder)
         bpe, peak = rate(conversion, folder, str(folder / "bpe"), 1)
         again, _ = rate(bare_tokenizer, folder)
@@ -199,13 +199,13 @@ def main() -> None:
         read, _ = rate(plain_read, folder)
         load, _ = rate(batches, folder)
         read_again, _ = rate(plain_read, folder)
-        waited = apart(wait_for_data, folder)
-    print(f"conversion, of the bare tokenizer's speed: {2 * bpe / (bare + again):.0%}")
-    print(f"conversion of bytes, of a plain write's speed: {text / write:.0%}")
-    print(f"shuffled batches, of a plain read's speed: {2 * load / (read + read_again):.0%}")
-    print(f"a batch of {ROWS * LENGTH:,} tokens: {ROWS * LENGTH / load * 1e3:.1f} ms")
-    print(f"wait for data beside steps of {STEP} s: {waited:.2%}")
-    print(f"memory of the conversion: {peak / 2**30:.2f} GiB")
+        waited = in_subprocess(wait_for_data, folder)
+    print(f"conversion / bare tokenizer, speed: {2 * bpe / (bare + again):.0%}")
+    print(f"conversion of bytes / plain write, speed: {text / write:.0%}")
+    print(f"shuffled batches / plain read, speed: {2 * load / (read + read_again):.0%}")
+    print(f"batch of {ROWS * LENGTH:,} tokens: {ROWS * LENGTH / load * 1e3:.1f} ms")
+    print(f"wait for data at {STEP} s per step: {waited:.2%} of the step")
+    print(f"peak memory of the conversion: {peak / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Times a config's training step in PyTorch, on one device: a peer for tools.benchmark.
+"""Times a config's training step in PyTorch on one device, to compare with tools.benchmark.
 
     python -m benchmarks.pytorch --config-name=c4_a100x1_84m training.microbatches=4
 
-Needs PyTorch, which nothing else here does: pip install torch. Prints the rows of tools.benchmark
-that apply, and one line of JSON; writes nothing. The model is `transformers`' LlamaForCausalLM of
-the config's shapes, and it runs in the fastest usual way that makes the same step:
+Needs PyTorch, unlike everything else here: pip install torch. Prints the rows of tools.benchmark
+that apply, and one line of JSON. Writes no files. The model is `transformers`' LlamaForCausalLM
+with the config's shapes, in the fastest common setup that computes the same step:
 
-- Weights, gradients and moments are in f32, and torch.autocast makes products in bf16, as ours are.
-  Embeddings are cast to bf16, and so the residual stream is, as ours is: autocast alone would leave
-  it in f32, twice the bytes to move.
-- SDPA, causal by its flag. Without a mask, PyTorch can take FlashAttention's kernel, or cuDNN's.
-- torch.compile of model and loss in one piece, in its default mode; fused AdamW, clipped by the
-  global norm. Nothing is computed again in the backward pass unless checkpointing=true, and then
-  each layer is.
+- Weights, gradients and moments are f32; torch.autocast runs matmuls in bf16, as train.py does. The
+  embeddings are cast to bf16, so that the residual stream is bf16, as in train.py. With autocast
+  alone it would be f32, which doubles its memory traffic.
+- SDPA with is_causal. Without a mask PyTorch can choose the FlashAttention or the cuDNN kernel.
+- torch.compile, in its default mode, of model and loss as one graph. Fused AdamW, with gradients
+  clipped by their global norm. Nothing is recomputed in the backward pass unless
+  checkpointing=true, which checkpoints each layer.
 
-All steps are on the same random tokens, each row a document. What the config says of dataset and
-mesh, the learning rate's schedule and adam_eps_root don't matter here, and are ignored.
+All steps use the same random tokens, with each row a document. The config's dataset, mesh, learning
+rate schedule and adam_eps_root are ignored.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class TorchConfig(train.Config):
 
 
 def make_model(config: TorchConfig) -> Any:
-    """Our model, as `transformers` has it, in f32."""
+    """Returns the `transformers` equivalent of train.py's model, in f32."""
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
     size = config.model
@@ -51,20 +51,22 @@ def make_model(config: TorchConfig) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": float(size.rope_max_timescale)},
         max_position_embeddings=config.training.tokens.len, tie_word_embeddings=False,
     ))  # fmt: skip
-    # For "sdpa" itself, transformers makes a mask of B x L x L under torch.compile, as it can't see
-    # there that a row is one document; for a name that it doesn't know, it makes none.
+    # With "sdpa", transformers makes a B x L x L mask under torch.compile, as it can't tell there
+    # that a row is one document. With a name that it doesn't know, it makes none.
     AttentionInterface.register("causal_sdpa", AttentionInterface()["sdpa"])
     model.set_attn_implementation("causal_sdpa")
     with jax.sharding.use_abstract_mesh(abstract_mesh({"d": 1, "t": 1})):
         ours = jax.tree.leaves(make_shapes(train.Weights, train.dimensions(config)))
-    assert model.num_parameters() == sum(leaf.size for leaf in ours), "another model than ours"
+    assert model.num_parameters() == sum(leaf.size for leaf in ours), (
+        "not the same model as train.py's"
+    )
     if config.checkpointing:
         model.gradient_checkpointing_enable()
     return model
 
 
 def make_step(config: TorchConfig, model: Any) -> Any:
-    """Makes a step for `time_steps`: it has no state, and returns the event of its end."""
+    """Returns a stateless step for `time_steps`, which returns an event that marks its end."""
     import torch
 
     device, hyper = model.device.type, config.training
@@ -98,12 +100,12 @@ def main(config: TorchConfig) -> None:
         import torch
     except ImportError as error:
         raise UserError(f"this needs PyTorch ({error}): pip install torch") from None
-    jax.config.update("jax_platforms", "cpu")  # the GPU is PyTorch's
+    jax.config.update("jax_platforms", "cpu")  # leave the GPU to PyTorch
     config = dataclasses.replace(config, mesh=train.MeshConfig(1, 1))
     size, rows, cuda = config.model, config.training.tokens.batch, torch.cuda.is_available()
     device, kind = ("cuda", torch.cuda.get_device_name()) if cuda else ("cpu", "cpu")
     if size.d_model % (size.n_q_per_kv * size.n_kv):
-        raise UserError("LlamaConfig wants model.d_model to be a multiple of its query heads")
+        raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
     try:
         model = make_model(config).to(device)
         batch = torch.randint(size.vocab, (rows, config.training.tokens.len), device=device)

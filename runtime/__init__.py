@@ -1,1 +1,1 @@
-"""What surrounds the steps of a run: its config, folder, log, checkpoints, and how it ends."""
+"""Everything around the training steps: config, run folder, metrics, checkpoints, shutdown."""

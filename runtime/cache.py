@@ -1,4 +1,4 @@
-"""Which checks an earlier start of the same program has passed."""
+"""Remembers which checks an earlier start of the same program has passed."""
 
 import hashlib
 import os
@@ -15,10 +15,10 @@ from runtime.config import flat
 
 
 def unless_passed_before(config: Any, check: Callable[[], object]) -> None:
-    """Runs a check whose outcome depends on the config and the source alone, unless a mark in the
-    cache says that it has passed, for the same of both, and the same JAX and Python: the source of
-    all modules that aren't installed packages, nor name a file that isn't there, as some of
-    PyTorch's do."""
+    """Runs a check that depends only on the config and the source, unless it has passed before with
+    the same config, source, JAX and Python. A passed check leaves a marker file in the cache.
+    "Source" is every imported module that is not an installed package. Modules whose file doesn't
+    exist, as some of PyTorch's, are ignored."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
     files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     texts = [
@@ -27,9 +27,9 @@ def unless_passed_before(config: Any, check: Callable[[], object]) -> None:
         if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
     ]
     values = flat(OmegaConf.structured(config))
-    given = {key: value for key, value in values.items() if not key.startswith("paths.")}
-    here = repr((given, version("jax"), sys.version)).encode()
-    digest = hashlib.sha256(b"".join([here, *texts])).hexdigest()
+    relevant = {key: value for key, value in values.items() if not key.startswith("paths.")}
+    versions = repr((relevant, version("jax"), sys.version)).encode()
+    digest = hashlib.sha256(b"".join([versions, *texts])).hexdigest()
     root = pathlib.Path(config.paths.root_working_dir).expanduser()
     mark = root / f".compilation_cache/checked-{digest}"
     if not mark.exists():

@@ -1,4 +1,4 @@
-"""What a config is made of: sections that check themselves."""
+"""The base class of config sections, which check their own values."""
 
 import operator
 import pathlib
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Bound(NamedTuple):
-    """From `low` to less than `below`; a NaN is never."""
+    """Numbers from `low` to less than `below`. A NaN is out of bounds."""
 
     low: float
     below: float = 2**31
@@ -29,11 +29,11 @@ Name = Annotated[str, NOT_EMPTY]
 
 
 class Section:
-    """Base of the dataclasses that a config is made of: a config that is there has been checked.
+    """Base of the dataclasses that make up a config. Values are checked on construction.
 
-    `key` says where it stands in the whole. Types are OmegaConf's to check. Raises UserError for a
-    number that isn't within the bound in its type, and for a name that is empty. What else a
-    section demands, its own __post_init__ checks after this one.
+    `key` is the section's place in the config. OmegaConf checks types. This class raises UserError
+    for a number out of the bounds of its type, and for an empty name. A section checks anything
+    else in its own __post_init__, after calling this one.
     """
 
     prefix = ""
@@ -44,12 +44,12 @@ class Section:
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
             key, value, parts = self.prefix + name, getattr(self, name), [*_parts(hint)]
-            if value is None:  # where it may be
+            if value is None:  # an optional section
                 continue
             if tuple in parts:
                 setattr(self, name, tuple(value))  # OmegaConf has a list
             if NOT_EMPTY in parts and not value.strip():
-                raise UserError(f"{key} is empty: it must name something")
+                raise UserError(f"{key} must not be empty")
             for low, below in (part for part in parts if isinstance(part, Bound)):
                 for number in value if tuple in parts else [value]:
                     if not (isinstance(number, int | float) and low <= number < below):
@@ -57,7 +57,7 @@ class Section:
                         raise UserError(f"{key}={value}: it must be {bounds}")
 
     def require(self, condition: object, name: str, problem: str) -> None:
-        """Raises UserError, which names the key and its value, unless the condition holds."""
+        """Raises UserError with the key, its value and `problem` unless the condition holds."""
         if not condition:
             value = operator.attrgetter(name)(self)
             raise UserError(f"{self.prefix}{name}={value}: {problem}")
@@ -68,14 +68,14 @@ class Section:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """`Annotated[int, Bound(1)] | None` -> all that it is made of, down to int."""
+    """Yields a type hint and everything nested in it, down to `int` and bounds."""
     yield from (hint, typing.get_origin(hint))
     for part in typing.get_args(hint):
         yield from _parts(part)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a config of OmegaConf's by their keys with dots."""
+    """Flattens an OmegaConf config to a dict with dotted keys."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         inner = hasattr(value, "items")

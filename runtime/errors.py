@@ -1,4 +1,4 @@
-"""What a user did wrong -> one line, on one host or several."""
+"""Turns a user's mistake into a one-line message, on one host or several."""
 
 import contextlib
 import os
@@ -11,24 +11,25 @@ from shardlib.errors import UserError
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with `error: ...` and exit code 1 where a UserError or an OSError comes
-    through; anything else is ours, and keeps its traceback.
+    """Ends the program with `error: ...` and exit code 1 on a UserError or OSError. Any other
+    exception is a bug and keeps its traceback.
 
-    One of several hosts doesn't say goodbye to JAX: it would wait for the others, which may be
-    waiting for it. There, a step that fails is an error of the other hosts' more often than ours.
+    With several hosts the process exits without shutting JAX down: the shutdown waits for the other
+    hosts, which may be waiting for this one. A failed step is also reported in one line there, as
+    its usual cause is that another host was lost.
     """
     try:
         yield
     except Exception as error:
-        jax: Any = sys.modules.get("jax")  # not imported here: most tools have no need of it
-        among_hosts = jax and jax.distributed.is_initialized()
+        jax: Any = sys.modules.get("jax")  # not imported here, as most tools don't need it
+        several_hosts = jax and jax.distributed.is_initialized()
         if isinstance(error, UserError | OSError):
             message = f"error: {error}"
-        elif among_hosts and isinstance(error, jax.errors.JaxRuntimeError):
-            message = f"error: a step failed, perhaps as another host is lost: {error}"
+        elif several_hosts and isinstance(error, jax.errors.JaxRuntimeError):
+            message = f"error: a step failed, perhaps because another host was lost: {error}"
         else:
             raise
-        if not among_hosts:
+        if not several_hosts:
             sys.exit(message)
         print(message, file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Config files and overrides -> a typed config; a mistake in them -> one message."""
+"""Turns config files and overrides into a typed config, and mistakes in them into one message."""
 
 import dataclasses
 import difflib
@@ -36,27 +36,27 @@ def program(
     schema: type[C], folder: str, preset: dict[str, Any] | None = None, names: str = ""
 ) -> Callable[[Callable[[C], int | None]], Callable[[], None]]:
     """Decorator: runs `main(config)` from the command line, with the config checked against
-    `schema`, a dataclass. What the function returns is the exit code.
+    `schema`, a dataclass. The function returns the exit code.
 
-    --config-name= chooses a file in `folder`, in which base.yaml is what the others extend. Exits
-    with a message where there is no such file, or the config doesn't have the schema's keys and
-    types: Hydra would suggest to add a key that it doesn't know, and then not check it. `preset`
-    has values for keys that the files leave to the user and this program has no use for.
+    --config-name= chooses a file in `folder`; the files there extend base.yaml. The program exits
+    with a message if there is no such file, or if the config doesn't have the schema's keys and
+    types. Hydra alone would suggest adding an unknown key with +, and then not check it. `preset`
+    has values for keys that the user must normally set and that this program doesn't use.
 
-    With --multirun each config has a process of its own, one after the other, as a process can
-    simulate but one number of devices; its number is added to the value of the key `names`. All
-    are checked before the first one starts.
+    With --multirun each config runs in a process of its own, one after the other, since a process
+    can simulate only one number of devices. The job's number is appended to the value of the key
+    `names`. All configs are checked before the first job starts.
     """
 
-    # Hydra wants to be told of what is in no file: what has a default.
+    # Hydra needs a ++ before keys that are in no file: those with a default.
     fields = dataclasses.fields(cast(Any, schema))
-    none = {dataclasses.MISSING}
-    added = [f.name for f in fields if {f.default, f.default_factory} != none]
+    missing = {dataclasses.MISSING}
+    added = [f.name for f in fields if {f.default, f.default_factory} != missing]
 
-    def typed(composed: DictConfig, given: Any) -> C:
-        if given.job.config_name == "base":
-            raise UserError(f"choose a config by --config-name=: {', '.join(_names(folder))}")
-        # Without its interpolations, which OmegaConf would take for any type.
+    def typed(composed: DictConfig, hydra_config: Any) -> C:
+        if hydra_config.job.config_name == "base":
+            raise UserError(f"choose a config with --config-name=NAME: {', '.join(_names(folder))}")
+        # Interpolations are resolved first, as OmegaConf doesn't check their types.
         plain = OmegaConf.to_container(composed, resolve=True)
         merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
         return cast(C, OmegaConf.to_object(merged))
@@ -64,28 +64,28 @@ def program(
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
         def main() -> None:
-            found: list[tuple[DictConfig, Any]] = []  # configs, each with what Hydra was given
+            composed: list[tuple[DictConfig, Any]] = []  # each config with Hydra's own
             jobs: list[tuple[C, Any]] = []  # the same, checked
-            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else it prints errors and exits
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
             sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
-            def compose(composed: DictConfig) -> None:
-                found.append((composed, HydraConfig.get()))
+            def compose(config: DictConfig) -> None:
+                composed.append((config, HydraConfig.get()))
 
             with user_errors():
                 try:
                     compose()
-                    for composed, given in found:  # not in compose: Hydra prints what fails there
-                        jobs.append((typed(composed, given), given))
-                except Exception as error:  # Hydra's, OmegaConf's, or of whatever they are made of
+                    for config, hydra_config in composed:  # in compose Hydra would print errors
+                        jobs.append((typed(config, hydra_config), hydra_config))
+                except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
                     raise UserError(_message(error, schema, folder)) from error
                 if not jobs:  # with --help
                     return
-                config, given = jobs[0]
-                if given.mode == RunMode.MULTIRUN:
+                first, hydra_config = jobs[0]
+                if hydra_config.mode == RunMode.MULTIRUN:
                     _sweep(jobs, names)
-                elif code := function(config):
+                elif code := function(first):
                     sys.exit(code)
 
         return main
@@ -94,16 +94,16 @@ def program(
 
 
 def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
-    """Runs this program for each config. A run that is stopped stops the sweep; one that fails
-    doesn't."""
+    """Runs this program for each config. If a run is stopped by a signal, the sweep stops too; if
+    one fails, the sweep continues."""
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
-    for number, (config, given) in enumerate(jobs):
-        arguments = [f"--config-name={given.job.config_name}", *given.overrides.task]
+    for number, (config, hydra_config) in enumerate(jobs):
+        arguments = [f"--config-name={hydra_config.job.config_name}", *hydra_config.overrides.task]
         if names:
             arguments.append(f"{names}='{operator.attrgetter(names)(config)}/{number}'")
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         with subprocess.Popen([*program, *arguments]) as process:
-            signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C comes to both processes
+            signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
             signal.signal(signal.SIGTERM, lambda *_: process.terminate())
             code = process.wait()
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -111,33 +111,33 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         if code:
             failed.append(str(number))
     if failed:
-        raise UserError(f"of {len(jobs)} jobs, these failed: {', '.join(failed)}")
+        raise UserError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
 
 
 def _names(folder: str) -> list[str]:
-    """The configs in a folder that a run may name."""
+    """Names of the configs that a run may choose in a folder."""
     files = (ROOT / folder).glob("*.yaml")
     return sorted(file.stem for file in files if file.stem != "base")
 
 
 def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """The schema's keys with dots, those of its sections included."""
+    """Yields the schema's dotted keys, including those of its sections."""
     for name, hint in typing.get_type_hints(schema).items():
         yield prefix + name
-        for kind in (hint, *typing.get_args(hint)):  # a section, or one that may be null
+        for kind in (hint, *typing.get_args(hint)):  # a section, or an optional one
             if dataclasses.is_dataclass(kind):
                 yield from _keys(kind, f"{prefix}{name}.")
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
-    """What is wrong with a config, in a line: the key, and what to write instead."""
+    """A line that says what is wrong with a config: the key, and what to write instead."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        name, there = error.missing_cfg_file, error.options or _names(folder)
-        return f"no config {name}; there are {', '.join(there)}"
+        name, options = error.missing_cfg_file, error.options or _names(folder)
+        return f"no config {name}; choose from {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        return f"can't read {error.override}: {' '.join(str(error).split())}"
+        return f"can't parse {error.override}: {' '.join(str(error).split())}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key, known = getattr(cause, "full_key", None) or "", list(_keys(schema))
     section, _, last = key.rpartition(".")
@@ -147,13 +147,13 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return f"{key} is a section: set {key}.KEY=..."
     if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if key in known:
-            return f"{key}: {section} is null in this config"
+            return f"{key} can't be set: {section} is null in this config"
         if section in known and not any(name.startswith(f"{section}.") for name in known):
             return f"unknown key {key}; to add it to {section}, write +{key}=..."
-        meant = [name for name in known if name.rpartition(".")[2] == last]
-        meant = meant or difflib.get_close_matches(key, known, n=1)
-        return f"unknown key {key}" + (f"; did you mean {' or '.join(meant)}?" if meant else "")
+        similar = [name for name in known if name.rpartition(".")[2] == last]
+        similar = similar or difflib.get_close_matches(key, known, n=1)
+        return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
     problem = " ".join(str(cause).split("\n    ")[0].split())
-    # Where Hydra names no key, it is about a whole section or group.
-    key = key or ", ".join(given for given in sys.argv[1:] if re.match(r"\w+=", given))
+    # Hydra names no key when a whole section or config group is wrong.
+    key = key or ", ".join(arg for arg in sys.argv[1:] if re.match(r"\w+=", arg))
     return f"{key}: {problem}" if key else problem

@@ -1,5 +1,5 @@
-"""What surrounds the steps of a run: its folder and what stands there, its progress, its clock, and
-all that may end it."""
+"""Everything around the training steps of a run: the run's folder and its metrics, progress lines,
+step timing, profiling, and the ways a run can stop."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from omegaconf import MISSING, OmegaConf
 from runtime import hlo
 from runtime.checkpoint import CheckpointsConfig
 from runtime.config import ROOT, Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, flat
-from runtime.sinks import DESTINATIONS, Row, check_destinations, json_lines
+from runtime.sinks import SINKS, Row, check_sinks, json_lines
 from runtime.supervise import Stop, locked
 from shardlib import devices
 from shardlib.errors import UserError
@@ -37,17 +37,17 @@ SECONDS_BETWEEN_LINES = 10  # of progress
 @dataclasses.dataclass(unsafe_hash=True)
 class PathsConfig(Section, key="paths"):
     root_working_dir: str
-    clone_from: str  # a folder of checkpoints, or one of them, that a new run starts from
-    clone_weights_only: bool  # from step 0, or else with its whole state, from its step
+    clone_from: str  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
+    clone_weights_only: bool  # true: weights only, from step 0; false: the whole state
     model_name: Name = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
         folder = pathlib.PurePath(self.model_name)
         inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
-        self.require(inside, "model_name", "it names a folder in paths.root_working_dir")
+        self.require(inside, "model_name", "it must name a folder inside paths.root_working_dir")
         local = "://" not in self.root_working_dir
-        self.require(local, "root_working_dir", "runs write to a local folder")
+        self.require(local, "root_working_dir", "it must be a local folder, not a bucket")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -57,98 +57,99 @@ class IoConfig(Section, key="io"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MetricsConfig(Section, key="metrics"):
-    to: tuple[str, ...]  # besides metrics.jsonl: tensorboard, wandb
-    norms_interval: NonNegativeInt  # steps between norms of each tensor; 0: never
+    to: tuple[str, ...]  # in addition to metrics.jsonl: tensorboard, wandb
+    norms_interval: NonNegativeInt  # steps between logs of each tensor's norms; 0 disables
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class RunConfig(Section):
-    """What a config says of a run, whatever it trains."""
+    """The part of a config that doesn't depend on what is trained."""
 
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    checkpoint_interval: NonNegativeInt  # steps; 0: at the end only
+    checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
     checkpoints: CheckpointsConfig
-    hang_timeout_seconds: NonNegativeFloat  # for a step, before it counts as hung; 0: none
-    hang_ends: bool  # a step that hangs ends the run, or else is only reported
-    profile: bool  # a few steps into profile/
-    hlo_svg: bool  # the compiled step, drawn
-    compiler_options: bool  # those of devices.COMPILER_OPTIONS
+    hang_timeout_seconds: NonNegativeFloat  # before a step counts as hung; 0 disables
+    hang_ends: bool  # a hung step ends the run; false: it is only reported
+    profile: bool  # trace a few steps into profile/
+    hlo_svg: bool  # draw the compiled step
+    compiler_options: bool  # pass devices.COMPILER_OPTIONS to the compiler
     num_hosts: PositiveInt
-    coordinator: str  # address:port of the first host, where JAX can't find out; else empty
-    process_id: NonNegativeInt  # of this host, from 0, if a coordinator is named
-    heartbeat_timeout_seconds: PositiveInt  # without a sign of a host, after which the others end
+    coordinator: str  # address:port of the first host; "": JAX detects the cluster
+    process_id: NonNegativeInt  # of this host, from 0; only used with a coordinator
+    heartbeat_timeout_seconds: PositiveInt  # of silence before a host counts as lost
     simulate_devices: bool
 
 
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """Raises UserError if the devices or hosts that the config asks for can't be had."""
+    """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
+    UserError if the config's devices or hosts aren't available."""
     if config.simulate_devices:
         devices.simulate_cpu_devices(math.prod(axes.values()) // config.num_hosts)
     if config.num_hosts > 1:
         try:
-            found = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
+            settings = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
             if config.coordinator:
-                found |= {"coordinator_address": config.coordinator}
-                found |= {"num_processes": config.num_hosts, "process_id": config.process_id}
-            jax.distributed.initialize(**found)
+                settings |= {"coordinator_address": config.coordinator}
+                settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
+            jax.distributed.initialize(**settings)
         except ValueError as error:
             raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
-        raise UserError(f"num_hosts={config.num_hosts}, but there are {jax.process_count()}")
+        raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()}")
     return devices.make_mesh(axes)
 
 
 def compile_step(
-    config: RunConfig, lowered: jax.stages.Lowered, **more: Any
+    config: RunConfig, lowered: jax.stages.Lowered, **extra_options: Any
 ) -> jax.stages.Compiled:
-    """Compiles a program with the options of the mesh's chips, and these."""
+    """Compiles a program with the default options for the mesh's chips, plus `extra_options`."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
     options = devices.compiler_options(kind) if config.compiler_options else {}
-    return lowered.compile(compiler_options=options | more)
+    return lowered.compile(compiler_options=options | extra_options)
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first host alone."""
+    """Prints a line, on the first host only."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
 
 def use_cache(root: str) -> None:
-    """Has JAX keep what it compiles in `<root>/.compilation_cache`, for the next start of the same
-    program, unless the user has chosen a folder for that."""
+    """Makes JAX cache compiled programs in `<root>/.compilation_cache`, unless the user has chosen
+    a cache folder. The next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         folder = pathlib.Path(root).expanduser().absolute() / ".compilation_cache"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        # Else an edit of a type string alone would find the program that has the old one.
+        # Otherwise an edit that only changes a type string would load the old program.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
 def due(interval: int, step: int, steps: int) -> bool:
-    """At the end of a step: every `interval` steps, unless it is 0; and at the run's end, unless
-    it is never due."""
+    """Returns whether something is due after a step: every `interval` steps and after the last
+    step; never if `interval` is 0."""
     return interval > 0 and ((step + 1) % interval == 0 or step + 1 == steps)
 
 
 def replace(file: pathlib.Path, content: bytes) -> None:
-    """Writes a file anew, so that whoever is killed here leaves the old one."""
+    """Replaces a file atomically: a process killed here leaves the old content."""
     part = file.with_name(f"{file.name}.part")
     part.write_bytes(content)
     part.replace(file)
 
 
 def rows_before(metrics: pathlib.Path, step: int) -> Iterator[bytes]:
-    """The lines of a metrics.jsonl up to the first of `step`, or of a later one, or one cut short.
-    Raises UserError for one that can't be read."""
+    """Yields the lines of a metrics.jsonl for steps before `step`. Stops at a line that was cut off
+    in writing. Raises UserError for a line that can't be parsed."""
     for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
         try:
             if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
                 return
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"{metrics}, line {number} is no row of metrics; mend it, or move it away"
+                f"{metrics}, line {number} is not a row of metrics; fix it or move the file away"
             ) from None
         yield line
 
@@ -156,35 +157,35 @@ def rows_before(metrics: pathlib.Path, step: int) -> Iterator[bytes]:
 def open_folder(
     folder: pathlib.Path, to: tuple[str, ...], config: str, first_step: int
 ) -> list[Callable[[Row], None]]:
-    """Writes a run's config and what else it depends on into its folder, and says what has changed
-    in the config. Returns the functions that each row of metrics is to be given: metrics.jsonl's,
-    and those of the destinations that `to` names. For the first host only.
+    """Writes config.yaml and appends to starts.jsonl in the run's folder, and prints which config
+    values have changed since the last start. Returns the functions that log a row of metrics: one
+    for metrics.jsonl and one for each sink that `to` names. Called on the first host only.
 
-    Keeps the metrics of the steps before `first_step`: later ones, which an earlier start did after
-    the checkpoint, are cut off. A run from step 0 sets all earlier metrics aside, as
-    `metrics.<time>.jsonl`. Raises UserError for metrics that it can't read."""
+    Truncates metrics.jsonl to the steps before `first_step`: an earlier start may have run further
+    than its last checkpoint. A run from step 0 renames existing metrics to `metrics.<time>.jsonl`.
+    Raises UserError for metrics that it can't parse."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics, earlier = folder / "metrics.jsonl", folder / "config.yaml"
     if metrics.exists() and first_step == 0:
-        kept_as = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
-        metrics.rename(kept_as)
-        say(f"no checkpoint to go on from; the earlier metrics are {kept_as.name}")
+        renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+        metrics.rename(renamed)
+        say(f"no checkpoint to resume from; renamed the earlier metrics to {renamed.name}")
     if metrics.exists():
         replace(metrics, b"".join(rows_before(metrics, first_step)))
     if first_step and earlier.exists():
         before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
         for key in sorted({*before, *now}):
-            if (value := now.get(key)) != (other := before.get(key)):
-                say(f"changed since the last start: {key}={value}, before {other}")
+            if (value := now.get(key)) != (previous := before.get(key)):
+                say(f"changed since the last start: {key}={value}, was {previous}")
     replace(earlier, config.encode())
     with (folder / "starts.jsonl").open("a") as starts:
         starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
-    makers = [json_lines, *(DESTINATIONS[name] for name in to)]
-    return [make(folder, first_step, config) for make in makers]
+    sinks = [json_lines, *(SINKS[name] for name in to)]
+    return [make(folder, first_step, config) for make in sinks]
 
 
 class Run:
-    """One start of a run, in the folder `<root>/<name>/`, in which no other runs beside it.
+    """One start of a run. Its folder `<root>/<name>/` is locked against other processes.
 
         with Run(config) as run:
             run.begin(first, steps, ...)
@@ -199,47 +200,48 @@ class Run:
                     break
             code = run.end()
 
-    All hosts make the same calls, at the same steps.
+    All hosts make the same calls at the same steps.
     """
 
     def __init__(self, config: RunConfig):
-        check_destinations(config.metrics.to)  # of this machine: who reads a config needs none
+        check_sinks(config.metrics.to)  # here, as only a run needs their packages
         self.config, self.name = config, config.paths.model_name
         self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
         self.first_host = jax.process_index() == 0
         self.profile = self.folder / f"profile/host_{jax.process_index()}"
         self.stop = Stop()
         self.stopping = self.last = False
-        self.destinations: list[Callable[[Row], None]] = []  # of metrics, on the first host
-        self.row: dict[str, Any] = {}  # of the last step, if it isn't written yet
-        self.seconds: list[float] = []  # of each step
-        self.shown = -math.inf  # when the progress was printed
-        self.skipped = 0  # updates, in a row
+        self.loggers: list[Callable[[Row], None]] = []  # one per sink, on the first host
+        self.row: dict[str, Any] = {}  # the last step's, until it is written
+        self.seconds: list[float] = []  # duration of each step
+        self.printed = -math.inf  # time of the last progress line
+        self.skipped = 0  # consecutive skipped updates
 
     def __enter__(self) -> "Run":
-        self.held = contextlib.ExitStack()
+        self.cleanup = contextlib.ExitStack()
         if self.first_host:
-            self.held.enter_context(locked(self.folder))
-        self.held.enter_context(self.stop)
-        self.held.callback(faulthandler.cancel_dump_traceback_later)
+            self.cleanup.enter_context(locked(self.folder))
+        self.cleanup.enter_context(self.stop)
+        self.cleanup.callback(faulthandler.cancel_dump_traceback_later)
         use_cache(self.config.paths.root_working_dir)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.held.close()
+        self.cleanup.close()
 
     @property
     def checkpoints(self) -> str:
-        """The folder or bucket of its checkpoints."""
+        """The folder or bucket that holds the run's checkpoints."""
         root = self.config.checkpoints.root
         return f"{root}/{self.name}/checkpoints" if root else f"{self.folder}/checkpoints"
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles the step's program, and draws it if the config says so."""
-        again = functools.partial(compile_step, self.config, lowered)
-        self.program = again()
+        """Compiles the training step, and draws it if the config asks for that."""
+        say("compiling ...")
+        compiled = functools.partial(compile_step, self.config, lowered)
+        self.program = compiled()
         if self.config.hlo_svg:
-            say(f"drew {hlo.draw(again, self.folder / 'step')}")
+            say(f"drew {hlo.draw(compiled, self.folder / 'step')}")
         return self.program
 
     def begin(
@@ -247,61 +249,62 @@ class Run:
         first: int,
         steps: int,
         tokens: int,
-        parameters: int,
         flops: int,
         max_skipped: int,
         vectors: dict[str, list[str]],
         origin: str,
     ) -> None:
-        """Opens the folder before step `first` of `steps`, and says what is trained and from where.
-        A step has so many tokens and model FLOPs. More than `max_skipped` updates in a row that are
-        left out end the run. Some of the values that `log` takes are vectors, whose entries have
-        these names, and are logged every metrics.norms_interval steps."""
+        """Opens the run's folder before step `first` of `steps`.
+
+        tokens, flops: tokens and model FLOPs of a step.
+        max_skipped: the run ends after more than this many consecutive skipped updates.
+        vectors: for each vector that `log` takes, the names of its entries; they are logged every
+            metrics.norms_interval steps.
+        origin: a line to print about where the state comes from, or "".
+
+        Raises UserError if `first` is beyond the last step."""
         self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
         self.max_skipped, self.vectors, self.done = max_skipped, vectors, first
         if first >= steps:
             clone = self.config.paths.clone_from
             raise UserError(
-                f"paths.clone_from={clone} has done {first} steps; set training.steps above that"
+                f"paths.clone_from={clone} is at step {first}; set training.steps above that"
             )
-        few = range(min(first + 2, steps - 1), min(first + 5, steps))
-        self.profiled = few if self.config.profile else range(0)
+        window = range(min(first + 2, steps - 1), min(first + 5, steps))
+        self.profiled = window if self.config.profile else range(0)
         if self.first_host:
             to, config = self.config.metrics.to, self.config.to_yaml()
-            self.destinations = open_folder(self.folder, to, config, first)
-        say(f"{parameters:,} parameters, {tokens:,} tokens per step, {self.folder}")
+            self.loggers = open_folder(self.folder, to, config, first)
         if origin:
             say(origin)
 
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
-        """Around the call of a step's program, for whose batch the loop has waited so many seconds:
-        they are part of the step's time. Where the next one isn't begun within
-        hang_timeout_seconds, the stacks of all threads go to standard error."""
+        """Context manager for the call of the training step. `waited` is how many seconds the loop
+        waited for the batch, which count as part of the step's time. If the next step hasn't begun
+        within hang_timeout_seconds, the stacks of all threads go to standard error."""
         if seconds := self.config.hang_timeout_seconds:
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
         if step in self.profiled[:1]:
             self.flush()
             hlo.start_profile(self.profile)
-        if not self.row:  # else a step is still at work, and this one begins when that ends
+        if not self.row:  # otherwise the previous step is still running, and this one follows it
             self.since = time.perf_counter() - waited
         self.waited = waited
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
-        """Begins the row of a step.
-
-        Reading a value blocks until its step has ended. So a row is written when the next one is
-        begun, while the devices do that step. `explain` says more of a loss that is no number.
-        """
+        """Starts the row of a step, and writes the row of the step before: reading metrics blocks,
+        so step n is logged while step n+1 runs. `explain` returns details on a loss that isn't
+        finite."""
         self.flush()
         self.row, self.explain = {"step": step, **values}, explain
         self.row["data_wait_seconds"] = self.waited
 
     def settle(self) -> None:
-        """Blocks until the step of the last row has ended, so that what follows isn't billed to
-        it."""
+        """Blocks until the last step is done and stops its clock, so that validation isn't counted
+        as part of it."""
         if not self.row or "tokens_per_second" in self.row:
             return
         row: Row = {"step": self.row.pop("step")}
@@ -314,40 +317,40 @@ class Run:
         self.seconds.append(now - self.since)
         self.since = now
         if row["step"] == self.first:
-            say(f"time to first step: {now - IMPORTED:.1f} s after the imports")
+            say(f"time to first step: {now - IMPORTED:.1f} s (imports not included)")
         self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
 
-    def flush(self, **more: Any) -> None:
-        """Writes the row of the last step, if it isn't written yet, with these values too. So the
-        time until the next step is not in that one's. Raises UserError after too many updates in a
-        row that were left out."""
+    def flush(self, **extra: Any) -> None:
+        """Writes the pending row, if there is one, with the extra values added. The time from
+        here to the next step counts for neither. Raises UserError after too many consecutive
+        skipped updates."""
         if self.row:
             self.settle()
             row, self.row = self.row, {}
-            self.write(row | {name: float(value) for name, value in more.items()})
+            self.write(row | {name: float(value) for name, value in extra.items()})
         if self.last:
-            # What follows, a save, may take longer than a step.
+            # A save follows, which may take longer than a step.
             faulthandler.cancel_dump_traceback_later()
 
     def write(self, row: Row) -> None:
-        """Writes a row and shows the progress; judges the updates that are left out."""
-        for destination in self.destinations:
-            destination(row)
-        self._show(row)
+        """Logs a row, prints progress, and ends the run after too many skipped updates."""
+        for log in self.loggers:
+            log(row)
+        self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
             loss, norm = row["loss"], row["grad_norm"]
-            found = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
+            problem = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
                 raise UserError(
-                    f"{found}; {self.explain()}. No checkpoint has it. training.skip_steps leaves "
-                    "batches out, training.max_skipped_updates lets some be"
+                    f"{problem}; {self.explain()}. No checkpoint includes this step. Skip its "
+                    "batch with training.skip_steps, or raise training.max_skipped_updates"
                 )
-            say(f"warning: {found}; the update is left out, {self.skipped} in a row")
+            say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step: by the interval, a signal, or the run's end.
-        To be called once a step: here the profile of the last few ends, too."""
+        """Returns whether a checkpoint is due after a step, because of the interval, a signal or
+        the end of the run. Call it once per step: it also ends the profile."""
         self.done, self.stopping = step + 1, self.stop.after(step)
         self.last = self.stopping or self.done == self.steps
         if step in self.profiled and (self.last or self.done == self.profiled.stop):
@@ -356,17 +359,17 @@ class Run:
         return self.last or due(self.config.checkpoint_interval, step, self.steps)
 
     def end(self) -> int:
-        """Says how the run ended, once all is saved; returns the exit code."""
+        """Prints how the run ended, after the last save. Returns the exit code."""
         if not self.seconds:
             say(
-                f"{self.folder} is complete: all its steps are done. To go on, raise "
-                "training.steps; to start anew, choose another paths.model_name"
+                f"{self.folder} is complete: all its steps are done. Raise training.steps to "
+                "continue it, or choose another paths.model_name to start a new run"
             )
             return 0
         self.flush()
         if self.stopping and self.done < self.steps:
             name = self.stop.signal.name
-            say(f"stopped after step {self.done} by {name}; the same command goes on there")
+            say(f"stopped by {name} after {self.done} steps; the same command resumes there")
             return 128 + self.stop.signal
         typical = statistics.median(self.seconds[1:] or self.seconds)
         say(
@@ -375,23 +378,23 @@ class Run:
         )
         return 0
 
-    def _show(self, row: Row) -> None:
-        """Prints the progress: of the first and the last step, of each validation, and in between
-        a line in so many seconds."""
+    def _print_progress(self, row: Row) -> None:
+        """Prints a progress line for the first and last step and each validation, and otherwise
+        every SECONDS_BETWEEN_LINES."""
         step, now = row["step"], time.perf_counter()
         always = "validation_loss" in row or step + 1 == self.steps
-        if not always and now - self.shown < SECONDS_BETWEEN_LINES:
+        if not always and now - self.printed < SECONDS_BETWEEN_LINES:
             return
-        self.shown = now
+        self.printed = now
         typical = statistics.median(self.seconds[-20:])
         left = datetime.timedelta(seconds=round(typical * (self.steps - step - 1)))
-        shown = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
+        parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
         if "validation_loss" in row:
-            shown.append(f"validation loss {row['validation_loss']:.4f}")
-        shown.append(f"{self.tokens / typical:,.0f} tokens/s")
+            parts.append(f"validation loss {row['validation_loss']:.4f}")
+        parts.append(f"{self.tokens / typical:,.0f} tokens/s")
         if devices.find_chip(jax.devices()[0].device_kind):
-            shown.append(f"MFU {self._mfu(typical)}")
-        say("  ".join([*shown, f"{left} left"]))
+            parts.append(f"MFU {self._mfu(typical)}")
+        say("  ".join([*parts, f"{left} left"]))
 
     def _mfu(self, seconds: float) -> str:
         kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
@@ -399,7 +402,7 @@ class Run:
 
 
 def origin() -> dict[str, Any]:
-    """What a run depends on besides its config."""
+    """Records what a run depends on besides its config: source, versions, devices."""
     packages = ("jax", "jaxlib", "numpy", "zarr", "datasets", "tokenizers")
     versions = {name: importlib.metadata.version(name) for name in packages}
     devices = jax.devices()
@@ -414,7 +417,7 @@ def origin() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of the source, with `-dirty` if files differ from it; None without git."""
+    """The git commit of the source, with `-dirty` after it if files differ; None without git."""
     describe = "describe --always --dirty --abbrev=40 --exclude='*'"
-    failed, found = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} {describe}")
-    return None if failed else found
+    failed, output = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} {describe}")
+    return None if failed else output

@@ -1,6 +1,5 @@
-"""Where a run's metrics go. Each destination is a function that makes one: of the run's folder, its
-first step and its config (YAML text) it makes a function that takes a row, numbers by their names.
-"""
+"""Sinks for a run's metrics. A sink is `make(folder, first_step, config) -> log(row)`: `folder` is
+the run's, `config` is YAML text, and a row maps names to numbers."""
 
 import importlib.util
 import json
@@ -19,7 +18,7 @@ Row = dict[str, float]
 
 
 def json_lines(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
-    """metrics.jsonl, an object a row. JSON has no NaN or infinity: those become null."""
+    """Appends each row to metrics.jsonl. NaN and infinity, which JSON lacks, become null."""
 
     def log(row: Row) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -30,7 +29,7 @@ def json_lines(folder: pathlib.Path, first_step: int, config: str) -> Callable[[
 
 
 def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
-    """Events in tensorboard/. Those of an earlier start from this step on no longer count."""
+    """Writes events to tensorboard/, and discards those of earlier starts from `first_step` on."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step, flush_secs=10)
@@ -40,13 +39,13 @@ def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[
         for name, value in row.items():
             writer.add_scalar(name, value, row["step"])
 
-    weakref.finalize(log, writer.close)  # which writes what a thread has not written yet
+    weakref.finalize(log, writer.close)  # close() writes the events still queued
     return log
 
 
 def wandb(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
-    """Weights & Biases, which reads its settings, such as WANDB_PROJECT, from the environment. What
-    is resumed goes on in the run that was begun; `step` is the axis of all curves."""
+    """Logs to Weights & Biases, which reads settings such as WANDB_PROJECT from the environment. A
+    resumed run continues its W&B run; all curves have `step` as their x axis."""
     import wandb
 
     name = folder / "wandb.id"
@@ -60,19 +59,19 @@ def wandb(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row],
     return run.log
 
 
-DESTINATIONS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {
+SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
 }
-# What those need that requirements-cpu.txt doesn't have.
+# Packages that they need and requirements-cpu.txt doesn't have.
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-def check_destinations(names: tuple[str, ...]) -> None:
-    """Raises UserError for a destination that doesn't exist, or needs what isn't installed."""
+def check_sinks(names: tuple[str, ...]) -> None:
+    """Raises UserError for a sink that doesn't exist or whose package isn't installed."""
     for name in names:
-        if name not in DESTINATIONS:
-            raise UserError(f"metrics.to has {name}; there are {', '.join(DESTINATIONS)}")
+        if name not in SINKS:
+            raise UserError(f"unknown sink {name} in metrics.to; choose from {', '.join(SINKS)}")
         package = PACKAGES.get(name)
         if package and not importlib.util.find_spec(package):
-            raise UserError(f"metrics.to has {name}: pip install {package}, or leave it out")
+            raise UserError(f"metrics.to={name} needs a package: pip install {package}")

@@ -42,9 +42,9 @@ class Run:
             hosts.processes[host].send_signal(number)
             codes = hosts.wait(LIMIT)
             text = hosts.text()
-        stopped = re.search(r"stopped after step (\d+) by (\w+); the same command goes on", text)
-        assert stopped and f"/{int(stopped[1]):08d}." in text, text
-        return codes, stopped[2], int(stopped[1])
+        stopped = re.search(r"stopped by (\w+) after (\d+) steps; the same command resumes", text)
+        assert stopped and f"/{int(stopped[2]):08d}." in text, text
+        return codes, stopped[1], int(stopped[2])
 
     def finish(self, steps):
         with self.start(steps) as hosts:

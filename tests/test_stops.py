@@ -74,7 +74,7 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
     out, code = start(number.name)
     assert code == str(128 + number)
     assert out.endswith(
-        f"\nstopped after step 3 by {number.name}; the same command goes on there\n"
+        f"\nstopped by {number.name} after 3 steps; the same command resumes there\n"
     )
     assert signal.getsignal(number) == before
     monkeypatch.setattr(Run, "write", log)
@@ -112,7 +112,7 @@ def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
     out, message = start("two", "training.max_skipped_updates=2", program=module.main)
     assert not message and "done: 6 steps" in out
     assert [row["skipped"] for row in rows(runs / "two")] == [0, 0, 1, 1, 0, 0]
-    warned = re.findall("^warning: step (.*); the update is left out, (.) in a row", out, re.M)
+    warned = re.findall("^warning: step (.*); skipped the update, (.) in a row", out, re.M)
     assert [(text[0], count) for text, count in warned] == [("2", "1"), ("3", "2")]
     one = "training.max_skipped_updates=1", "checkpoint_interval=2"
     out, message = start("one", *one, program=module.main)
@@ -131,7 +131,7 @@ def test_a_batch_that_is_left_out(runs, start):
     assert rows(runs / "skips")[:3] == rows(runs / "whole")[:3]
     assert rows(runs / "skips")[3]["loss"] != rows(runs / "whole")[3]["loss"]
     changed = re.findall("^changed since the last start: (.*)$", out, re.M)
-    assert changed == ["training.skip_steps=[3, 5], before []", "training.steps=6, before 3"]
+    assert changed == ["training.skip_steps=[3, 5], was []", "training.steps=6, was 3"]
 
     text = (runs / "skips/starts.jsonl").read_text()
     first, second = map(json.loads, text.splitlines())

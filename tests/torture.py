@@ -49,7 +49,7 @@ KINDS = [
 ]
 # How a host ends when another one is lost: its exit code, and what it says.
 ENDS = {
-    "train's error": (1, r"error: a step failed, perhaps as another host is lost: "),
+    "train's error": (1, r"error: a step failed, perhaps because another host was lost: "),
     "JAX's abort": (-6, r"Terminating process because the JAX distributed service detected fatal"),
 }
 
@@ -257,7 +257,7 @@ class Torture:
         if resumed := re.search(r"^resumed at step (\d+) from ", texts[0], re.MULTILINE):
             must(int(resumed[1]) == self.newest, f"{resumed[0]}, not {self.newest}")
         for text in texts:
-            found = re.search("Traceback|is damaged|is complete:|no checkpoint to go on", text)
+            found = re.search("Traceback|is damaged|is complete:|no checkpoint to resume", text)
             must(not found or not self.newest, f"it said {found and found[0]}")
         there = complete(self.run)
         newest = max(there, default=0)

@@ -1,14 +1,14 @@
-"""Times the training step of a config, and the way to its first one.
+"""Times a config's training step, and each part of the time to the first step.
 
     python -m tools.benchmark --config-name=local_test_synthetic
 
-Prints a table, and the same as one line of JSON. Writes nothing.
+Prints a table, and the same data as one line of JSON. Writes no files.
 """
 
 # ruff: noqa: E402
 import time
 
-START = time.perf_counter()  # the interpreter itself took some 20 ms before
+START = time.perf_counter()  # the interpreter took some 20 ms before this line
 
 import dataclasses
 import json
@@ -33,61 +33,62 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
-WARMUP = 3  # steps that are run first and left out
-LEAST, MOST = 10, 100  # steps that are timed: MOST, or once there are LEAST
-SECONDS = 30  # as many as this takes
+WARMUP = 3  # steps run first and not timed
+MIN_STEPS, MAX_STEPS = 10, 100  # steps timed: MAX_STEPS, or fewer if SECONDS have passed, but
+SECONDS = 30  # at least MIN_STEPS
 
 
 def time_steps(
     step_once: Callable[..., Any], batches: Iterator[Any], state: Any, wait: Callable[[Any], Any]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and those its batch was waited for, once the first ones are done. A
-    step takes state and batch, and gives the next state and what `wait` waits for its end by.
+    """Returns the seconds of each step after the warm-up, and the seconds spent waiting for its
+    batch. `step_once` takes state and batch, and returns the next state and a value for `wait`,
+    which blocks until the step is done.
 
-    As in training, a step is waited for when the next one is under way; what is timed is from one
-    step's end to the next one's.
+    As in training, step n is waited for while step n+1 runs. A step's time is from the end of the
+    step before to its own end.
     """
     ends: list[float] = []
     waits: list[float] = []
     before = None
-    for step in range(WARMUP + MOST + 1):
-        asked = time.perf_counter()
+    for step in range(WARMUP + MAX_STEPS + 1):
+        since = time.perf_counter()
         batch = next(batches)
-        waits.append(time.perf_counter() - asked)
+        waits.append(time.perf_counter() - since)
         state, metrics = step_once(state, batch)
         if step:
             wait(before)
             ends.append(time.perf_counter())
         before = metrics
-        # Several hosts have to stop at the same step, and their clocks differ.
-        if step >= WARMUP + LEAST and (jax.process_count() > 1 or ends[-1] - ends[0] > SECONDS):
+        # Several hosts must stop at the same step, but their clocks differ: they time MIN_STEPS.
+        if step >= WARMUP + MIN_STEPS and (jax.process_count() > 1 or ends[-1] - ends[0] > SECONDS):
             break
     wait(before)
     return np.diff(ends[WARMUP - 1 :]).tolist(), waits[WARMUP : len(ends)]
 
 
 def peak_memory() -> tuple[int, str]:
-    """The most bytes that were in use, and where."""
+    """Returns the peak number of bytes in use, and where."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
-        return max(each["peak_bytes_in_use"] for each in stats if each), "on a device"
+        return max(each["peak_bytes_in_use"] for each in stats if each), "per device"
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "by this process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "in this process"
 
 
 def commit() -> str:
-    """The git commit of the source, with a plus if a file of it was changed since."""
+    """The git commit of the source, with a plus if files differ from it."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*"]
-    done = subprocess.run([*git, "--abbrev=40", "--dirty=+"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    output = subprocess.run([*git, "--abbrev=40", "--dirty=+"], capture_output=True, text=True)
+    return output.stdout.strip() or "unknown"
 
 
 def show(
     config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
     steps: list[float], waits: list[float] | None = None, start: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Prints a table, and what it is made from as a line of JSON: with the seconds of each step,
-    and if they were timed, those waited for batches, and those of the parts of the start."""
+    """Prints a table, and its data as a line of JSON: `steps` is the seconds of each step, `waits`
+    those spent waiting for its batch, `start` those of each part of the start."""
     axes = dataclasses.asdict(config.mesh)
     count = math.prod(axes.values())
     tokens = config.training.tokens.batch * config.training.tokens.len
@@ -107,8 +108,8 @@ def show(
     }
     if waits and start:
         share = sum(waits) / sum(steps)
-        table["data wait"] = f"{np.median(waits):.4f} s a step, {share:.1%} of the time"
-        table["to the first step's end"] = f"{sum(start.values()):.1f} s"
+        table["data wait"] = f"{np.median(waits):.4f} s per step, {share:.1%} of the time"
+        table["time to first step"] = f"{sum(start.values()):.1f} s"
         table |= {f"    {name}": f"{part:.2f} s" for name, part in start.items()}
     for name, text in table.items():
         print(f"{name:32} {text}")
@@ -130,13 +131,13 @@ def show(
         "data_wait_seconds": waits,
         "start_seconds": start,
     }
-    # A number that JSON hasn't, as an infinite clip, becomes a text.
+    # Infinity, which JSON lacks, becomes a string.
     print(json.dumps(json.loads(json.dumps(record), parse_constant=str)))
 
 
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
-    hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no such split
+    hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, dataclasses.asdict(config.mesh))
     train.check_types(config)
@@ -148,8 +149,8 @@ def main(config: train.Config) -> None:
         return result
 
     with jax.set_mesh(mesh):
-        found = open_batches(config, train.dimensions(config))
-        loader, _ = timed("devices, dataset, check of types", found)
+        opened = open_batches(config, train.dimensions(config))
+        loader, _ = timed("devices, dataset, type check", opened)
         lowered = timed("trace and lower", train.lower_step(config))
         step_once = timed("compile", compile_step(config, lowered))
         state = timed("initialize the state", train.init_state(config))

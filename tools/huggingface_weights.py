@@ -1,20 +1,19 @@
-"""A checkpoint's weights <-> a folder that Hugging Face `transformers` loads as a Llama.
+"""Converts weights between checkpoints and folders that `transformers` loads as a Llama.
 
-    python -m tools.huggingface_weights export runs/x/checkpoints x_llama
-    python -m tools.huggingface_weights import Llama-3.2-1B llama
+    python -m tools.huggingface_weights export runs/x/checkpoints runs/x_llama
+    python -m tools.huggingface_weights import Llama-3.2-1B runs/llama
 
-Export takes the newest complete checkpoint, or the one named. It keeps all bits of the weights,
-unless --dtype=bfloat16 rounds them. config.json comes last: without it, a folder is unfinished.
-A file of weights, 4 GB, with the layers that a chunk of the checkpoint spans, must fit into memory,
-and so must both embeddings. A tokenizer that belongs to the model is saved beside it by
-transformers' own `save_pretrained`.
+Export takes a checkpoint, or the newest complete one of a folder. The weights stay float32, bit for
+bit, unless --dtype=bfloat16 rounds them. config.json is written last: a folder without it is
+unfinished. Memory must hold a file of weights (4 GB) plus the layers that a chunk of the checkpoint
+spans, and both embeddings. To add the tokenizer to the folder, use transformers' `save_pretrained`.
 
-Import takes Llamas, and Mistrals without a sliding window, from a folder that `hf download` made
-with their safetensors, a tensor at a time. It prints the section `model` that a config needs for a
-run to start from them, by paths.clone_from.
+Import takes Llama models, and Mistral models without a sliding window, from a folder of safetensors
+as `hf download` makes it, one tensor at a time. It prints the `model` section that a run's config
+needs to start from the imported weights with paths.clone_from.
 
-Where a dataset's ids are a tokenizer's plus an offset, --id-offset moves the rows of the embeddings
-likewise; the last ones become the first.
+If a dataset's ids are the tokenizer's plus an offset, give the same --id-offset here: it rotates
+the rows of the embeddings by that offset.
 """
 
 import argparse
@@ -45,11 +44,11 @@ from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 
-SHARD_BYTES = 4 * 10**9  # of a file of weights, at most, unless one tensor is larger
-STEP = 1  # of an imported checkpoint: the least that counts as one
+SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
+STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
-# Hugging Face's name of each array of train.Weights, or of a layer of it, and its dimensions there,
-# as einops writes them. Query head k * Q + q of (K Q D) is ours at [q, k].
+# The Hugging Face name and dimensions, in einops notation, of each array of train.Weights or of one
+# of its layers. Query head k * Q + q in Hugging Face's (K Q D) is at [q, k] here.
 TENSORS = {
     "weights/embed": ("model.embed_tokens.weight", "V M"),
     "weights/layers/attention_norm": ("model.layers.{}.input_layernorm.weight", "layers M"),
@@ -66,8 +65,8 @@ TENSORS = {
 }
 EMBED, UNEMBED = TENSORS["weights/embed"][0], TENSORS["weights/unembed"][0]
 
-# What config.json calls the fields of train.ModelConfig and train.RopeScalingConfig; the latter are
-# in its RoPE of the type llama3.
+# config.json's names for the fields of train.ModelConfig, and for those of train.RopeScalingConfig,
+# which are in its rope_parameters of type llama3.
 MODEL = {
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -85,19 +84,19 @@ LLAMA3 = {
 }
 
 
-# --- The two forms --------------------------------------------------------------------------------
+# --- The two formats ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One of Hugging Face's tensors, and where its values are in a checkpoint."""
+    """A Hugging Face tensor, and where its values are in a checkpoint."""
 
     name: str
-    theirs: str  # its dimensions, as einops writes them
+    theirs: str  # its dimensions in Hugging Face's files, in einops notation
     array: str
-    index: Any  # a layer of the array, or all of it
-    sizes: dict[str, int]  # of the dimensions that this part has, in order
-    id_offset: int  # 0 unless the first dimension is ids
+    index: Any  # of a layer in the array, or ... for all of it
+    sizes: dict[str, int]  # the size of each dimension here, in order
+    id_offset: int  # 0 unless the first dimension is the vocabulary
 
     @property
     def ours(self) -> str:
@@ -123,17 +122,17 @@ def sizes(model: train.ModelConfig) -> dict[str, int]:
 
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
-    """The arrays of a checkpoint of the weights."""
+    """Describes the arrays of a checkpoint of the weights, by name."""
     axes = dataclasses.fields(train.MeshConfig)
     with jax.sharding.use_abstract_mesh(abstract_mesh({axis.name: 1 for axis in axes})):
-        found = checkpoint.entries(train.State, sizes(model))
-    return {name: entry for name, entry in found.items() if name.startswith("weights/")}
+        every = checkpoint.entries(train.State, sizes(model))
+    return {name: entry for name, entry in every.items() if name.startswith("weights/")}
 
 
 def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
-    """All of a model, an array's layers one after the other. Raises UserError unless Llama's files
-    have a tensor for each array of train.Weights, and no more."""
-    made, arrays = [], entries(model)
+    """Lists all tensors of a model, the layers of an array in order. Raises UserError unless
+    Llama's files have exactly one tensor for each array of train.Weights."""
+    result, arrays = [], entries(model)
     for array in arrays | TENSORS:
         name, theirs = TENSORS.get(array, ("", ""))
         entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
@@ -145,13 +144,13 @@ def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
             )
         dims, rolled = theirs.removeprefix("layers "), id_offset if "V" in size else 0
         for index in range(size.pop("layers")) if "layers" in size else [...]:
-            made.append(Tensor(name.format(index), dims, array, index, size, rolled))
-    return made
+            result.append(Tensor(name.format(index), dims, array, index, size, rolled))
+    return result
 
 
 def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[str, Any]:
-    """What config.json says of the function that a model computes, and of the rows that it was
-    trained on, by the names of transformers 5."""
+    """The entries of config.json that determine what the model computes, and the row length it was
+    trained on, with the names of transformers 5."""
     rope = {"rope_type": "default", "rope_theta": float(model.rope_max_timescale)}
     if scaling := model.rope_scaling:
         rope |= {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3.items()}
@@ -170,15 +169,15 @@ def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[
 
 def check_empty(path: str) -> None:
     if storage.names(path):
-        raise UserError(f"{path} isn't empty: name a folder that is, or isn't there yet")
+        raise UserError(f"{path} isn't empty: choose a new or empty folder")
 
 
 # --- Export ---------------------------------------------------------------------------------------
 
 
 def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
-    """The model whose weights are in a checkpoint, and the length of the rows it was trained on.
-    Raises CheckpointError for another model than train.py's."""
+    """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
+    CheckpointError if the model isn't train.py's."""
     model = source.config(train.ModelConfig, "model")
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
@@ -186,16 +185,16 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
 
 
 def is_tied(source: Checkpoint) -> bool:
-    """Whether the embedding and the unembedding are equal bit for bit."""
+    """Returns whether the embedding and the unembedding are equal, bit for bit."""
     one, other = (source.read(source.array(f"weights/{name}")) for name in ("embed", "unembed"))
     return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
-    """The values of tensors, as the checkpoint has them."""
+    """Yields the values of tensors as they are in the checkpoint."""
     for name in dict.fromkeys(tensor.array for tensor in wanted):
         array, stacked = source.array(name), TENSORS[name][1].startswith("layers")
-        count = array.chunks[0] if stacked else array.shape[0]  # a chunk is read whole
+        count = array.chunks[0] if stacked else array.shape[0]  # read whole chunks
         for first in range(0, array.shape[0], count):
             values = source.read(array, slice(first, first + count))
             yield from values if stacked else [values]
@@ -204,8 +203,8 @@ def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
 def write_weights(
     folder: pathlib.Path, wanted: list[Tensor], values: Iterator[np.ndarray], dtype: Any
 ) -> int:
-    """Writes files of safetensors, and if there are several, an index of them. Returns the number
-    of their bytes."""
+    """Writes safetensors files, and an index if there are several. Returns their total number of
+    bytes."""
     nbytes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in wanted}
     files = split_state_dict_into_shards_factory(
         nbytes,
@@ -220,7 +219,7 @@ def write_weights(
             for tensor, value in itertools.islice(pairs, len(names))
         }
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
-        del part  # before the next one is read
+        del part  # frees it before the next file is read
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -228,14 +227,15 @@ def write_weights(
 
 
 def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
-    """Raises UserError or OSError for what can't be read, said in a Llama's terms, or written."""
+    """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no Llama config can
+    express the model, or if the output can't be written."""
     if "://" in output:
-        raise UserError(f"{output}: the output is a local folder")
+        raise UserError(f"{output}: the output must be a local folder")
     check_empty(output)
     source, folder = checkpoint.newest(path), pathlib.Path(output)
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
-        raise UserError("LlamaConfig wants model.d_model to be a multiple of its query heads")
+        raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
     wanted = tensors(model, id_offset)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -250,9 +250,9 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "tie_word_embeddings": tied,
-        "eos_token_id": None,  # no document's end is a token
+        "eos_token_id": None,  # the dataset format has no end token
         "dtype": dtype,
-        # By the names of transformers 4, which other programs read.
+        # The names of transformers 4, which other programs read.
         "torch_dtype": dtype,
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if model.rope_scaling else None,
@@ -268,30 +268,30 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
 
 
 def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
-    """The model that config.json describes, the length of its rows, and whether its embeddings are
-    tied. Raises UserError for another function than train.py's model computes."""
-    import transformers  # two seconds, which an export doesn't need
+    """Returns the model that config.json describes, its row length, and whether its embeddings are
+    tied. Raises UserError if it computes something else than train.py's model."""
+    import transformers  # takes two seconds, and export doesn't need it
 
     path = folder / "config.json"
     try:
-        said = json.loads(path.read_text())
-        if said["model_type"] not in ("llama", "mistral"):
-            raise UserError(f"model_type is {said['model_type']}, not llama or mistral")
-        # It knows the defaults of what a file leaves out.
-        config: Any = transformers.AutoConfig.for_model(**said)
-    except Exception as error:  # its validation's errors have classes of their own
+        values = json.loads(path.read_text())
+        if values["model_type"] not in ("llama", "mistral"):
+            raise UserError(f"model_type is {values['model_type']}, not llama or mistral")
+        # Fills in defaults for what the file leaves out.
+        config: Any = transformers.AutoConfig.for_model(**values)
+    except Exception as error:  # transformers' validation errors have classes of their own
         raise UserError(f"{path} can't be read: {' '.join(str(error).split())}") from None
-    # "type" is an older name of rope_type.
-    silent = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
-    rope = dict(said for said in config.rope_parameters.items() if said not in silent)
+    # Entries without effect; "type" is an older name of rope_type.
+    ignored = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
+    rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
     config.rope_parameters = rope
     start, vocab, length = config.bos_token_id, config.vocab_size, config.max_position_embeddings
     if min(length, config.num_key_value_heads) < 1:
-        raise UserError(f"{path}: max_position_embeddings and num_key_value_heads are at least 1")
+        raise UserError(f"{path}: max_position_embeddings and num_key_value_heads must be positive")
     if start not in range(vocab):
         raise UserError(
-            f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of what starts a "
-            f"document, below vocab_size={vocab}"
+            f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of the token that "
+            f"starts a document, below vocab_size={vocab}"
         )
     scaling = None
     if rope["rope_type"] == "llama3":
@@ -303,53 +303,54 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
         rope_scaling=scaling,
         start_token=(start + id_offset) % vocab,
     )
-    # The function is the same if this model, exported, says the same.
+    # The models compute the same if exporting ours would give the same config.json.
     wanted = {"sliding_window": None, "quantization_config": None}
-    for key, here in (wanted | llama_config(model, length, id_offset)).items():
-        there = getattr(config, key, here)
-        if there != here:
-            found, own = json.dumps(there), json.dumps(here)
-            raise UserError(f"{path}: {key} is {found}; train.py's model has {own}")
+    for key, ours in (wanted | llama_config(model, length, id_offset)).items():
+        theirs = getattr(config, key, ours)
+        if theirs != ours:
+            problem = f"{key} is {json.dumps(theirs)}; train.py's model needs {json.dumps(ours)}"
+            raise UserError(f"{path}: {problem}")
     return model, length, config.tie_word_embeddings
 
 
-def find(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Any]:
-    """The tensors of a folder, unread. Raises UserError unless just the wanted ones are there, in
-    these shapes."""
-    there: dict[str, Any] = {}
+def open_tensors(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Any]:
+    """Opens the tensors of a folder without reading their values. Raises UserError unless the
+    folder has exactly the wanted tensors, in the wanted shapes."""
+    opened: dict[str, Any] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             file = safetensors.safe_open(path, "numpy")
         except safetensors.SafetensorError as error:
             raise UserError(f"{path} can't be read: {error}") from None
         names = file.keys()
-        # Old Llamas have their RoPE's frequencies, which follow from the config.
+        # Old Llamas store their RoPE frequencies, which follow from the config.
         slices = {n: file.get_slice(n) for n in names if not n.endswith("rotary_emb.inv_freq")}
-        if twice := there.keys() & slices.keys():
-            raise UserError(f"{path} has {min(twice)}, and so has another file: move one away")
-        there |= slices
-    if tied and EMBED in there:
-        there.setdefault(UNEMBED, there[EMBED])  # its own goes first, as in transformers
+        if duplicates := opened.keys() & slices.keys():
+            raise UserError(f"{path} and another file both have {min(duplicates)}: remove one")
+        opened |= slices
+    if tied and EMBED in opened:
+        opened.setdefault(UNEMBED, opened[EMBED])  # a stored one wins, as in transformers
     kinds = dict.fromkeys(["F32", "F16", "BF16"], "float")
-    found, known = {}, {tensor.name: f"float{list(tensor.shape)}" for tensor in wanted}
-    for name, one in there.items():
-        found[name] = kinds.get(one.get_dtype(), one.get_dtype()) + str(one.get_shape())
-    for name in known | found:
-        if (one := found.get(name, "missing")) != (other := known.get(name, "missing")):
+    types, expected = {}, {tensor.name: f"float{list(tensor.shape)}" for tensor in wanted}
+    for name, data in opened.items():
+        types[name] = kinds.get(data.get_dtype(), data.get_dtype()) + str(data.get_shape())
+    for name in expected | types:
+        if (one := types.get(name, "missing")) != (other := expected.get(name, "no such tensor")):
             files = f"{folder}/model*.safetensors"
-            raise UserError(f"{files}: {name} is {one}; in the model of config.json it is {other}")
-    return there
+            raise UserError(f"{files}: {name} is {one}; config.json's model has {other}")
+    return opened
 
 
 def import_weights(path: str, output: str, id_offset: int) -> None:
-    """Raises UserError or OSError for what can't be read, represented or written."""
+    """Imports a folder. Raises UserError or OSError if it can't be read, if train.py's model can't
+    represent it, or if the output can't be written."""
     check_empty(output)
     folder = pathlib.Path(path)
     model, length, tied = model_in(folder, id_offset)
     wanted = tensors(model, id_offset)
-    there = find(folder, wanted, tied)
+    opened = open_tensors(folder, wanted, tied)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
-    # For tools.generate: a part of the logits at a time, as rows may be long.
+    # tools.generate computes logits in chunks of about 1,024 tokens, as rows may be long.
     chunks = math.gcd(length, max(1, length // 1024))
     rows = {"training": {"tokens": {"batch": 1, "len": length}, "loss_chunks": chunks}}
     config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
@@ -361,11 +362,11 @@ def import_weights(path: str, output: str, id_offset: int) -> None:
     with storage.opening(target):
         group = checkpoint.create(target, arrays, {"step": STEP, "config": config, "hosts": 1})
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = tensor.to_ours(there[tensor.name][:]).astype(np.float32, order="C")
+            values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
             checkpoint.write(group, tensor.array, tensor.index, values)
         checkpoint.report(group, 0, len(wanted), None, None)
         checkpoint.complete(group, [None])
-    print(f"# A run starts from it with paths.clone_from={output} and\n{section}", end="")
+    print(f"# Start a run with paths.clone_from={output} and this config:\n{section}", end="")
 
 
 # --- The program ----------------------------------------------------------------------------------
@@ -378,21 +379,21 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="a checkpoint to Hugging Face's files")
-    out.add_argument("checkpoint", help="a folder or bucket of checkpoints, or one of them")
-    out.add_argument("output", help="a folder, to be made")
+    out = commands.add_parser("export", help="checkpoint -> Hugging Face folder")
+    out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")
+    out.add_argument("output", help="folder to create")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    into = commands.add_parser("import", help="Hugging Face's files to a checkpoint")
-    into.add_argument("folder", help="with config.json and safetensors")
-    into.add_argument("output", help="a folder or bucket of checkpoints, to be made")
+    into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
+    into.add_argument("folder", help="folder with config.json and safetensors files")
+    into.add_argument("output", help="folder or bucket of checkpoints to create")
     for command in out, into:
-        command.add_argument("--id-offset", type=int, default=0, help="as the dataset's id_offset")
-    given = parser.parse_args()
+        command.add_argument("--id-offset", type=int, default=0, help="the dataset's id_offset")
+    args = parser.parse_args()
     with user_errors():
-        if given.command == "export":
-            export_weights(given.checkpoint, given.output, given.dtype, given.id_offset)
+        if args.command == "export":
+            export_weights(args.checkpoint, args.output, args.dtype, args.id_offset)
         else:
-            import_weights(given.folder, given.output, given.id_offset)
+            import_weights(args.folder, args.output, args.id_offset)
 
 
 if __name__ == "__main__":

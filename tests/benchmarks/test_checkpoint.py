@@ -12,7 +12,7 @@ SECONDS = {"Plain": [0, 1, 2, 3, 4], "Orbax": [0.5, 4, 4, 4, 4], "Ours": [0.25, 
 
 @pytest.mark.slow
 def test_the_table(tmp_path, capsys, monkeypatch):
-    """Of a real run, whose times are replaced."""
+    """Runs the benchmark with its times replaced."""
     pytest.importorskip("orbax.checkpoint")
 
     def measure_and_replace(kind, *args):
@@ -44,5 +44,5 @@ def test_what_is_restored_is_looked_at(tmp_path, monkeypatch):
         state = make_state(size)
         other = jax.tree.map(lambda x: -x, state)
         monkeypatch.setattr(Ours, "restore", lambda self: other)
-        with pytest.raises(AssertionError, match="isn't what was saved"):
+        with pytest.raises(AssertionError, match="differs from the saved one"):
             measure(Ours, tmp_path / "x", state, size)

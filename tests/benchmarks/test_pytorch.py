@@ -1,4 +1,4 @@
-"""The one test that needs no PyTorch is that of its absence."""
+"""These tests need PyTorch, except the one of the message without it."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from tests.helpers import SMALL, small_config, train_here
 from tools import benchmark
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL]
-# transformers says so of gradient_checkpointing_enable, whose new name its older releases lack.
+# transformers warns that this function is renamed; older releases lack the new name.
 renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 
 
@@ -35,8 +35,8 @@ def test_without_pytorch(capsys, monkeypatch):
 
 
 def test_the_table_and_the_line(torch, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "LEAST", 3)
-    monkeypatch.setattr(benchmark, "MOST", 4)
+    monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
+    monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
     chip = devices.CHIPS["h200"]._replace(flops=1e9)
     monkeypatch.setattr(devices, "find_chip", lambda kind: chip)
     out, message = run(capsys, monkeypatch, "compile=false", "training.microbatches=2")
@@ -57,7 +57,7 @@ def test_the_table_and_the_line(torch, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("model.d_model=40", "LlamaConfig wants model.d_model to be a multiple of its query heads"),
+        ("model.d_model=40", "LlamaConfig needs model.d_model to be a multiple of the query heads"),
         (
             "checkpoint=true",
             "unknown key checkpoint; did you mean checkpoint_interval or checkpointing?",
@@ -75,7 +75,7 @@ def torch_config(**settings):
 @renamed
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatch, checkpointing):
-    """With a mask, there is no fast kernel."""
+    """PyTorch has no fast kernel for attention with a mask."""
     graphs = []
 
     def backend(module, inputs):
@@ -100,7 +100,7 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
 
 
 def test_the_model_agrees_with_the_oracle(torch):
-    """The oracle gives each row the start 0, which `transformers` takes as a token."""
+    """The oracle starts each row with id 0; `transformers` is given it as a token."""
     model = pytorch.make_model(torch_config())
     with torch.no_grad():
         for weight in model.parameters():  # gains of one and small weights would hide mistakes

@@ -39,7 +39,7 @@ def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0, vectors=Non
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
     with jax.set_mesh(mesh(1, 1)), Run(config) as run:
         run.begin(
-            first=first, steps=steps, tokens=100, parameters=1, flops=1, max_skipped=max_skipped,
+            first=first, steps=steps, tokens=100, flops=1, max_skipped=max_skipped,
             vectors=vectors or {}, origin="",
         )  # fmt: skip
         yield run
@@ -80,7 +80,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
 
 
 def test_a_run_with_nothing_to_do_is_refused(tmp_path):
-    refused = pytest.raises(UserError, match=r"has done 4 steps; set training\.steps above that")
+    refused = pytest.raises(UserError, match=r"is at step 4; set training\.steps above that")
     with refused, begun(tmp_path, first=4):
         pass
     assert not (tmp_path / "r/metrics.jsonl").exists()

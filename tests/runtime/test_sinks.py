@@ -98,8 +98,8 @@ def test_wandb_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, wanted",
     [
-        ("wandb", "metrics.to has wandb: pip install wandb, or leave it out"),
-        ("mlflow", "metrics.to has mlflow; there are tensorboard, wandb"),
+        ("wandb", "metrics.to=wandb needs a package: pip install wandb"),
+        ("mlflow", "unknown sink mlflow in metrics.to; choose from tensorboard, wandb"),
     ],
 )
 def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeypatch):
@@ -116,14 +116,14 @@ def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeyp
 def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     """As its docstring says, one to write."""
     line = (
-        "DESTINATIONS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
+        "SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
     )
     mine = (
         "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"
     )
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
-    monkeypatch.setattr("runtime.run.DESTINATIONS", module.DESTINATIONS)
-    module.check_destinations(("printed",))
+    monkeypatch.setattr("runtime.run.SINKS", module.SINKS)
+    module.check_sinks(("printed",))
     for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0):
         write({"step": 0, "loss": 1.5})
     assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5

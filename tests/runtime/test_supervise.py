@@ -61,10 +61,9 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, capsys, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with locked(tmp_path):
-        says = (
-            f"{tmp_path}/lock can't be locked (No locks available), so another run may start here"
-        )
-        assert capsys.readouterr().err == f"warning: {says}\n"
+        problem = f"{tmp_path}/lock can't be locked (No locks available)"
+        warning = f"warning: {problem}; don't start a second run there\n"
+        assert capsys.readouterr().err == warning
 
 
 HANGS = """
@@ -74,7 +73,7 @@ from tests.helpers import mesh, small_config
 root, ends = sys.argv[1:]
 settings = ["hang_timeout_seconds=0.7", f"hang_ends={ends}", f"paths.root_working_dir={root}"]
 with jax.set_mesh(mesh(1, 1)), Run(small_config(*settings, "paths.model_name=r")) as run:
-    about = dict(tokens=1, parameters=1, flops=1, max_skipped=0, vectors={}, origin="")
+    about = dict(tokens=1, flops=1, max_skipped=0, vectors={}, origin="")
     run.begin(first=0, steps=8, **about)
     def stuck(seconds):
         time.sleep(seconds)

@@ -11,8 +11,8 @@ from tools import benchmark
 
 
 def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "LEAST", 3)
-    monkeypatch.setattr(benchmark, "MOST", 4)
+    monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
+    monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
     chip = devices.CHIPS["h200"]._replace(flops=1e9)
     monkeypatch.setattr(devices, "find_chip", lambda kind: chip)
     out, message = train_here(
@@ -52,15 +52,15 @@ def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     }.items():
         share = flops / (8 * 1e9) / (96 / rate)
         assert float(shown[name].rstrip("%")) / 100 == pytest.approx(share, rel=0.01, abs=1e-3)
-    total = float(shown["to the first step's end"].split()[0])
+    total = float(shown["time to first step"].split()[0])
     assert total == pytest.approx(sum(parts.values()), abs=0.06)
 
 
 def test_the_steps_that_are_timed(monkeypatch):
-    """By a clock of our own: each step ends a second after the one before it."""
+    """Uses a fake clock: each step ends 1.25 s after the one before it."""
     monkeypatch.setattr(benchmark, "SECONDS", 4.5)
-    monkeypatch.setattr(benchmark, "MOST", 20)
-    monkeypatch.setattr(benchmark, "LEAST", 6)
+    monkeypatch.setattr(benchmark, "MAX_STEPS", 20)
+    monkeypatch.setattr(benchmark, "MIN_STEPS", 6)
     now = [0.0]
 
     class Metrics:

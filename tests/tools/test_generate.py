@@ -83,7 +83,8 @@ def cached_logits(tool, config, weights, inputs, on):
         first: i32[""],
     ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
         x, cache = tool.extend(weights, cache, inputs, first, config)
-        return tool.train.logits(tool.train.head(weights, tool.whole), x, config.model), cache
+        head = tool.train.head(weights, tool.check_gathered)
+        return tool.train.logits(head, x, config.model), cache
 
     with jax.set_mesh(on):
         kind = Stacked["layers", tool.Cache]
@@ -350,8 +351,9 @@ def run(tmp_path_factory):
     write_dataset(folder / "other.zarr", top=300)
     write_dataset(folder / "nameless.zarr", None)
     with jax.set_mesh(mesh(4, 2)):
-        for name, vocab in ("bytes", 264), ("nameless", 128):
-            config = small_config(f"flat_tokens.filespec={name}.zarr", f"model.vocab={vocab}")
+        for name, vocab, n_kv in ("bytes", 264, 8), ("nameless", 128, 8), ("two_heads", 128, 2):
+            model = f"model.vocab={vocab}", f"model.n_kv={n_kv}"
+            config = small_config(f"flat_tokens.filespec={name}.zarr", *model)
             told = train.State, train.dimensions(config), config.to_yaml(), 4
             checkpoints = Checkpoints(str(folder / name), *told, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
@@ -422,7 +424,7 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
     assert out.startswith("bytes.zarr/validation, 222 tokens: ") and "bits per byte\n" in out
     short = "--evaluate=nameless.zarr", "--batches=1"
     out, _, message = call(capsys, monkeypatch, run, "bytes", *short)
-    assert "bits per byte need a --tokenizer" in out and not message
+    assert "bits per byte: name a --tokenizer" in out and not message
 
 
 WRONG = {
@@ -431,6 +433,7 @@ WRONG = {
     "no tokenizer": ["nameless"],
     "a prompt of another tokenizer": ["nameless", "--tokenizer=bytes_utf8", "--prompt=é"],
     "a mesh that doesn't divide": ["bytes", "--mesh=t=3"],
+    "a mesh that doesn't divide the heads": ["two_heads", "--mesh=t=4"],
     "no dataset": ["bytes", "--evaluate=none.zarr"],
     "a dataset of other ids": ["bytes", "--evaluate=other.zarr"],
 }
@@ -453,9 +456,9 @@ def test_what_it_says_of_a_mistake(case, run, tmp_path, capsys, monkeypatch):
     [
         ("--mesh=2x2", "invalid mesh value: '2x2'"),
         ("--mesh=d=0", "invalid mesh value: 'd=0'"),
-        ("--tokens=0", "0 is not from 1 to inf"),
-        ("--top-p=1.5", "1.5 is not from 0 to 1"),
-        ("--temperature=nan", "nan is not from 0 to inf"),
+        ("--tokens=0", "0 is not between 1 and inf"),
+        ("--top-p=1.5", "1.5 is not between 0 and 1"),
+        ("--temperature=nan", "nan is not between 0 and inf"),
     ],
 )
 def test_options_that_make_no_sense(option, problem, run, capsys, monkeypatch):
