@@ -66,11 +66,14 @@ def missing(text: str, printed: list[str]) -> list[str]:
 
 
 def current(line: str, printed: list[str], first: int = 0) -> int | None:
-    """The index of the printed line that is equal, or else of the most similar one."""
-    keys = [key(other) for other in printed]
-    close = difflib.get_close_matches(key(line), keys[first:], 1)
-    equal = key(line) in keys[first:]
-    return keys.index(key(line) if equal else close[0], first) if equal or close else None
+    """The index of the printed line that is equal, or else of the most similar one: of several that
+    differ in their source lines alone, the first."""
+    keys = [key(other) for other in printed[first:]]
+    if key(line) in keys:
+        return first + keys.index(key(line))
+    unnumbered = [re.sub(r"(\.py):\d+", r"\1", text) for text in (key(line), *keys)]
+    close = difflib.get_close_matches(unnumbered[0], unnumbered[1:], 1)
+    return first + unnumbered.index(close[0], 1) - 1 if close else None
 
 
 def updated(text: str, printed: list[str]) -> str:
