@@ -66,14 +66,19 @@ def missing(text: str, printed: list[str]) -> list[str]:
 
 
 def current(line: str, printed: list[str], first: int = 0) -> int | None:
-    """The index of the printed line that is equal, or else of the most similar one: of several that
-    differ in their source lines alone, the first."""
-    keys = [key(other) for other in printed[first:]]
-    if key(line) in keys:
-        return first + keys.index(key(line))
-    unnumbered = [re.sub(r"(\.py):\d+", r"\1", text) for text in (key(line), *keys)]
-    close = difflib.get_close_matches(unnumbered[0], unnumbered[1:], 1)
-    return first + unnumbered.index(close[0], 1) - 1 if close else None
+    """The index of the printed line that is most similar; of several that differ in the numbers of
+    source lines alone, the one with the same number, or else the first."""
+
+    def split(text: str) -> tuple[str, list[str]]:
+        return re.sub(r"\.py:\d+", ".py", key(text)), re.findall(r"\.py:\d+", text)
+
+    def likeness(index: int) -> tuple[float, bool, int]:
+        text, numbers = split(printed[index])
+        ratio = difflib.SequenceMatcher(None, split(line)[0], text).ratio()
+        return ratio, split(line)[1] == numbers, -index
+
+    best = max(map(likeness, range(first, len(printed))), default=(0, False, 0))
+    return -best[2] if best[0] > 0.6 else None
 
 
 def updated(text: str, printed: list[str]) -> str:
