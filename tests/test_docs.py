@@ -1,6 +1,9 @@
-"""What the README and the docs show is so."""
+"""The README and the pages of docs/ show what is so: commands, outputs and figures."""
 
 import ast
+import contextlib
+import functools
+import io
 import os
 import re
 import shlex
@@ -15,7 +18,8 @@ import train
 from runtime.checkpoint import Checkpoints
 from shardlib import devices
 from shardlib.types import make_shapes
-from tests.helpers import ROOT, compose_config, edited, mesh
+from tests import pages
+from tests.helpers import ROOT, compose_config, edited, mesh, slow_but_for
 from tools import audit
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -30,8 +34,22 @@ def test_commands_name_what_is_there(page):
         assert (ROOT / folder / f"{config}.yaml").exists()
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([\w-]+)$", text, re.MULTILINE)) <= targets
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
-        assert (ROOT / page).parent.joinpath(link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / page).parent.joinpath(link) if link else ROOT / page
+        assert path.exists(), link
+        assert not anchor or pages.section(path.read_text(), anchor)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tests_that_a_page_names_are_there(page):
+    text = (ROOT / page).read_text()
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+        assert f"\ndef {name}" in (ROOT / file).read_text(), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_name_functions_and_no_line_numbers(page):
+    assert not re.findall(r"\w+\.py:\d+", pages.prose((ROOT / page).read_text()))
 
 
 PROGRAMS = sorted(p for folder in ("tools", "benchmarks") for p in (ROOT / folder).glob("*.py"))
@@ -159,41 +177,168 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     assert scope["embed"].shape == weights.embed.shape and scope["embed"].dtype == "float32"
 
 
-def plain(text):
-    """Without the columns' widths."""
-    return [" ".join(line.replace("train_edited", "train").split()) for line in text.splitlines()]
+# --- Outputs --------------------------------------------------------------------------------------
+
+BY_COMPILER = re.compile(r"^\d+ x ", re.MULTILINE)  # the first line of what tools.compile prints
+Edits = tuple[tuple[str, str], ...]
 
 
-def report(name, *overrides):
-    config = compose_config(name, "paths.model_name=x", "flat_tokens.filespec=x", *overrides)
-    chip = devices.CHIPS["a100_40gb"]
-    return plain(audit.report(audit.audit_step(config, audit.probe(config), chip), chip))
+@functools.cache
+def audited(command: str, *more: str, edits: Edits = ()) -> str:
+    """What `python -m tools.audit` prints, with more arguments and with edits of train.py."""
+    arguments = shlex.split(command)[3:]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr("sys.argv", ["audit", *arguments, *more])
+        if edits:
+            patch.setattr(audit, "train", edited("train.py", *edits))
+        audit.main()
+    return out.getvalue().replace("train_edited.py", "train.py")
 
 
-def test_the_rows_of_the_audit_in_the_readme():
-    shown = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if re.match(r" +(train\.py:|saved at|sent at)", line)
-    ]
-    there = report("c4_h100x8_1b", "mesh={d: 4, t: 2}")
-    assert len(shown) == 4 and all(line in there for line in plain("\n".join(shown)))
+def unsaved(excerpt: str) -> Edits:
+    """For each line `name = product` that a page shows, the edit that no longer saves it."""
+    pairs = [line.split(" = ") for line in excerpt.splitlines()]
+    return tuple((f"{x} = save_for_backward({y})", f"{x} = {y}") for x, y in pairs)
 
 
-def test_the_answers_of_the_audit_in_its_page(monkeypatch):
-    """Before and after the edit that the page shows."""
-    text = (ROOT / "docs/audit.md").read_text().split("## Asking")[0]
-    example = text.split("```python\n")[1].split("```")[0]
-    edits = []
-    for line in example.splitlines():
-        name, product = line.split(" = ")
-        edits.append((f"{name} = save_for_backward({product})", line))
-    found = report("c4_h100x8_2b")
-    monkeypatch.setattr(audit, "train", edited("train.py", *edits))
-    found += report("c4_h100x8_2b")
-    lines = plain("\n".join(text.split("```")[1::2]))
-    shown = [line for line in lines if re.match("8 dev|Mem|At the|made|saved|train|A dev", line)]
-    assert len(shown) == 14 and not set(shown) - set(found)
+def audits_of(output: pages.Output) -> str:
+    """What the audits among its commands print; with an edit, after what they print without it."""
+    commands = [command for command in output.commands if "-m tools.audit" in command]
+    texts = [audited(command) for command in commands]
+    if output.edit:
+        texts += [audited(command, edits=unsaved(output.edit)) for command in commands]
+    return "".join(texts)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/experiments.md"])
+def test_what_the_audit_prints_is_what_the_page_shows(page):
+    """UPDATE_GOLDEN=1 writes it into the page. docs/experiments.md has a test of its own."""
+    path, stale = ROOT / page, []
+    text = path.read_text()
+    for output in reversed(list(pages.outputs(text))):
+        part, printed = BY_COMPILER.split(output.text)[0], audits_of(output).splitlines()
+        if printed and pages.UPDATE:
+            end = output.start + len(part)
+            part = pages.updated(part, printed)
+            text = text[: output.start] + part + text[end:]
+        stale += pages.missing(part, printed) if printed else []
+    if pages.UPDATE:
+        path.write_text(text)
+    assert not stale, "\n".join([f"{page} shows, but no command prints:", *stale])
+
+
+def compiles(page: str) -> dict[str, str]:
+    """The commands of tools.compile whose output the page shows, with that output."""
+    outputs = list(pages.outputs((ROOT / page).read_text()))
+    return {
+        command: output.text[BY_COMPILER.search(output.text).start() :]
+        for output in outputs
+        for command in output.commands
+        if "-m tools.compile" in command and BY_COMPILER.search(output.text)
+    }
+
+
+def test_the_readme_shows_what_the_compiler_says_in_the_page_of_the_audit():
+    known = compiles("docs/audit.md")
+    for command, text in compiles("README.md").items():
+        assert not pages.missing(text, known[command].splitlines())
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("command", compiles("docs/audit.md"))
+def test_the_compiler_says_what_the_page_shows(command):
+    """To 3%, as versions of the compiler differ; its speed is the machine's."""
+    arguments = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    lines = filter(pages.is_shown, compiles("docs/audit.md")[command].splitlines())
+    printed = filter(pages.is_shown, done.stdout.splitlines())
+    for line, now in zip(lines, printed, strict=True):
+        print(now)
+        if not line.startswith("compiled in"):
+            assert re.sub(r"[\d.]+", "#", pages.key(line)) == re.sub(r"[\d.]+", "#", pages.key(now))
+            for x, y in zip(*(re.findall(r"\d[\d.]*", text) for text in (line, now)), strict=True):
+                assert float(x) == pytest.approx(float(y), rel=0.03, abs=1), (line, now)
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+MEASURED = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("performance", "audit"))
+
+
+def test_the_figures_of_the_readme_are_those_of_the_sections_that_it_links():
+    rows = (ROOT / "README.md").read_text().split("\n## Figures\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.*) \|$", rows, re.MULTILINE)[2:]
+    assert len(rows) > 5
+    for row in rows:
+        links = re.findall(r"\]\((docs/\w+\.md)#([\w-]+)\)", row)
+        source = "".join(pages.section((ROOT / page).read_text(), at) for page, at in links)
+        stated = re.sub(r"\]\([^)]*\)", "", row)
+        assert links and not pages.unknown(stated, source, pages.BARE), row
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/flat_tokens.md", "docs/checkpoints.md"])
+def test_figures_with_units_are_recorded_where_they_were_measured(page):
+    text = pages.prose((ROOT / page).read_text())
+    assert not pages.unknown(text, MEASURED)
+    assert not {words for words in pages.SPELLED.findall(text) if words not in MEASURED}
+
+
+def test_the_figures_that_a_run_prints_in_the_readme_are_recorded():
+    """Those with a decimal point: times, losses and what is made of them."""
+    for output in pages.outputs((ROOT / "README.md").read_text()):
+        if not audits_of(output):
+            numbers = " ".join(re.findall(r"(?<![\w./])\d+\.\d+(?![\w.])", output.text))
+            assert not pages.unknown(numbers, MEASURED, pages.BARE), output.commands
+
+
+def test_the_figures_in_the_page_of_the_audit_are_the_audits():
+    """Those of the question that it answers. A paragraph's are printed by the page's command, with
+    the overrides that the paragraph names, or with the edits that the page describes."""
+    text = (ROOT / "docs/audit.md").read_text().split("\n## Asking")[0]
+    edits = next(unsaved(output.edit) for output in pages.outputs(text) if output.edit)
+    command = next(output.commands[0] for output in pages.outputs(text))
+    offloaded = tuple((old, f"{old[:-1]}, offload=True)") for old, _ in edits)
+    printed = audited(command) + audited(command, edits=edits)
+    for variant in offloaded, *((edit,) for edit in edits):
+        printed += audited(command, "audit.chip=", edits=variant)
+    held = map(pages.value, re.findall(r"(?:weights|moments|gradients) ([\d.]+) GB", printed)[:3])
+    printed += f"{sum(held)} GB"
+    paragraphs = re.split(r"\n\n|\n(?=- )", pages.prose(text))
+    for paragraph in (paragraph for paragraph in paragraphs if not paragraph.startswith("#")):
+        overrides = re.findall(r"`((?:[a-z_.]+=\w+ ?)+)`", paragraph)
+        more = [audited(command, "audit.chip=", *words.split()) for words in overrides]
+        assert not pages.unknown(paragraph, "".join([printed, *more])), paragraph
+
+
+RATE = 790e12  # FLOP/s of a large product on an H200, from docs/performance.md
+H200_ROWS = re.findall(
+    r"^\| (\w+) \| ([\d,]+) \| (\d) \| ([\d,]+) \| ([\d.]+) \| (\d+)% \| (\d+) \|",
+    (ROOT / "docs/performance.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", slow_but_for(H200_ROWS[:1], H200_ROWS))
+def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
+    model, length, microbatches, products, floor, mfu, holds = row
+    length = int(pages.value(length))
+    config = compose_config(
+        *("pretrain", f"model={model}", "hardware=a100x1", "paths.model_name=x"),
+        *("flat_tokens.filespec=x", f"training.microbatches={microbatches}"),
+        f"training.tokens={{batch: {2**18 // length}, len: {length}}}",
+    )
+    chip = devices.CHIPS["h200"]
+    result = audit.audit_step(config, audit.probe(config), chip)
+    flops = audit.total_of(result["products"])
+    seconds = flops / RATE
+    for exact, number in (
+        (flops / 1e12, products),
+        (seconds, floor),
+        (100 * result["model_flops"] / chip.flops / seconds, mfu),
+        ((result["arguments"] + result["temporary"]) / 1e9, holds),
+    ):
+        assert pages.rounds_to(exact, number), (row, exact)
 
 
 @pytest.mark.parametrize("page", PAGES)

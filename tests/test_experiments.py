@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from shardlib.devices import make_mesh
-from tests import mutations, oracle
+from tests import mutations, oracle, pages
 from tests.helpers import (
     IN_F32,
     ROOT,
@@ -30,7 +30,8 @@ from tests.helpers import (
 )
 from tests.test_train import plain
 
-HEAD, *SECTIONS = re.split(r"^## ", (ROOT / "docs/experiments.md").read_text(), flags=re.MULTILINE)
+PAGE = ROOT / "docs/experiments.md"
+HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
 SECTION = {text.split("\n")[0]: text for text in SECTIONS}
 BLOCK = re.compile(r"^```(?:diff ?(\w*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 APPLY = BLOCK.search(HEAD)[2]
@@ -84,52 +85,78 @@ def apply_all(section, tree):
 
 
 def walk(section, tree, capsys, monkeypatch):
-    """Does what a section of the page does, and holds what it shows against what happens: what the
-    command prints now, the last of several, and before: when it was last shown, or at first what
-    the first of several prints without an edit."""
-    before = []
+    """Does what a section of the page does, in its order, and holds what it shows. An output
+    compares the last command, now, with the output before it, or, for the first output, with the
+    first command without any edit. Returns the section with what is printed now."""
+    before, text = [], SECTION[section]
 
     def audit(source, command):
         arguments = command.removeprefix("python -m tools.audit ").split()
         with imported_from(source):
             program = importlib.import_module("tools.audit").main
             printed, message = train_here(capsys, monkeypatch, *arguments, program=program)
-        return [" ".join(line.split()) for line in printed.splitlines()], message
+        return printed.splitlines(), message
 
-    for name, text in BLOCK.findall(SECTION[section]):
+    for name, block in BLOCK.findall(text):
         if name:
             apply(name, tree)
-        elif text.startswith("perl"):
-            shell(text, tree)
-        elif text.startswith("python -m tools.audit"):
-            commands = text.splitlines()
+        elif block.startswith("perl"):
+            shell(block, tree)
+        elif block.startswith("python -m tools.audit"):
+            commands = block.splitlines()
             before = before or audit(ROOT, commands[0])[0]
         else:
             after, message = audit(tree, commands[-1])
-            assert message == (text.strip() if text.startswith("error") else "")
-            if not message:
-                hold(text, before, after)
-                before = after
+            assert bool(message) == block.startswith("error"), message
+            if pages.UPDATE:
+                new = f"{message}\n" if message else updated(block, before, after)
+                text = text.replace(block, new)
+            elif message:
+                assert message == block.strip()
+            else:
+                hold(block, before, after)
+            before = before if message else after
+    return text
 
 
-def hold(shown, before, after):
-    """Lines with a minus were printed before, and fewer such are now, at whatever line of the
-    source; those with a plus the reverse."""
+def updated(block, before, after):
+    """The block with each line as it is printed, where it can be found."""
+    lines = []
+    for line in block.splitlines():
+        printed = before if line[0] == "-" else after
+        index = pages.current(line[1:], printed)
+        lines.append(line if index is None else line[0] + printed[index])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def hold(block, before, after):
+    """Asserts that lines with a minus were printed before, and fewer such are printed now, from any
+    line of the source, and the reverse of lines with a plus."""
     now, earlier = (collections.Counter(map(unnumbered, lines)) for lines in (after, before))
-    for mark, line in ((text[0], " ".join(text[1:].split())) for text in shown.splitlines()):
-        assert mark == "+" or line in before, line
-        assert mark == "-" or line in after, line
-        more = now[unnumbered(line)] - earlier[unnumbered(line)]
-        assert (more > 0) - (more < 0) == {"-": -1, " ": 0, "+": 1}[mark], line
+    before, after = ({pages.key(line) for line in lines} for lines in (before, after))
+    for mark, line in ((line[0], line[1:]) for line in block.splitlines()):
+        assert mark == "+" or pages.key(line) in before, line
+        assert mark == "-" or pages.key(line) in after, line
+        change = now[unnumbered(line)] - earlier[unnumbered(line)]
+        assert (change > 0) - (change < 0) == {"-": -1, " ": 0, "+": 1}[mark], line
 
 
 def unnumbered(line):
-    return re.sub(r"^train\.py:\d+", "", line)
+    return re.sub(r"^train\.py:\d+", "", pages.key(line))
 
 
 @pytest.mark.parametrize("section", SECTION)
 def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
-    walk(section, tree, capsys, monkeypatch)
+    """UPDATE_GOLDEN=1 writes into the page what is printed now."""
+    text = walk(section, tree, capsys, monkeypatch)
+    if pages.UPDATE:
+        PAGE.write_text(PAGE.read_text().replace(SECTION[section], text))
+
+
+@pytest.mark.parametrize("section", SECTION)
+def test_figures_in_sentences_are_those_of_the_outputs(section):
+    blocks = [block for name, block in BLOCK.findall(SECTION[section]) if not name]
+    assert not pages.unknown(pages.prose(SECTION[section]), "".join(blocks))
 
 
 @pytest.mark.long
