@@ -332,11 +332,12 @@ _LIBRARIES = (
 
 
 def own_line(trace: Any) -> str:
-    """`train.py:253`: of a traceback of JAX's, the innermost line that is neither ours nor a
-    library's; "" if none is."""
+    """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
+    name: `train.py:253 block`. Empty if there is none."""
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+            function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} {function}"
     return ""
 
 

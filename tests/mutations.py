@@ -159,7 +159,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
             net = "spec"
         elif not isinstance(error, ShardTypeError):
             net = "jax's shapes"
-        elif re.search("by hand|which no op says|depends on the mesh", text):
+        elif re.search("outside of any op|depends on the mesh", text):
             net = "by hand"
         else:
             net = "sums owed" if re.search(r"owes|sum over|is paid", text) else "layout"

@@ -192,7 +192,7 @@ def test_the_answers_of_the_audit_in_its_page(monkeypatch):
     monkeypatch.setattr(audit, "train", edited("train.py", *edits))
     found += report("c4_h100x8_2b")
     lines = plain("\n".join(text.split("```")[1::2]))
-    shown = [line for line in lines if re.match("8 dev|Mem|At the|made|saved|train|A dev", line)]
+    shown = [line for line in lines if re.match("8 dev|Mem|At its|made|saved|train|A dev", line)]
     assert len(shown) == 14 and not set(shown) - set(found)
 
 
