@@ -80,8 +80,8 @@ class Sent(NamedTuple):
 
 
 def sent(text: str) -> list[Sent]:
-    """The collectives of a TPU's program. Which are hidden follows from the compiler's schedule: the
-    order of instructions, and its estimates of their cycles."""
+    """The collectives of a TPU's program. Which are hidden follows from the compiler's schedule,
+    that is its order of instructions and its estimates of their cycles."""
     calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
     computation = ""
     for line in text.splitlines():
