@@ -1,4 +1,5 @@
-"""What a traced function does, read off its jaxpr; and that it does nothing its source hides."""
+"""Reads off a jaxpr what a traced function sends, computes and saves, and refuses what its ops and
+types don't say."""
 
 import collections
 import itertools
@@ -16,7 +17,7 @@ from shardlib.devices import probe_mesh, probe_total, turned
 from shardlib.ops import SCOPE
 from shardlib.types import Dim, ShardTypeError, own_line
 
-# JAX's primitives that communicate, and what they are.
+# JAX's primitives that communicate -> the kind of collective.
 COLLECTIVES = {
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
     **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
@@ -27,20 +28,19 @@ COLLECTIVES = {
 
 
 class Equation(NamedTuple):
-    """An equation of a jaxpr: what it is, under which names and at which line of the source it
-    stands, and how often it runs."""
+    """An equation of a jaxpr, with its place in the source."""
 
     eqn: JaxprEqn
-    path: str
-    line: str
-    times: int
+    path: str  # JAX's name stack
+    line: str  # `train.py:253 block`
+    times: int  # it runs
 
 
 def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
-    """Each equation, those of inner jaxprs too.
+    """Yields each equation, including those of inner jaxprs.
 
-    What a library's jitted function holds was traced where it was first called: its line is that of
-    the call at hand.
+    The body of a library's jitted function was traced where it was first called, so its equations
+    get the line of the call at hand.
     """
     path, times = (outer.path, outer.times) if outer else ("", 1)
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
@@ -54,7 +54,8 @@ def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """`train.py:253`; of a loop that JAX took apart, that of its first equation which has one."""
+    """The line that made an equation, with its function: `train.py:253 block`. A loop that JAX
+    split in two has none, so the first line found in its body stands in."""
     if line := own_line(eqn.source_info.traceback):
         return line
     inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
@@ -62,11 +63,11 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def made_at(eqn: JaxprEqn, index: int) -> str:
-    """The line that makes one of an equation's results; if a loop does, that in its body, from
-    which it may be copied to the host."""
+    """The line that makes one of an equation's results. For a loop's result, it is the line in its
+    body, looking through copies to the host."""
     if eqn.primitive.name == "scan":
         (inner,) = jaxprs_in_params(eqn.params)
-        makers: dict[Any, JaxprEqn] = {made: e for e in inner.eqns for made in e.outvars}
+        makers: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
         maker = makers.get(inner.outvars[index])
         while maker and maker.primitive.name == "device_put":
             maker = makers.get(maker.invars[0])
@@ -76,24 +77,24 @@ def made_at(eqn: JaxprEqn, index: int) -> str:
 
 
 def on_host(aval: Any) -> bool:
-    """Whether an array is in the host's memory rather than a device's."""
+    """Returns whether an array is in the host's memory rather than a device's."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes that a collective is over."""
+    """The mesh axes over which a collective communicates."""
     names = eqn.params.get("axis_name") or eqn.params["axes"]
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def op_of(eqn: JaxprEqn, path: str) -> str:
-    """The op that an equation is part of, with its type string; its primitive if there is none."""
+    """The op that an equation is part of, with its type string, or else its primitive."""
     scope = SCOPE.search(path)
     return scope[0].replace("|", "/") if scope else eqn.primitive.name
 
 
 def phase(path: str) -> str:
-    """The part of a training step in which an equation, or a compiled instruction, runs."""
+    """The part of a training step in which an equation or a compiled instruction runs."""
     if "rematted_computation" in path:
         return "recomputed"
     if "transpose(" in path:
@@ -102,20 +103,22 @@ def phase(path: str) -> str:
 
 
 def _lengths(eqn: JaxprEqn) -> Iterable[int]:
-    """The lengths of the dimensions that an equation reduces, cuts, joins, indexes or orders: those
-    that its result lacks, and those that its parameters name."""
+    """The lengths of the dimensions that an equation reduces, slices, concatenates, indexes or
+    orders: those that its result lacks and those that its parameters name."""
     name, params = eqn.primitive.name, eqn.params
     numbers: Any = params.get("dimension_numbers")
-    taken, made = ([getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars))
-    shape = next(iter(taken or made), ())
+    inputs, outputs = (
+        [getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars)
+    )
+    shape = next(iter(inputs or outputs), ())
     if name == "scan":
         return [params["length"]]
     if name == "reshape" or (next(jaxprs_in_params(params), None) and name[:6] != "reduce"):
         return []
     if name == "random_bits":
-        return made[0]  # each device would draw the same
+        return outputs[0]  # each device would draw the same
     if name == "dynamic_update_slice":
-        return [n for n, part in zip(*taken[:2], strict=True) if n != part]
+        return [n for n, part in zip(*inputs[:2], strict=True) if n != part]
     if name == "gather":
         return [shape[i] for i in numbers.start_index_map]
     if name.startswith("scatter"):
@@ -130,32 +133,31 @@ def _lengths(eqn: JaxprEqn) -> Iterable[int]:
         return [n for n, size in zip(shape, params["window_dimensions"], strict=True) if size > 1]
     named = params.get("axis", params.get("dimension", params.get("dimensions", ())))
     ordered = [shape[i] for i in (named if isinstance(named, tuple) else (named,))]
-    kept = [collections.Counter(shape) for shape in made]
-    counts = map(collections.Counter, taken)
-    lost = [n for count in counts for n in count if all(count[n] > out[n] for out in kept)]
+    before, after = ([*map(collections.Counter, shapes)] for shapes in (inputs, outputs))
+    lost = [n for count in before for n in count if all(count[n] > out[n] for out in after)]
     return ordered + lost
 
 
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
-    """The dimensions that a length at the sizes of `devices.probe_mesh` is made of: one, or several
-    that were merged; none if it is just a number.
+    """The dimensions of a length at the sizes of `devices.probe_mesh`: one, several that were
+    merged, or none if it is just a number.
 
     Each dimension's size is a prime of its own times `devices.probe_total`, which has each axis's
-    size, a prime, as a factor; a split over an axis takes one factor away.
+    size, also a prime, as a factor. A split over an axis removes that factor.
     """
     total = probe_total(axes)
     names = [name for name, size in sizes.items() if length % (size // total) == 0]
     rest = length // math.prod(sizes[name] // total for name in names)
     if not rest or rest % 2 ** len(names) or total ** len(names) % rest:
-        return []  # it only happens to have these factors
+        return []  # it has these factors by chance
     split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
     return [Dim(name, split) for name in names]
 
 
 def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
-    """The message with lengths at the sizes of `devices.probe_mesh` shown as what they are of,
-    `(B/d, L/2, M)`, and with what brings two of one dimension together."""
-    found: dict[Dim, None] = {}
+    """Rewrites lengths at the sizes of `devices.probe_mesh` in a message as dimensions,
+    `(B/d, L/2, M)`, and adds a cure if two of them are parts of one dimension."""
+    mentioned: dict[Dim, None] = {}
 
     def name(number: re.Match[str]) -> str:
         length = int(number[0])
@@ -163,25 +165,25 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         whole = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
         if not dims or whole not in (length, 2 * length):
             return number[0]
-        found.update(dict.fromkeys(dims))
+        mentioned.update(dict.fromkeys(dims))
         return "*".join(map(str, dims)) + "/2" * (whole > length)
 
-    # Not line numbers, nor the sizes that ShardTypeError compares.
+    # Skips line numbers and the sizes that ShardTypeError compares.
     text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, message)
-    for a, b in itertools.combinations(found, 2) if "for broadcasting" in text else ():
+    for a, b in itertools.combinations(mentioned, 2) if "for broadcasting" in text else ():
         if a.name == b.name:
             text += (
-                f"\n    {a} and {b} are one dimension, split differently: use ops.all_gather "
-                "before they meet, or ops.psum_scatter for a sum"
+                f"\n    {a} and {b} are the same dimension, split differently: bring them to one "
+                "split first, with ops.all_gather, or with ops.psum_scatter for a partial sum"
             )
     return text
 
 
 def traced(function: Any, *args: Any) -> Any:
-    """The jaxpr of a `jax.jit` of arrays, their shapes here, and of a static argument, the last.
-    Raises JAX's error for a tracer that leaked."""
+    """The jaxpr of a jitted function, given the shapes of its arrays and its static last argument.
+    Raises JAX's error for a leaked tracer."""
     static = len(args) - 1
-    # To JAX such a tracer is a constant, until somebody uses it.
+    # JAX takes a leaked tracer for a constant until something reads it.
     jax.tree.map(jnp.copy, jax.make_jaxpr(function, static_argnums=static)(*args).consts)
     return function.trace(*args).jaxpr.jaxpr
 
@@ -189,8 +191,8 @@ def traced(function: Any, *args: Any) -> Any:
 def probe(
     trace: Callable[[Any, dict[str, int]], Any], axes: Iterable[str], dims: Iterable[str]
 ) -> Any:
-    """Checks a function at the sizes of `devices.probe_mesh`; `trace` gives its jaxpr on a mesh, at
-    sizes of its dimensions. Returns the jaxpr. Raises ShardTypeError, and what the trace raises."""
+    """Checks a function at the sizes of `devices.probe_mesh` and returns its jaxpr there.
+    `trace(mesh, sizes)` traces the function. Raises ShardTypeError, and whatever `trace` raises."""
     mesh, sizes = probe_mesh(axes, dims)
     axes_at_probe = dict(mesh.shape)
     try:
@@ -204,56 +206,71 @@ def probe(
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
-    """Raises ShardTypeError for what a function, traced at the sizes of `devices.probe_mesh`, does
-    by hand along a split dimension, and for a collective that no op says.
+    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, computes
+    along a split dimension outside of ops, or has a collective outside of ops.
 
-    To JAX a device's part of an array looks like a whole one that differs between devices: only its
-    lengths tell that a sum by jnp, say, is of a part. The backward pass does sum along split
-    dimensions: those that an op has split forward, and in which the op pays the sum. It doesn't see
-    a length that was cut so that its factors are lost.
+    To JAX a device's part of an array looks like a full array that varies between devices. Only its
+    lengths tell that a sum by jnp, say, covers just a part. The backward pass is exempt: it sums
+    along dimensions that an op split in the forward pass, and that op reduces the sum. A length
+    that was sliced so that its factors are lost goes unnoticed.
     """
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
         if SCOPE.search(path):
             continue
-        name = eqn.primitive.name
+        name, at = eqn.primitive.name, line.partition(" ")[0]
         if name in COLLECTIVES or name == "axis_index":
             over = ", ".join(axes_of(eqn))
-            backward = name == "psum_invariant" and "transpose(" in path
-            cure = (
-                f": the gradient of what is whole along {over} and meets what differs; let it "
-                "differ before, by lax.pcast, and pay its sum by ops.psum"
-            )
-            problems.append(f"{line}: {name} over {over}, which no op says" + cure * backward)
+            cure = ": use an op, whose type string shows it"
+            if name == "psum_invariant" and "transpose(" in path:
+                cure = _cure_of_gradient(eqn.invars[0].aval, over, axes, sizes)
+            problems.append(f"{at}: {name} over {over} outside of any op{cure}")
         for length in _lengths(eqn) if "transpose(" not in path else ():
             dims = dims_of(length, axes, sizes)
             if any(dim.axes for dim in dims):
                 problems.append(
-                    f"{line}: {name} along {' '.join(map(str, dims))} by hand, where each device "
-                    "has a part of it: use an op, or ops.all_gather first"
+                    f"{at}: {name} along {' '.join(map(str, dims))} outside of any op, but each "
+                    "device holds only a part of it: use an op, or ops.all_gather first"
                 )
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
 
 
+def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
+    """The end of the message that JAX sums the gradient of a replicated array over these axes."""
+    dims = [dims_of(length, axes, sizes) or [length] for length in aval.shape if length > 1]
+    names = ["*".join(map(str, each)) for each in dims]
+    dtype, cure = aval.str_short(short_dtypes=True).partition("[")[0], ""
+    if names:
+        split = "/".join([names[0], *reversed(over.split(", "))])
+        cure = (
+            f'store it split, for instance as {dtype}["{" ".join([split, *names[1:]])}"], and '
+            "ops.all_gather it where it is used; or "
+        )
+    return (
+        f' sums the gradient of a replicated {dtype}["{" ".join(names)}"]: {cure}'
+        "make it varying with lax.pcast before jax.grad, and reduce its gradient with ops.psum"
+    )
+
+
 def check_numbers(jaxpr: Any, other: Any) -> None:
-    """Raises ShardTypeError for a number that a function takes from the length of a part, or of an
-    axis: given its jaxprs on a probe mesh and on that mesh `devices.turned`, which has the same
-    lengths in all, and other parts, the numbers in both must be the same."""
+    """Raises ShardTypeError if a number in a function comes from the length of a part or of a mesh
+    axis. Compares its jaxprs on a probe mesh and on that mesh `devices.turned`, where arrays have
+    the same lengths but their parts others: all numbers must be the same."""
     problems = []
-    for here, there in itertools.zip_longest(equations(jaxpr), equations(other)):
-        if not here or not there or here.eqn.primitive != there.eqn.primitive:
-            line = (here or there).line
-            problems.append(f"{line}: what is computed from here on depends on the mesh")
+    for one, two in itertools.zip_longest(equations(jaxpr), equations(other)):
+        at = (one or two).line.partition(" ")[0]
+        if not one or not two or one.eqn.primitive != two.eqn.primitive:
+            problems.append(f"{at}: what is computed from this line on depends on the mesh")
             break
-        if SCOPE.search(here.path):
+        if SCOPE.search(one.path):
             continue
-        for a, b in zip(here.eqn.invars, there.eqn.invars, strict=True):
+        for a, b in zip(one.eqn.invars, two.eqn.invars, strict=True):
             if isinstance(a, Literal) and str(a.val) != str(getattr(b, "val", "")):  # NaN too
                 problems.append(
-                    f"{here.line}: {here.eqn.primitive.name} takes a number that depends on the "
-                    "mesh, as the length of a device's part does: sum ones by an op, or take the "
-                    "length from the config"
+                    f"{at}: {one.eqn.primitive.name} takes a number that depends on the mesh, such "
+                    "as the length of a device's part: sum ones with an op, or take the length "
+                    "from the config"
                 )
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
@@ -263,37 +280,37 @@ def check_numbers(jaxpr: Any, other: Any) -> None:
 
 
 class Transfer(NamedTuple):
-    """A collective: what each device receives in one run of it."""
+    """A collective, and what each device receives each time it runs."""
 
     line: str
-    op: str  # with its type string, or the primitive that none says
+    op: str  # with its type string; outside of ops, the primitive
     kind: str
     axes: tuple[str, ...]
     phase: str
     times: int
-    elements: int  # of the array, whole along the axes
-    bytes: float  # by a ring: of n devices, each gets what the other n - 1 have
+    elements: int  # of the array gathered over the axes
+    bytes: float  # with a ring: each of n devices gets what the other n - 1 hold
 
 
 class Product(NamedTuple):
-    """A product of matrices: each device's FLOPs in one run of it."""
+    """A matmul, and each device's FLOPs each time it runs."""
 
     line: str
     op: str
     phase: str
     times: int
     flops: int
-    bytes: int  # of its operands and result
+    bytes: int  # of operands and result
 
 
 class Saved(NamedTuple):
-    """An array that the forward pass keeps for the backward pass, on each device."""
+    """An array that each device saves in the forward pass for the backward pass."""
 
     line: str
-    times: int  # arrays, if a loop stacks them
-    shape: tuple[int, ...]  # of one
+    times: int  # arrays that a loop stacks
+    shape: tuple[int, ...]  # of one of them
     dtype: str
-    bytes: int  # of all
+    bytes: int  # of all of them
     memory: str  # "device" or "host"
 
 
@@ -304,8 +321,8 @@ class Ledger(NamedTuple):
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
-    """What a function under `typed_shard_map` does, from the jaxpr of its `jax.jit`, on a mesh of
-    these axes: for each device, what it receives, computes and, if it takes a gradient, keeps."""
+    """What each device of a mesh of these axes receives, computes and saves in a function under
+    `typed_shard_map`, given the jaxpr of its `jax.jit`. Arrays are saved if it takes a gradient."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
     for eqn, path, line, times in equations(live):
@@ -329,8 +346,9 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
 
 
 def _saved(body: Any) -> Iterator[Saved]:
-    """What the backward pass takes from the forward pass: of a loop, the arrays it stacks. A loop
-    that has both in its body, over microbatches, keeps what one turn keeps."""
+    """Yields what the backward pass takes from the forward pass. For a loop these are the arrays
+    that it stacks. A loop over microbatches has both passes in its body: it saves what one
+    iteration saves."""
     makers: dict[Any, Any] = {}
     for eqn in body.eqns:
         if eqn.primitive.name == "scan" and phase(str(eqn.source_info.name_stack)) == "update":

@@ -338,11 +338,12 @@ _LIBRARIES = (
 
 
 def own_line(trace: Any) -> str:
-    """The innermost line of a JAX traceback that is in neither shardlib nor a library, as
-    `train.py:253`; "" if there is none."""
+    """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
+    name: `train.py:253 block`. Empty if there is none."""
     for frame in trace.frames if trace else ():
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+            function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} {function}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What an optimized program's text says of its collectives; shares no code with the audit."""
+"""Reads the collectives out of an optimized program's text; shares no code with the audit."""
 
 import collections
 import math
@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
-OFTEN = 2  # a TPU's program doesn't say how often a loop runs
+OFTEN = 2  # for loops of a TPU's program, whose text lacks their trip counts
 INSTRUCTION = re.compile(rf" +(?:ROOT )?%\S+ = (\(.*?\)|\S+) ({KINDS})(?:-start)?\((.*)")
 
 
@@ -34,10 +34,10 @@ def _tables(text: str) -> dict[str, dict[str, str]]:
 
 
 def _source_lines(text: str, file: str) -> dict[str, str]:
-    """Frame id -> the innermost line of `file` on its stack."""
+    """Frame id -> the innermost line of `file` on its stack, with the function's name."""
     tables = _tables(text)
     files = {i: name.strip('"') for i, name in tables["FileNames"].items()}
-    found = {}
+    lines = {}
     for start in tables["StackFrames"]:
         frame = start
         while frame != "0":
@@ -46,14 +46,18 @@ def _source_lines(text: str, file: str) -> dict[str, str]:
             name = files[re.search(r"file_name_id=(\d+)", location)[1]]
             if os.path.basename(name) == file:
                 line = re.search(r" line=(\d+)", location)[1]
-                found[start] = f"{file}:{line}"
+                qualified = tables["FunctionNames"][
+                    re.search(r"function_name_id=(\d+)", location)[1]
+                ]
+                *_, function = re.findall(r"(?:^|\.)(\w+)", qualified.strip('"'))
+                lines[start] = f"{file}:{line} {function}"
                 break
             frame = str(int(parent) - 1)
-    return found
+    return lines
 
 
 def _axes(groups: str, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes along which the devices of a group differ. jax 0.12 prints them, 0.10 lists ids."""
+    """The axes along which the devices of a group differ. jax 0.12 prints the axes, 0.10 ids."""
     if named := re.match(r"mesh\[[^]]*\] \{([^}]*)\}", groups):
         return tuple(sorted(named[1].replace("'", "").split(",")))
     group = [int(i) for i in re.search(r"\{([\d,]*)\}", groups)[1].split(",")]
@@ -67,7 +71,7 @@ def _axes(groups: str, mesh: dict[str, int]) -> tuple[str, ...]:
 
 
 def _trip_counts(text: str) -> dict[str, int]:
-    """How often each computation runs: the product of the trips of the loops around it."""
+    """Computation -> how often it runs, the product of the trip counts of the loops around it."""
     inside, here = {}, ""
     for line in text.splitlines():
         if match := re.match(r"(?:ENTRY )?%(\S+) \(", line):
@@ -110,7 +114,7 @@ def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list
         size = math.prod(mesh[a] for a in axes)
         at = lines.get(frame[1], "") if frame else ""
         parts = re.findall(r"\w+\[([\d,]*)\]", shape)
-        parts = parts[:1] if kind == "collective-permute" else parts  # then, what it receives into
+        parts = parts[:1] if kind == "collective-permute" else parts  # its buffers follow
         chain = re.search(r'chain_id="(\d+)"', rest)
         padded = "from-cross-replica-sharding" in rest
         for part in parts:
@@ -124,13 +128,13 @@ def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list
 RULES = {
     "one": "a collective over axes of size one moves nothing, and may stay in the program",
     "merged": "all-reduces over the same axes may be one instruction, at one of their lines",
-    "once": "in a loop that runs once, what the backward pass would do again is done once",
+    "once": "in a loop that runs once, the backward pass recomputes nothing",
 }
 
 
 def unexplained(transfers, program, mesh, rules=RULES):
-    """The rows of a ledger, and the collectives of a program, that don't map to each other, each to
-    exactly one, by kind, axes, elements, phase, line and trip count."""
+    """The rows of a ledger and the collectives of a program that are left after pairing those that
+    agree in kind, axes, elements, phase, line and trip count."""
 
     def real(axes):
         return tuple(sorted(a for a in axes if mesh[a] > 1 or "one" not in rules))
@@ -160,16 +164,17 @@ def unexplained(transfers, program, mesh, rules=RULES):
 
 
 TPU_RULES = {
-    "pieces": "an asynchronous collective stands in several fusions, which share its chain's id",
-    "summed": "an all-gather or a reduce-scatter of narrow parts is an all-reduce of the whole",
+    "pieces": "an asynchronous collective is in several fusions, which share its chain's id",
+    "summed": "an all-gather or reduce-scatter of narrow parts is an all-reduce of the full array",
     "padded": "a reduce-scatter is an all-reduce of a padded array, and a permute of its edges",
-    "stacked": "of a scalar that each turn of a loop sums up, all turns' are summed at its end",
+    "stacked": "a scalar that a loop all-reduces in each iteration is all-reduced after the loop, "
+    "for all iterations together",
 }
 
 
 def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
-    """The kinds of rows of a ledger, and of collectives of a program, of which there isn't the same
-    number: by kind, axes, elements and whether they are in a loop."""
+    """Counts the rows of a ledger and the collectives of a program that are left after pairing
+    those that agree in kind, axes, elements and being in a loop."""
 
     def key(row):
         axes = tuple(sorted(a for a in row.axes if mesh[a] > 1))
@@ -193,7 +198,7 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
         for row in [
             row for row in left if (row[0], row[1], row[3]) == ("reduce-scatter", axes, loop)
         ]:
-            # What was added lies behind the last part; the others' shares of it move there.
+            # The padding is behind the last part, so the edges of the other parts move.
             edges = "collective-permute", axes, (elements - row[2]) * (n - 1) // n, loop
             if found[edges]:
                 left -= collections.Counter([row])
@@ -204,9 +209,9 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
     if "stacked" in rules:
         for row in [row for row in transfers if row.elements == 1 and row.times > 1]:
             for kind, axes, n, loop in [*found]:
-                # All turns of the innermost loop, which may be in another one.
-                turns = row.times % n == 0 and loop == (row.times > n)
-                if key(row)[:2] == (kind, axes) and n > 1 and turns and left[key(row)]:
+                # All iterations of the innermost loop, which may be inside another one.
+                iterations = row.times % n == 0 and loop == (row.times > n)
+                if key(row)[:2] == (kind, axes) and n > 1 and iterations and left[key(row)]:
                     left -= collections.Counter([key(row)])
                     found -= collections.Counter([(kind, axes, n, loop)])
     if "summed" in rules:

@@ -159,7 +159,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
             net = "spec"
         elif not isinstance(error, ShardTypeError):
             net = "jax's shapes"
-        elif re.search("by hand|which no op says|depends on the mesh", text):
+        elif re.search("outside of any op|depends on the mesh", text):
             net = "by hand"
         else:
             net = "reductions" if re.search(r"unreduced|reduce", text) else "layout"

@@ -1,5 +1,4 @@
-"""What the audit reads off the source's jaxpr is what the compiled program does, collective by
-collective."""
+"""Checks the audit's collectives, read off the jaxpr, against those of the compiled program."""
 
 import functools
 
@@ -35,8 +34,8 @@ def program(name):
         step = train.lower_step(config).compile()
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
     found = compiled.collectives(step.as_text(), axes)
-    held = memory.predict(jaxpr, axes).arguments, step.memory_analysis().argument_size_in_bytes
-    return audit.ledger(jaxpr, axes).transfers, found, axes, held
+    sizes = memory.predict(jaxpr, axes).arguments, step.memory_analysis().argument_size_in_bytes
+    return audit.ledger(jaxpr, axes).transfers, found, axes, sizes
 
 
 QUICK = ["small on 2 x 4", "synthetic on 4 x 2", "one layer on 4 x 2"]
@@ -44,8 +43,8 @@ QUICK = ["small on 2 x 4", "synthetic on 4 x 2", "one layer on 4 x 2"]
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, list(PROGRAMS)))
 def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
-    transfers, found, axes, (predicted, held) = program(name)
-    assert predicted == held, "bytes of the arguments"
+    transfers, found, axes, (predicted, compiled_size) = program(name)
+    assert predicted == compiled_size, "bytes of the arguments"
     assert len(found) > 40 and all(row.line.startswith("train.py:") for row in found)
     assert compiled.unexplained(transfers, found, axes) == ([], [])
 
@@ -65,13 +64,13 @@ def test_without_the_rule_some_program_is_not_explained(rule):
 def test_a_row_too_many_or_too_few_is_noticed():
     transfers, found, axes, _ = program("synthetic on 4 x 2")
     for i in range(0, len(transfers), 5):
-        if transfers[i].kind == "all-reduce":  # their lines are not told apart
+        if transfers[i].kind == "all-reduce":  # merged ones keep only one of their lines
             continue
         for wrong in (
             transfers[:i] + transfers[i + 1 :],
             [*transfers, transfers[i]],
             [*transfers[:i], transfers[i]._replace(times=9), *transfers[i + 1 :]],
-            [*transfers[:i], transfers[i]._replace(line="train.py:1"), *transfers[i + 1 :]],
+            [*transfers[:i], transfers[i]._replace(line="train.py:1 block"), *transfers[i + 1 :]],
             [*transfers[:i], transfers[i]._replace(axes=("d", "x")), *transfers[i + 1 :]],
             [*transfers[:i], transfers[i]._replace(elements=3), *transfers[i + 1 :]],
         ):

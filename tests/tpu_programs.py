@@ -1,4 +1,4 @@
-"""Training steps to compile for TPUs: sizes, meshes and slices, and edits of train.py."""
+"""Training steps to compile for TPUs: model sizes, meshes, slices and edits of train.py."""
 
 import re
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from tests.helpers import compose_config
 
 
 def nothing_saved(source):
-    """Everything in a layer is computed again."""
+    """Recomputes everything in a layer."""
     return re.sub(r"save_for_backward\((?=\S)", "(", source)
 
 
 def feed_forward_again(source):
-    """The two largest arrays of a layer aren't saved."""
+    """Recomputes the two largest arrays of a layer."""
     return re.sub(r"(gate|up) = save_for_backward\((.*)\)\n", r"\1 = \2\n", source)
 
 
 def feed_forward_offloaded(source):
-    """They are kept by the host."""
+    """Saves the same two arrays in the host's memory."""
     return re.sub(
         r"(gate|up) = save_for_backward\((.*)\)\n",
         r"\1 = save_for_backward(\2, offload=True)\n",
@@ -45,7 +45,7 @@ class Program(NamedTuple):
         return f"{self.model} on {self.topology}, {self.d} x {self.t}, {self.batch}{edits}"
 
     def build(self):
-        """The config, and train.py as a module with the edits."""
+        """The config, and the edited train.py as a module."""
         config = compose_config(
             "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
@@ -60,7 +60,7 @@ class Program(NamedTuple):
 
 N, C, M = nothing_saved, CHUNKED, MICROBATCHES
 
-# Written down before any was predicted.
+# Listed before any was predicted.
 LISTED = [
     Program("v5e:2x4", "84m", 8, 1, 64, 1024),
     Program("v5e:2x4", "84m", 4, 2, 64, 1024),
@@ -87,8 +87,8 @@ LISTED = [
     Program("v5p:2x2x4", "1b", 4, 4, 128, 1024, (N, M)),
     Program("v5p:2x2x4", "1b", 8, 2, 64, 2048, (N, C)),
 ]
-# Compiled after the rules of the prediction were found on those. Two rules that tell v5e from the
-# rest were changed for the first nine, and a threshold for the last three.
+# Compiled after the prediction's rules had been found on those above. Two rules that are special to
+# v5e were then changed for the first nine of these, and a threshold for the last three.
 HELD_OUT = [
     Program("v6e:2x4", "270m", 8, 1, 128, 1024, (N,)),
     Program("v6e:2x4", "540m", 8, 1, 64, 1024, (C,)),

@@ -1,11 +1,13 @@
-"""What a training step keeps, sends and computes on each device, without devices, data or weights.
+"""Reports what a training step saves, sends and computes on each device, without devices, data or
+weights.
 
     python -m tools.audit --config-name=c4_h100x8_1b
     python -m tools.audit --config-name=c4_h100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
     python -m tools.audit --config-name=c4_h100x8_1b audit.chip=a100 audit.html=audit.html
 
-Traces the step that train.py runs, for the config's mesh, and prints the ledger of its jaxpr. Sizes
-are decimal: a GB is 10^9 bytes.
+Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
+of saved activations, collectives and matmuls. Also predicts the step's peak memory. Sizes are
+decimal: a GB is 10^9 bytes.
 """
 
 import collections
@@ -31,9 +33,9 @@ from tools import memory
 
 @dataclasses.dataclass
 class AuditOptions:
-    json: str = ""  # a file to write the ledger to
-    html: str = ""  # a file for a page of train.py with the ledger beside its lines
-    chip: str = ""  # of devices.CHIPS, for a roofline
+    json: str = ""  # file for the ledger as JSON
+    html: str = ""  # file for train.py as a page with the ledger's amounts beside its lines
+    chip: str = ""  # a key of devices.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
 
@@ -49,16 +51,17 @@ Shape = tuple[int, ...]
 
 
 class Probed(NamedTuple):
-    """Arrays' shapes at probe sizes, which tell their types."""
+    """The shapes of arrays at probe sizes, from which their types are read."""
 
     axes: dict[str, int]
     sizes: dict[str, int]
     saved: list[Shape]  # in the ledger's order
-    arrays: dict[tuple[int, ...], Shape]  # by the keys of tools.memory
+    arrays: dict[tuple[int, ...], Shape]  # by `memory.Buffer.key`
 
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
-        """`bf16["B/d L F/t"]`; `bf16["B/d/2 L F/t"]` of a loop over halves; lengths where they
-        aren't those of that type."""
+        """The type of an array of this shape, which has the shape `probed` at probe sizes:
+        `bf16["B/d L F/t"]`, or `bf16["B/d/2 L F/t"]` in a loop over halves. Gives plain lengths if
+        the dimensions can't be told."""
         axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
         names = []
         for length, at_probe in zip(shape, probed, strict=False):
@@ -74,7 +77,7 @@ class Probed(NamedTuple):
 
 
 def probe(config: train.Config) -> Probed:
-    """Raises UserError where the types in train.py don't hold."""
+    """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
@@ -82,25 +85,26 @@ def probe(config: train.Config) -> Probed:
 
 
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
-    """The ledger and the memory, for JSON. Raises UserError where a dimension doesn't split."""
+    """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
+    split evenly over the mesh."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh, sizes)
-    ledger, worst = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
+    ledger, predicted = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights = bytes_per_device(train.Weights, axes, sizes)
         batch = bytes_per_device(TokenBatch, axes, sizes)
 
-    def named(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
+    def type_of(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
         return probed.type_string(config, array.dtype, array.shape, at_probe)
 
     def saved_in(space: str) -> int:
         return sum(array.bytes for array in ledger.saved if array.memory == space)
 
     buffers = [
-        {"line": b.line, "type": named(b, probed.arrays.get(b.key, ())), "op": b.op,
+        {"line": b.line, "type": type_of(b, probed.arrays.get(b.key, ())), "op": b.op,
          "times": 1, "bytes": b.bytes}
-        for b in worst.buffers
+        for b in predicted.buffers
     ]  # fmt: skip
     saved = zip(ledger.saved, probed.saved, strict=True)
     return {
@@ -111,13 +115,13 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
             "gradients": weights,
             "batch": batch,
             "saved for the backward pass": saved_in("device"),
-            "and in the host's memory": saved_in("host"),
+            "saved in the host's memory": saved_in("host"),
         },
-        "arguments": worst.arguments,
-        "temporary": worst.temporary,
-        "worst": sorted(merged(buffers, "bytes"), key=lambda row: -row["total"]),
+        "arguments": predicted.arguments,
+        "temporary": predicted.temporary,
+        "peak": sorted(merged(buffers, "bytes"), key=lambda row: -row["total"]),
         "saved": [
-            array._asdict() | {"type": named(array, shape), "total": array.bytes}
+            array._asdict() | {"type": type_of(array, shape), "total": array.bytes}
             for array, shape in saved
         ],
         "transfers": merged((row._asdict() for row in ledger.transfers), "bytes"),
@@ -127,31 +131,32 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
 
 
 def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
-    """Of arrays typed by `hint`."""
+    """The bytes that each device holds of arrays typed by `hint`."""
     kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
     parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
     return sum(s.size * s.dtype.itemsize // part for s, part in zip(shapes, parts, strict=True))
 
 
 def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
-    """Rows that differ in `times` alone as one; `total` is their amount, bytes or flops, in all."""
+    """Merges rows that differ only in `times`, and adds to each its `total`: `times` times its
+    `amount`, the key "bytes" or "flops"."""
     times: collections.Counter[Any] = collections.Counter()
     for row in rows:
         times[tuple((row | {"times": 0}).items())] += row["times"]
-    alike = [dict(items) | {"times": count} for items, count in times.items()]
-    return [row | {"total": row["times"] * row[amount]} for row in alike]
+    merged_rows = [dict(items) | {"times": count} for items, count in times.items()]
+    return [row | {"total": row["times"] * row[amount]} for row in merged_rows]
 
 
 # --- As text --------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """How rows are shown, in the text and in the page."""
+    """The layout of one kind of rows, in the text and in the page."""
 
     title: str
-    columns: dict[str, str]  # heading -> key of a row; after these each one, times, and the total
+    columns: dict[str, str]  # heading -> key of a row; then follow each, count and total
     unit: str = "B"
-    least: float = 1 / 1000  # of the sum of all rows: the text leaves out what is less
+    least: float = 1 / 1000  # of the total: the text sums smaller rows up in its last line
 
     def cells(self, row: dict[str, Any]) -> tuple[str, ...]:
         values = (row[key] for key in self.columns.values())
@@ -160,32 +165,36 @@ class Table(NamedTuple):
         return (*texts, each, str(row["times"]), total)
 
     def head(self) -> tuple[str, ...]:
-        return (*self.columns, "each", "times", "in all")
+        return (*self.columns, "each", "count", "total")
 
     def text(self, rows: list[dict[str, Any]]) -> str:
         least = self.least * total_of(rows)
-        return table(self.head(), (self.cells(row) for row in rows if row["total"] > least))
+        cells = [self.cells(row) for row in rows if row["total"] > least]
+        if small := [row for row in rows if 0 < row["total"] <= least]:
+            blank = [""] * (len(self.columns) + 1)
+            cells.append((f"and {len(small)} smaller", *blank, show(total_of(small), self.unit)))
+        return table(self.head(), cells)
 
 
 TABLES = {
-    "worst": Table(
-        "At the worst moment, beside weights, moments and batch",
-        {"made at": "line", "type": "type", "by": "op"},
+    "peak": Table(
+        "Held at the peak, besides weights, moments and batch",
+        {"made at": "line", "type": "type", "op": "op"},
         least=1 / 100,
     ),
     "saved": Table(
-        "Kept for the backward pass", {"saved at": "line", "type": "type", "memory": "memory"}
+        "Saved for the backward pass", {"saved at": "line", "type": "type", "memory": "memory"}
     ),
     "transfers": Table(
         "Received",
         {"sent at": "line", "op": "op", "phase": "phase", "collective": "kind", "over": "axes"},
     ),
-    "products": Table("Multiplied", {"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
+    "products": Table("Matmuls", {"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
 }
 
 
 def show(amount: float, unit: str = "B") -> str:
-    """`1.07 GB`, `2.5 ms`."""
+    """An amount to three digits: `1.07 GB`, `2.5 ms`."""
     amount = float(f"{amount:.3g}")
     thousands = math.floor(math.log10(amount) / 3) if amount else 0
     thousands = min(max(thousands, -2), 6)
@@ -194,11 +203,11 @@ def show(amount: float, unit: str = "B") -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns as wide as they need to be, numbers to the right."""
+    """Aligned columns, those of numbers to the right. A cell may be empty."""
     columns = []
     for title, *texts in zip(head, *rows, strict=True):
         width = max(map(len, (title, *texts)))
-        justify = str.rjust if all(text[:1].isdigit() for text in texts) else str.ljust
+        justify = str.rjust if all(text[:1].isdigit() for text in texts if text) else str.ljust
         columns.append([justify(text, width) for text in (title, *texts)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
@@ -208,7 +217,7 @@ def total_of(rows: Iterable[dict[str, Any]]) -> float:
 
 
 def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
-    """`backward 2 GB, forward 1 GB`."""
+    """The sum by name: `backward 2 GB, forward 1 GB`."""
     totals: dict[str, float] = {}
     for name, amount in amounts:
         totals[name] = totals.get(name, 0) + amount
@@ -216,7 +225,7 @@ def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
 
 
 def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
-    """How many devices there are, and what each of them holds."""
+    """Sentences about the mesh and the memory of each device."""
     peak, room = result["arguments"] + result["temporary"], ""
     if chip:
         left = chip.memory - peak
@@ -225,20 +234,20 @@ def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
     return [
         f"{math.prod(axes.values())} devices: {devices.show_axes(axes)}",
         f"Memory of a device: {sums(result['held'].items())}.",
-        f"At the worst moment of a step it holds {show(peak)}{room}.",
-        "Predicted by rules found on TPUs, as a rule within 10% there, not checked on GPUs; "
-        "tools.compile asks the compiler itself.",
+        f"At its peak a step holds {show(peak)}{room}.",
+        "The peak is predicted: usually within 10% of what TPU compilers report, unchecked on "
+        "GPUs. tools.compile asks the compiler.",
     ]
 
 
-def worst_table(result: dict[str, Any]) -> str:
-    """The arrays at the worst moment that are more than a hundredth of them all."""
-    rows = [row | {"op": row["op"].split("(")[0]} for row in result["worst"]]
-    return TABLES["worst"].text(rows)
+def peak_table(result: dict[str, Any]) -> str:
+    """The arrays in memory at the peak, besides the step's arguments."""
+    rows = [row | {"op": row["op"].split("(")[0]} for row in result["peak"]]
+    return TABLES["peak"].text(rows)
 
 
 def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
-    """The same as tables. Rows of less than a thousandth of their sum are left out."""
+    """The result of `audit_step` as text."""
     count, *held = summary(result, chip)
     sent, products = result["transfers"], result["products"]
     by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in sent)
@@ -251,20 +260,20 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
             *held,
             "",
             TABLES["saved"].text(result["saved"]),
-            "\nAt the worst moment it holds weights, moments, batch and:\n",
-            worst_table(result),
+            "\nAt its peak it holds weights, moments, batch and:\n",
+            peak_table(result),
             f"\nA device receives {show(total_of(sent))} a step"
-            + (f", by rings: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+            + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
             TABLES["transfers"].text(sent),
-            f"\nA device multiplies {show(total_of(products), 'FLOP')} a step: {flops_by_phase}.",
-            f"The model needs {show(needed, 'FLOP')} of it, causal attention counted half.",
+            f"\nA device computes {show(total_of(products), 'FLOP')} a step: {flops_by_phase}.",
+            f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half.",
         ]
     )
 
 
 # --- As a page ------------------------------------------------------------------------------------
 
-# Beside each line: the table whose rows of that line are added up, and their phase.
+# The columns beside each line: the table whose rows at that line are added up, and their phase.
 MARGIN = [("saved", "")] + [
     (name, phase)
     for name in ("transfers", "products")
@@ -273,24 +282,27 @@ MARGIN = [("saved", "")] + [
 
 
 def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
-    """train.py as HTML, and beside each line what it keeps, sends and does."""
+    """train.py as HTML, with what each line saves, receives and computes beside it. What precedes
+    the model is folded away."""
     amounts: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for name, _ in MARGIN[::3]:
         for row in result[name]:
             phase = row.get("phase", "").replace("update", "forward")
-            amounts[row["line"], name, phase] += row["total"]
+            amounts[row["line"].partition(" ")[0], name, phase] += row["total"]
 
     def cell(line: str, name: str, phase: str) -> str:
         if not (amount := amounts[line, name, phase]):
             return "<td></td>"
         largest = max(other for (_, table, _), other in amounts.items() if table == name)
-        heat = 0.6 * math.sqrt(amount / largest)  # the root, as amounts lie far apart
+        heat = 0.6 * math.sqrt(amount / largest)  # amounts differ by orders of magnitude
         text = show(amount, TABLES[name].unit)
         return f'<td class="{name}" style="--heat: {heat:.2f}">{text}</td>'
 
     source = pathlib.Path(train.__file__).read_text().splitlines()
+    first = next((i for i, line in enumerate(source, 1) if line.startswith("# --- Model -")), 1)
     lines = [
-        f'<tr id="L{i}"><td>{i}</td><td>{html.escape(line)}</td>'
+        f'<tr id="L{i}"{" class=before" if i < first else ""}>'
+        f"<td>{i}</td><td>{html.escape(line)}</td>"
         + "".join(cell(f"train.py:{i}", *column) for column in MARGIN)
         + "</tr>"
         for i, line in enumerate(source, 1)
@@ -301,15 +313,17 @@ def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
         summary=html.escape(f"{count}. {' '.join(held)}"),
         tables="\n".join(foldout(TABLES[name], result[name]) for name in TABLES),
         lines="\n".join(lines),
+        last=first - 1,
     )
 
 
 def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
-    """A table of the page, the largest rows first, with links to the lines."""
+    """A table of the page, largest rows first, each with a link to its line."""
     body = []
     for row in sorted(rows, key=lambda row: -row["total"]):
         line, *cells = map(html.escape, table.cells(row))
-        link = f'<a href="#L{line.rpartition(":")[2]}">{line}</a>' if line else ""
+        number = line.partition(" ")[0].rpartition(":")[2]
+        link = f'<a href="#L{number}">{line}</a>' if line else ""
         body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{title}</th>" for title in table.head())
     total = show(total_of(rows), table.unit)
@@ -323,7 +337,8 @@ def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
 
 
 def chip_of(config: AuditConfig) -> devices.Chip | None:
-    """Raises UserError for one that isn't in the table, or hasn't the links."""
+    """The chip that audit.chip names, if any. Raises UserError if devices.CHIPS lacks it, or if it
+    lacks a link in audit.links."""
     name, links = config.audit.chip, config.audit.links
     if not name and not links:
         return None
@@ -332,16 +347,16 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
     chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:
-            there = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
-            raise UserError(f"audit.links.{axis}={link}: {there}")
+            choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
+            raise UserError(f"audit.links.{axis}={link}: {choices}")
     return chip
 
 
 def least_seconds(
     result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
 ) -> dict[str, float]:
-    """The least time that a step takes of each resource. Of memory: what matrix products read
-    and write, and the optimizer. A collective over several axes takes their slowest link."""
+    """The least time that a step needs of each resource. Memory traffic counts what matmuls and the
+    optimizer read and write. A collective over several axes takes their slowest link."""
     moved = sum(row["times"] * row["bytes"] for row in result["products"])
     moved += 7 * result["held"]["weights"]  # 4 arrays read, 3 written
     seconds = {
@@ -356,30 +371,30 @@ def least_seconds(
 
 
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
-    """A row for the config's mesh, and for each that has twice the devices along its first axis,
-    up to 4096 devices, while the step splits over it."""
+    """A table with a row for the config's mesh, and one for each doubling of its first axis, up to
+    4096 devices or until a dimension no longer splits."""
     axes = dataclasses.asdict(config.mesh)
     links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
     rows, outer, end = [], next(iter(axes)), ""
     while (count := math.prod(axes.values())) <= 4096:
         try:
-            here = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
-            result = audit_step(here, probed, chip)
+            larger = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
+            result = audit_step(larger, probed, chip)
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
         seconds = least_seconds(result, chip, links)
         longest = max(seconds, key=seconds.__getitem__)
         ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
-        holds = show(result["arguments"] + result["temporary"])
-        shown = [show(spent, "s") for spent in seconds.values()]
-        rows.append((devices.show_axes(axes), holds, *shown, longest, f"{ceiling:.0%}"))
+        peak = show(result["arguments"] + result["temporary"])
+        times = [show(spent, "s") for spent in seconds.values()]
+        rows.append((devices.show_axes(axes), peak, *times, longest, f"{ceiling:.0%}"))
         axes[outer] *= 2
     chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
-    head = ("mesh", "holds", "compute", "memory", *chip.links, "longest", "MFU at most")
+    head = ("mesh", "peak memory", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
-        f"The least time of a step on {chip.kind}, {chosen}, all else hidden behind the "
-        f"longest:\n\n{table(head, rows)}{end}"
+        f"The least time of a step on {chip.kind}, {chosen}, if the longest hides the others:\n\n"
+        f"{table(head, rows)}{end}"
     )
 
 

@@ -1,11 +1,11 @@
-"""Compiles a config's training step ahead of time, and says whether it fits.
+"""Compiles a config's training step ahead of time, and reports whether it fits.
 
     python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
     python -m tools.compile --config-name=c4_h100x8_1b mesh.d=256 topology=v5p:8x8x4
     python -m tools.compile --config-name=local_test_synthetic
 
-For a slice of TPUs, on a machine that has none but `libtpu`, from requirements-tpu.txt. Or, without
-a topology, for the devices that are here. It may take some minutes.
+With a topology it compiles for a slice of TPUs, on a machine without TPUs, with `libtpu` from
+requirements-tpu.txt. Otherwise it compiles for the local devices. It may take some minutes.
 """
 
 import collections
@@ -25,19 +25,19 @@ from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
-from tools.audit import NOT_USED, audit_step, probe, show, table, worst_table
+from tools.audit import NOT_USED, audit_step, peak_table, probe, show, table
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
-    topology: str = ""  # a slice of TPUs, v5e:16x16; the local devices if there is none
+    topology: str = ""  # a slice of TPUs, such as v5e:16x16; empty: the local devices
 
 
 def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """Of the chips of a slice that isn't here. Raises UserError if libtpu isn't installed, or
-    doesn't know the slice, or if it has another number of chips than the mesh."""
-    # libtpu would look for its machine, of whatever type, and say at length that it finds none; and
-    # as it uses no device, several may compile at a time.
+    """A mesh of the chips of a slice, for compiling only. Raises UserError if libtpu is missing or
+    doesn't know the slice, or if the slice doesn't have as many chips as the mesh."""
+    # Keeps libtpu from looking for a TPU machine and warning that it finds none. Since it uses no
+    # device, several processes may load it at a time.
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -47,7 +47,7 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
-    # A v4 chip's two cores work as one device, as those of later chips do anyway.
+    # The two cores of a v4 chip act as one device, as those of later chips do by default.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
     sizes = tuple(axes.values())
     try:
@@ -63,25 +63,25 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
 
 
-# --- What is sent beside compute ------------------------------------------------------------------
+# --- Communication overlapped with compute --------------------------------------------------------
 
 COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
 INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
-CYCLES = 1000  # a microsecond, or somewhat less
+CYCLES = 1000  # about a microsecond
 
 
 class Sent(NamedTuple):
     """A collective of a TPU's scheduled program."""
 
-    elements: int  # of the array, whole along the axes
-    bytes: int  # of that; twice for an all-reduce
+    elements: int  # of the array gathered over the axes
+    bytes: int  # of that array; for an all-reduce, twice as many
     in_loop: bool
-    hidden: bool  # a microsecond or more of compute lies between its start and its end
+    hidden: bool  # a microsecond or more of compute is scheduled between its start and its end
 
 
 def sent(text: str) -> list[Sent]:
-    """What a TPU's program sends, by the order in which its compiler has scheduled it and the
-    cycles that the compiler takes each instruction to need."""
+    """The collectives of a TPU's program. Which are hidden follows from the compiler's schedule,
+    that is its order of instructions and its estimates of their cycles."""
     calls: dict[str, list[re.Match[str]]] = collections.defaultdict(list)
     computation = ""
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def sent(text: str) -> list[Sent]:
             calls[computation].append(match)
 
     def array(call: re.Match[str]) -> tuple[int, int] | None:
-        """Elements and bytes of the collective that an instruction is, or that it calls."""
+        """Elements and bytes of the collective that an instruction is or calls."""
         _, shape, op, rest = call.groups()
         if op not in ("all-gather", "reduce-scatter", "all-reduce"):
             called = re.findall(r"(?:calls|to_apply)=%([\w.-]+)", rest)
@@ -104,32 +104,33 @@ def sent(text: str) -> list[Sent]:
             size += whole * int(bits) // 8
         return (elements, 2 * size if op == "all-reduce" else size) if group > 1 else None
 
-    found = []
+    collectives = []
     for body in ["", *re.findall(r"body=%([\w.-]+)", text)]:
         now, started = 0, dict[str, tuple[tuple[int, int], int]]()
         for call in calls[body]:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', call[4])
-            # On v5e %async-collective-start.7, fusions that carry it on, %async-collective-done.7;
-            # on a SparseCore %x.call-start, %x.call-update where operands come late, %x.call-done.
+            # On v5e: %async-collective-start.7, fusions that advance it, %async-collective-done.7.
+            # On a SparseCore: %x.call-start, %x.call-update if operands come late, %x.call-done.
             step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[1])
             key = step[1] + step[3] if step else call[1]
             if step and step[2] == "done" and key in started:
-                what, start = started.pop(key)
-                found.append(Sent(*what, bool(body), now - start > CYCLES))
+                payload, start = started.pop(key)
+                collectives.append(Sent(*payload, bool(body), now - start > CYCLES))
             elif step and step[2] == "update" and key in started:
                 started[key] = started[key][0], now
             elif cycles:
                 now += int(cycles[1])
-            elif sends := array(call):
+            elif size := array(call):
                 if step:
-                    started[key] = sends, now
+                    started[key] = size, now
                 else:
-                    found.append(Sent(*sends, bool(body), False))
-    return found
+                    collectives.append(Sent(*size, bool(body), False))
+    return collectives
 
 
 def group_size(rest: str) -> int:
-    """Of `mesh['d'=64,'t'=4] {'t'}`, or, by jax 0.10, of `{{0,1},{2,3}}`."""
+    """Devices that communicate with each other, given an instruction's text with its
+    `replica_groups`: `mesh['d'=64,'t'=4] {'t'}`, or `{{0,1},{2,3}}` with jax 0.10."""
     if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
@@ -138,16 +139,16 @@ def group_size(rest: str) -> int:
 
 
 def share_hidden(text: str, transfers: list[dict[str, Any]]) -> str:
-    """How much a TPU's program sends a step, and how much of it beside compute. How often a loop
-    runs is not in its text, but in the ledger."""
+    """A sentence on how much a TPU's program sends in a step, and how much of that is overlapped
+    with compute. The program's text lacks its loops' trip counts, so the ledger gives them."""
     times = {(row["elements"], row["times"] > 1): row["times"] for row in transfers}
     often = statistics.mode(row["times"] for row in transfers if row["times"] > 1)
     total = hidden = 0
     for row in sent(text):
         size = row.bytes * times.get((row.elements, row.in_loop), often if row.in_loop else 1)
         total, hidden = total + size, hidden + size * row.hidden
-    share = f", {hidden / total:.0%} of it beside compute" if total else ""
-    return f"A step sends {show(total)}{share}, by the order of instructions."
+    share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
+    return f"A step sends {show(total)}{share} in the compiler's schedule."
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -172,34 +173,34 @@ def main(config: CompileConfig) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            more = f", {show(held - chip.memory)} more than it has" if chip else ""
+            excess = f", {show(held - chip.memory)} more than a device has" if chip else ""
             raise UserError(
                 f"it does not fit: {str(error).splitlines()[0]} (a G is 1.07 GB)\n"
-                f"The audit predicts {show(held)}{more}. At the worst moment it holds weights, "
-                f"moments, batch and:\n\n{worst_table(predicted)}"
+                f"The audit predicts {show(held)}{excess}. At its peak the step holds weights, "
+                f"moments, batch and:\n\n{peak_table(predicted)}"
             ) from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
     if is_tpu:
-        peak = stats.peak_memory_in_bytes  # temp_size counts memory that is used twice twice
+        peak = stats.peak_memory_in_bytes  # temp_size counts reused memory twice
     else:
-        kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        peak = arguments + kept + stats.temp_size_in_bytes
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        peak = arguments + results + stats.temp_size_in_bytes
     sizes = [
         ("arguments", arguments, predicted["arguments"]),
         ("temporary", peak - arguments, predicted["temporary"]),
-        ("in all", peak, held),
+        ("total", peak, held),
     ]
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
-    print(table(("bytes of a device", "the compiler's", "the audit's", "predicted"), rows))
+    print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if chip:
         verdict = "fits" if peak < chip.memory else "does not fit"
         print(f"\nIt {verdict}: {show(peak)} of {show(chip.memory)}.")
     if is_tpu:
         print(f"\n{share_hidden(str(step.as_text()), predicted['transfers'])}")
     else:
-        print("\nThe audit's rules are those of a TPU's compiler.")
+        print("\nThe prediction follows the rules of TPU compilers; other compilers may differ.")
 
 
 if __name__ == "__main__":

@@ -190,10 +190,9 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
         y = jnp.sin(x * scale)
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
 
-    with pytest.raises(
-        ShardTypeError, match=r"test_audit.py:\d+: psum_invariant over d, which no op"
-    ):
+    with pytest.raises(ShardTypeError) as error:
         check(loss, "dt", "BM", f32["M"], f32["B/d M"])
+    golden.check("by_hand.txt", "a replicated weight", str(error.value))
 
     def split(scale: f32["M/d"], x: f32["B/d M"]) -> f32[""]:
         y = jnp.sin(x * ops.all_gather("M/d -> M", scale))

@@ -91,9 +91,9 @@ def test_types_where_lengths_are_one(options):
     )
     result = audit.audit_step(config, audit.probe(config), None)
     axes, sizes = vars(config.mesh), train.dimensions(config)
-    assert sum(row["times"] * row["bytes"] for row in result["worst"]) == result["temporary"]
+    assert sum(row["times"] * row["bytes"] for row in result["peak"]) == result["temporary"]
     untold = 0
-    for row in result["worst"] + result["saved"]:
+    for row in result["peak"] + result["saved"]:
         element, dims = re.fullmatch(r'(\w+)\["(.*)"\]', row["type"]).groups()
         length = int(re.sub(r"\D", "", element) or 8) // 8
         for dim in dims.replace("*", " ").split():
@@ -207,5 +207,5 @@ def test_the_page(tmp_path, capsys, monkeypatch):
     assert beside[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))'
     assert beside[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
-    peak = re.search(r"worst moment of a step it holds ([\d.]+ GB)", out)[1]
+    peak = re.search(r"At its peak a step holds ([\d.]+ GB)", out)[1]
     assert peak in file.read_text()

@@ -1,4 +1,4 @@
-"""A step compiled ahead of time, for the devices that are here; for others, tests/test_tpu.py."""
+"""Compiling a step for the local devices; tests/test_tpu.py compiles for TPUs."""
 
 import re
 
@@ -9,7 +9,7 @@ from tools import compile as compiler
 CONFIG = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
 
 
-def test_what_it_says(capsys, monkeypatch):
+def test_the_report(capsys, monkeypatch):
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=compiler.main)
     title, seconds, _, _, arguments, *_ = out.splitlines()
     assert not message
@@ -18,8 +18,8 @@ def test_what_it_says(capsys, monkeypatch):
     assert (name, given, error) == ("arguments", predicted, "+0.0%")
 
 
-def test_a_topology_that_can_not_be_had(capsys, monkeypatch):
-    """As on a machine without libtpu."""
+def test_a_topology_that_is_unavailable(capsys, monkeypatch):
+    """Acts like a machine without libtpu."""
 
     def refuse(*_, **__):
         raise RuntimeError("JAX TPU support not installed\nand more")
@@ -62,9 +62,9 @@ ENTRY %main (q: f32[3]) -> f32[3] {
 """
 
 
-def test_what_a_scheduled_program_sends_beside_compute():
-    """A gather over 1,100 cycles of compute, a scatter over none, a sum whose operands come late;
-    and one over an axis of one device, which sends nothing."""
+def test_what_a_scheduled_program_overlaps_with_compute():
+    """A gather spans 1,100 cycles of compute and a scatter none; the operands of one sum come late;
+    another is over an axis of one device, and sends nothing."""
     assert sorted(compiler.sent(SCHEDULED)) == [
         (3, 2 * 3 * 4, False, False),
         (64, 128, True, False),

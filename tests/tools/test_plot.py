@@ -1,4 +1,5 @@
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -29,7 +30,7 @@ def make_run(folder, name, rate, losses, **more):
 
 
 def drawn(folder, monkeypatch, capsys, *arguments):
-    """The panels' lines, before they are drawn: x, y and label of each."""
+    """Each panel's title, x label and lines: x, y and label."""
     panels = []
     save = Figure.savefig
 
@@ -54,7 +55,7 @@ def test_the_picture_of_two_runs(tmp_path, monkeypatch, capsys):
     titles = ["loss", "loss", "validation loss", "throughput"]
     assert [title for title, _, _ in panels] == titles
     (_, x_tokens, by_tokens), (_, x_time, by_time), (_, _, validation), (_, _, speed) = panels
-    assert (x_tokens, x_time) == ("tokens", "minutes of steps")
+    assert (x_tokens, x_time) == ("tokens", "minutes of training steps")
     tokens, losses, _ = by_tokens[1]
     assert tokens.tolist() == [32, 64, 96] and losses.tolist() == [4, 3, 2]
     np.testing.assert_array_equal(by_tokens[3][1], [4, np.nan, 1, 0.5])
@@ -69,28 +70,46 @@ def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
     one = make_run(tmp_path, "one", 0.1, [1.0] * 300)
     output = tmp_path / "curves.png"
     panels = drawn(tmp_path, monkeypatch, capsys, one, "--output", output)
-    assert panels[0][0] == "loss, averaged over 3 steps"
+    average = ", averaged over 3 steps"
+    titles = [f"loss{average}", f"loss{average}", f"throughput{average}"]
+    assert [title for title, _, _ in panels] == titles, "no validation losses, no panel"
     assert output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_runs_are_not_averaged(tmp_path, monkeypatch, capsys):
+    one = make_run(tmp_path, "one", 0.1, [2.0, 1.0])
+    panels = drawn(tmp_path, monkeypatch, capsys, one, "--output", tmp_path / "curves.png")
+    assert panels[0][0] == "loss" and panels[0][2][1][1].tolist() == [2, 1]
+
+
+def test_labels_say_what_affects_learning():
+    configs = [
+        {"training.learning_rate": rate, "mesh.d": 8, "paths.model_name": name, "profile": rate > 1}
+        | {"checkpoints.keep_last": rate, "hlo_svg": rate < 2, "hang_timeout_seconds": rate}
+        for name, rate in [("a", 1), ("b", 2)]
+    ]
+    folders = [pathlib.Path("runs/a"), pathlib.Path("runs/b")]
+    assert plot.labels(folders, configs) == ["a, learning_rate=1", "b, learning_rate=2"]
 
 
 def test_smoothing_is_a_mean_of_falling_weights():
     values = np.random.default_rng(0).normal(size=50)
     values[[0, 20, 21]] = np.nan
-    found = plot.smooth(pandas.Series(values), 5)
+    averages = plot.smooth(pandas.Series(values), 5)
     for i in range(50):
         weights = np.exp(-(i - np.arange(i + 1)) / 5) * np.isfinite(values[: i + 1])
         if np.isfinite(values[i]):
             wanted = np.sum(weights * np.nan_to_num(values[: i + 1])) / np.sum(weights)
-            assert found[i] == pytest.approx(wanted)
+            assert averages[i] == pytest.approx(wanted)
         else:
-            assert np.isnan(found[i])
+            assert np.isnan(averages[i])
     np.testing.assert_array_equal(plot.smooth(pandas.Series(values), 0), values)
 
 
 MISTAKES = {
-    "no folder": "{folder}/x has no metrics that can be read: [Errno 2] No such file",
-    "no steps": "{folder}/x has no metrics that can be read: 'step'",
-    "damaged": "{folder}/x has no metrics that can be read: Expecting",
+    "no folder": "{folder}/x has no readable metrics: [Errno 2] No such file",
+    "no steps": "{folder}/x has no readable metrics: 'step'",
+    "damaged": "{folder}/x has no readable metrics: Expecting",
     "no picture": "Format 'txt' is not supported",
 }
 
