@@ -1,1 +1,1 @@
-"""Tokens, from text to batches."""
+"""Everything from text to batches of tokens."""

@@ -1,6 +1,6 @@
-"""The flat-tokens dataset format: all sequences of a split end to end in one zarr array.
+"""The flat-tokens dataset format: a zarr array per split that holds all sequences end to end.
 
-docs/flat_tokens.md is the specification.
+docs/flat_tokens.md is the specification. "Encoded" tokens are ids as the format stores them.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,23 @@ SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
-# Ids, and whether a sequence starts at each.
+# Ids, and for each whether a sequence starts with it.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
-# Decorator: each call's arrays are as its annotations say. A mistake is ours, and a TypeError.
+# Decorator: checks the arrays of each call against the annotations. A mismatch is a bug of the
+# caller, so it raises TypeError and not UserError.
 checked = jaxtyped(typechecker=beartype)
 
 
 class FlatTokensError(UserError):
-    """A dataset, or something about to become one, breaks a rule of the format."""
+    """A dataset, or tokens to be written to one, break a rule of the format."""
 
 
 @checked
 def encode(
     ids: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " sequences"]
 ) -> UInt32[np.ndarray, " tokens"]:
-    """Ids as they are stored: 2*id+1 where a sequence starts, else 2*id."""
+    """Returns the encoded tokens: 2*id+1 if a sequence starts with the token, else 2*id."""
     encoded = np.left_shift(ids, 1, dtype=np.uint32, casting="unsafe")
     encoded[starts] += np.uint32(1)
     return encoded
@@ -43,19 +44,19 @@ def encode(
 
 @checked
 def decode(encoded: UInt32[np.ndarray, "*shape"]) -> Decoded:
-    """Stored tokens as their ids, and whether a sequence starts there."""
+    """Returns the ids of encoded tokens, and for each whether a sequence starts with it."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
 class Writer:
-    """Writes one split, sequence by sequence; the split is complete once the `with` block ends.
+    """Writes one split, sequence by sequence. The split is complete once the `with` block ends.
 
         with Writer("tokens.zarr", "train") as writer:
             writer.append([5, 3, 8])
 
-    Raises FileExistsError if the split is there already. If the block ends in an exception, the
-    split lacks its `max_token_id`: no reader takes it for a dataset, and a new Writer replaces it,
-    or, given what `flush` returned, goes on after what had been written by then.
+    Raises FileExistsError if the split exists. If the block ends with an exception, the split has
+    no `max_token_id`, so that readers refuse it. A new Writer then replaces it, or continues after
+    the last flush if `written` is what that `flush` returned.
     """
 
     def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
@@ -64,9 +65,9 @@ class Writer:
             root: Any = zarr.open_group(path, mode="a")
         if written is None:
             if split in root and "max_token_id" in root[split].attrs:
-                raise FileExistsError(f"{path} has a split {split} already; choose another output")
-            group = root.create_group(split, overwrite=True)  # what was there is unfinished
-            codecs = [ZstdCodec(checksum=True)]  # readers find damage, at 4 bytes a chunk
+                raise FileExistsError(f"{path} already has a split {split}; choose another output")
+            group = root.create_group(split, overwrite=True)  # replaces an unfinished one
+            codecs = [ZstdCodec(checksum=True)]  # 4 bytes per chunk let readers detect damage
             for name, dtype in ARRAYS.items():
                 group.create_array(
                     name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs
@@ -76,22 +77,22 @@ class Writer:
         self.token_count, self.sequence_count = written["tokens"], written["sequences"]
         self.max_token_id = written["max_token_id"]
         self.tokens, self.starts = (self.group[name] for name in ARRAYS)
-        # What follows was written after the last flush, and comes again.
+        # Cuts off what was written after the last flush: the caller appends it again.
         self.tokens.resize((self.token_count,))
-        self.starts.resize((self.sequence_count + 1,))  # the first one, 0, is zarr's fill
-        self.held: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends, not written yet
+        self.starts.resize((self.sequence_count + 1,))  # the first start, 0, is zarr's fill value
+        self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends to be written
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
-        """Adds one sequence of ids. Raises FlatTokensError if it is empty or holds an id that can't
-        be stored: 0 is reserved, and 2*id+1 has to fit 32 bits."""
+        """Adds one sequence of ids. Raises FlatTokensError if it is empty or has an id outside the
+        valid range: 0 is reserved, and 2*id+1 must fit into 32 bits."""
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-            raise FlatTokensError("a sequence is a list of one or more integer ids")
+            raise FlatTokensError("a sequence must be a list of one or more integer ids")
         if not 1 <= ids.min() <= ids.max() < 2**31:
-            wrong = int(ids.min() if ids.min() < 1 else ids.max())
+            invalid = int(ids.min() if ids.min() < 1 else ids.max())
             raise FlatTokensError(
-                f"id {wrong} in sequence {self.sequence_count}: "
-                "ids are from 1 (0 is reserved) to 2**31 - 1"
+                f"sequence {self.sequence_count} has the id {invalid}: "
+                "ids must be from 1 (0 is reserved) to 2**31 - 1"
             )
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
 
@@ -99,22 +100,23 @@ class Writer:
     def extend(
         self, tokens: UInt32[np.ndarray, " tokens"], lengths: Int64[np.ndarray, " sequences"]
     ) -> None:
-        """Adds sequences as they are stored, end to end, with the length of each, at least 1."""
-        self.held.append((tokens, self.token_count + np.cumsum(lengths)))
+        """Adds encoded sequences, given end to end, and the length of each, which is at least 1."""
+        self.pending.append((tokens, self.token_count + np.cumsum(lengths)))
         self.token_count += len(tokens)
         self.sequence_count += len(lengths)
         self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
-        # To grow takes as long as to write some chunks, and the last one is written again.
+        # Not more often: resizing an array takes as long as writing several chunks, and appending
+        # rewrites the last chunk.
         if self.token_count - self.tokens.shape[0] >= 16 * CHUNK:
             self.flush()
 
     def flush(self) -> dict[str, int]:
-        """Writes all there is, and returns where it ends, from where a new Writer can go on."""
-        if self.held:
-            tokens, ends = zip(*self.held, strict=True)
+        """Writes all pending sequences. Returns the counts from which a new Writer can continue."""
+        if self.pending:
+            tokens, ends = zip(*self.pending, strict=True)
             self.tokens.append(np.concatenate(tokens))
             self.starts.append(np.concatenate(ends).astype(np.uint64))
-            self.held = []
+            self.pending = []
         return {
             "tokens": self.token_count,
             "sequences": self.sequence_count,
@@ -129,43 +131,43 @@ class Writer:
             self.complete()
 
     def complete(self) -> None:
-        """Writes all there is, and marks the split complete. Raises FlatTokensError if it is
-        empty."""
+        """Writes all pending sequences and marks the split complete. Raises FlatTokensError if it
+        has no sequences."""
         if not self.sequence_count:
-            raise FlatTokensError(f"{self.name} got no sequences, and a dataset has some")
+            raise FlatTokensError(f"{self.name} has no sequences; a split needs at least one")
         self.flush()
-        self.group.attrs["max_token_id"] = self.max_token_id  # last: it is the mark
+        self.group.attrs["max_token_id"] = self.max_token_id  # last, as this marks it complete
 
 
 def tokenizer_of(path: str) -> tuple[str, int] | None:
-    """The name of the tokenizer by which a dataset was converted and what was added to its ids;
-    None where the dataset isn't there or doesn't say."""
+    """Returns the name of the tokenizer that a dataset was converted with and the offset added to
+    its ids, or None if there is no such dataset or it doesn't record them."""
     try:
-        about: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
-        return about["settings"]["tokenizer"], about["settings"]["id_offset"]
-    except Exception:  # each store raises its own
+        conversion: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
+        return conversion["settings"]["tokenizer"], conversion["settings"]["id_offset"]
+    except Exception:  # stores raise errors of many types
         return None
 
 
 class FlatTokens:
     """One split of a dataset, opened for reading.
 
-    Raises FlatTokensError, naming the path and the rule, for what isn't one.
+    Raises FlatTokensError, with the path and the rule that is broken, if it isn't a valid split.
     """
 
     def __init__(self, path: str, split: str):
         self.path, self.name = path, f"{path}/{split}"
-        place, arrays = path, {}
+        entry, arrays = path, {}
         try:
             root: Any = zarr.open_group(path, mode="r")
             self.group = root.get(split)
             for name in ARRAYS:
-                place = f"{self.name}/{name}"
+                entry = f"{self.name}/{name}"
                 arrays[name] = root.get(f"{split}/{name}")
         except FileNotFoundError:
-            raise FlatTokensError(f"{path} is not there, or not a zarr group") from None
-        except Exception as error:  # each store raises its own
-            raise FlatTokensError(f"{place} can't be opened: {error}") from None
+            raise FlatTokensError(f"{path} doesn't exist or isn't a zarr group") from None
+        except Exception as error:  # stores raise errors of many types
+            raise FlatTokensError(f"{entry} can't be opened: {error}") from None
         if self.group is None:
             raise FlatTokensError(f"{path} has no split {split}")
         for name, dtype in ARRAYS.items():
@@ -173,7 +175,7 @@ class FlatTokens:
             if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")
         if "max_token_id" not in self.group.attrs:
-            raise FlatTokensError(f"{self.name} has no max_token_id: it was not written to its end")
+            raise FlatTokensError(f"{self.name} has no max_token_id: its conversion is unfinished")
         self.tokens, self.seq_starts = arrays.values()
         self.max_token_id: int = self.group.attrs["max_token_id"]
         self.token_count: int = self.tokens.shape[0]
@@ -181,7 +183,7 @@ class FlatTokens:
         if self.sequence_count < 1:
             raise FlatTokensError(f"{self.name} has no sequences")
         if self._load(self.seq_starts, slice(-1, None))[0] != self.token_count:
-            raise FlatTokensError(f"{self.name}: seq_starts does not end with the token count")
+            raise FlatTokensError(f"{self.name}: seq_starts doesn't end with the token count")
 
     def _load(self, array: zarr.Array, part: slice) -> np.ndarray:
         try:
@@ -191,18 +193,18 @@ class FlatTokens:
 
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
-        """A range of tokens as they are stored."""
+        """Returns the encoded tokens of a range."""
         encoded = self._load(self.tokens, slice(start, stop))
         if encoded.min(initial=2) < 2:
-            where = start + int(np.argmin(encoded))
+            index = start + int(np.argmin(encoded))
             raise FlatTokensError(
-                f"{self.name}/encoded_tokens: token {where} has the reserved id 0, as all of a "
-                f"missing chunk have; it is in chunk {where // self.tokens.chunks[0]}"
+                f"{self.name}/encoded_tokens: token {index} has the reserved id 0; perhaps "
+                f"chunk {index // self.tokens.chunks[0]} is missing, which reads as zeros"
             )
         return encoded
 
     def read(self, start: int, stop: int) -> Decoded:
-        """A range of tokens: their ids, and whether a sequence starts there."""
+        """Returns the ids of a range of tokens, and for each whether a sequence starts with it."""
         return decode(self.read_encoded(start, stop))
 
     @checked
@@ -212,15 +214,15 @@ class FlatTokens:
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
         if not (grows := np.diff(starts) > 0).all():
-            where = first + 1 + int(np.argmin(grows))
+            index = first + 1 + int(np.argmin(grows))
             raise FlatTokensError(
-                f"{self.name}/seq_starts: entry {where} is no larger than the one before it; it is "
-                f"in chunk {where // self.seq_starts.chunks[0]}"
+                f"{self.name}/seq_starts: entry {index}, in chunk "
+                f"{index // self.seq_starts.chunks[0]}, is not larger than the entry before it"
             )
         return starts
 
     def validate(self) -> None:
-        """Reads all of it. Raises FlatTokensError for the first rule that doesn't hold."""
+        """Reads the whole split. Raises FlatTokensError for the first rule that is broken."""
         starts = self.starts(0, self.sequence_count)
         largest = 0
         for low in range(0, self.token_count, 8 * CHUNK):
@@ -231,10 +233,10 @@ class FlatTokens:
             listed = starts[(starts >= low) & (starts < high)]
             if len(differ := np.setxor1d(marked, listed)):
                 raise FlatTokensError(
-                    f"{self.name}: token {differ[0]} is marked as a start in encoded_tokens, or "
-                    "listed in seq_starts, but not both"
+                    f"{self.name}: token {differ[0]} is a start in only one of encoded_tokens and "
+                    "seq_starts"
                 )
         if largest != self.max_token_id:
             raise FlatTokensError(
-                f"{self.name}: max_token_id is {self.max_token_id}, the largest id {largest}"
+                f"{self.name}: max_token_id is {self.max_token_id}, but the largest id is {largest}"
             )

@@ -1,8 +1,9 @@
-"""A streamed Hugging Face dataset -> batches, with no conversion before.
+"""Makes batches directly from a streamed Hugging Face dataset, without converting it first.
 
-Each host reads lanes of its own (see text.py), as many as it has workers, and fills its rows of
-every batch with their tokens, end to end: none is left out. Where it goes on is a *place*, JSON: a
-position of its lanes, how many of the tokens after that are used up, and the batches made so far.
+Each host reads its own lanes (see text.py), one per worker, and fills its rows of every batch with
+their tokens, packed end to end, so that no token is dropped. To resume, it needs a *place*, which
+is JSON: the position in its lanes, how many of the tokens after that position are already used, and
+how many batches were made.
 """
 
 import dataclasses
@@ -21,34 +22,36 @@ from shardlib.errors import UserError
 
 
 class StreamError(UserError):
-    """A dataset that can't be streamed, or not as the config says."""
+    """A dataset can't be streamed, or not with these settings."""
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class HuggingFaceConfig(Section, key="hf_dataset"):
-    path: Name  # of datasets.load_dataset, as is name
+    path: Name  # `path` and `name` are passed to datasets.load_dataset
     name: str | None
     train_split: Name
     validation_split: str | None
-    column: Name  # holds the text
-    tokenizer: Name  # bytes_utf8, or what transformers.AutoTokenizer opens
-    id_offset: NonNegativeInt  # added to a tokenizer's ids: 1 where it uses id 0
-    num_workers: PositiveInt  # of a host: shards that are read in turn, and processes that tokenize
-    sequences_packed_per_batch: PositiveInt  # documents of a shard at a time
+    column: Name  # that holds the text
+    tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
+    id_offset: NonNegativeInt  # added to the tokenizer's ids; 1 if it uses id 0
+    num_workers: PositiveInt  # per host: lanes that are read in turn, and tokenizing processes
+    sequences_packed_per_batch: PositiveInt  # documents read from a lane in its turn
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
-        """Batches of a split, train or validation, for the mesh in context."""
+        """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
     def tokenizer_used(self) -> tuple[str, int]:
-        """The name of the tokenizer and what is added to its ids."""
+        """Returns the tokenizer's name and the offset that is added to its ids."""
         return self.tokenizer, self.id_offset
 
 
 class StreamLoader(Batches):
-    """Batches of a split of a stream; they go on from `position`. After the last shard comes the
-    first one again. Raises StreamError if the dataset, its column or its tokenizer can't be had, or
-    its shards are too few for all hosts' workers."""
+    """The batches of a streamed split, resumed from `position`. The stream starts over at its end.
+
+    Raises StreamError if the dataset, its column or its tokenizer can't be opened, or if it has
+    fewer shards than there are workers on all hosts.
+    """
 
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
@@ -59,8 +62,8 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
-        how = config.column, config.tokenizer, config.id_offset
-        self.source = text.Source(load, name, *how, config.sequences_packed_per_batch)
+        columns = config.column, config.tokenizer, config.id_offset
+        self.source = text.Source(load, name, *columns, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
             _, shards = self.source.check()
@@ -68,35 +71,34 @@ class StreamLoader(Batches):
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:
             raise StreamError(
-                f"{self.name} has {shards} shards, too few for num_hosts={jax.process_count()} "
+                f"{self.name} has {shards} shards, fewer than num_hosts={jax.process_count()} "
                 f"times hf_dataset.num_workers={self.workers}"
             )
         self.lanes = range(host * self.workers, (host + 1) * self.workers)
         self.start = text.start(lanes)
-        if len(self.held) * jax.process_count() != spec.rows:
+        if len(self.local_rows) * jax.process_count() != spec.rows:
             raise StreamError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
-        """All after a position, without end."""
+        """Yields the units of this host's lanes from a position on, endlessly."""
         while True:
-            found = False
+            has_text = False
             for unit in text.units(self.source, self.lanes, position, self.workers):
                 if (largest := int(unit.tokens.max(initial=0)) >> 1) >= self.spec.vocab:
                     raise StreamError(
                         f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
                         "larger"
                     )
-                found = found or len(unit.tokens) > 0
+                has_text = has_text or len(unit.tokens) > 0
                 yield unit
-            if not found and position == self.start:
+            if not has_text and position == self.start:
                 raise StreamError(
                     f"{self.name} has no text in the shards of host {jax.process_index()}"
                 )
             position = self.start
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """`count` tokens at a time from a place on, as flat tokens are stored, and the place after
-        them."""
+        """Yields `count` encoded tokens at a time from a place on, and the place after them."""
         position, used = place["position"], place["used"]
         parts: list[np.ndarray] = []
         missing = count
@@ -120,13 +122,13 @@ class StreamLoader(Batches):
         lanes, wanted = len(place["position"]["lanes"]), len(self.start["lanes"])
         if lanes != wanted:
             raise StreamError(
-                f"the stream was read by {lanes} workers, not by {wanted}: "
-                "set hf_dataset.num_workers as it was"
+                f"the checkpoint was written with {lanes} stream workers in total, not {wanted}; "
+                "set hf_dataset.num_workers to its earlier value"
             )
-        made, tokens = place["batches"], self.tokens(place, len(self.held) * self.shape[1])
+        made, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
             if number < made:
-                raise StreamError("training.skip_steps lacks one that was left out already")
+                raise StreamError("training.skip_steps lacks a batch that the run already skipped")
             try:
                 *_, (flat, place) = itertools.islice(tokens, number + 1 - made)
             except (UserError, OSError) as error:

@@ -1,12 +1,15 @@
-"""Flat tokens -> shuffled batches. What a batch holds depends on the config and its number alone.
+"""Shuffled batches of flat tokens. A batch depends on nothing but the config and its number.
 
-A *sequence* is a row of a batch: `length` tokens in a row from the flat array (packed), or one
-document, cut or padded to `length`. The sequences are divided among `streams` of equal size, each
-of which fills its share of every batch's rows from an endless order of its own. An epoch of a
-stream is a random order of its read blocks, `sequences_per_read_block` neighbours each; a shuffle
-buffer is `read_blocks_per_shuffle_buffer` blocks in that order, their sequences shuffled among each
-other. So batch N can be found without looking at those before it, reads are long, and what is held
-in memory is a buffer or two per stream.
+A *sequence* is what a row of a batch holds: `length` consecutive tokens of the flat array (packed),
+or one document, truncated or padded to `length`. The dataset's sequences are split into `streams`
+contiguous parts of equal size, and each stream fills an equal share of every batch's rows.
+
+A stream is shuffled in two stages. In each epoch, its read blocks of `sequences_per_read_block`
+neighboring sequences are put in random order. Every `read_blocks_per_shuffle_buffer` consecutive
+blocks of that order form a shuffle buffer, whose sequences are shuffled together.
+
+Batch N can therefore be computed without the batches before it, each read is one long contiguous
+range, and memory holds one or two shuffle buffers per stream.
 """
 
 import abc
@@ -38,23 +41,24 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     sequence_packing: bool
 
     def open(self, spec: "BatchSpec", split: str) -> "Loader":
-        """Batches of a split, train or validation, for the mesh in context."""
+        """Returns the batches of a split, train or validation, for the mesh in context."""
         return Loader(self, spec, split)
 
     def tokenizer_used(self) -> tuple[str, int] | None:
-        """The name of the dataset's tokenizer and what was added to its ids, if it says."""
+        """Returns the tokenizer that the dataset names and the offset added to its ids, if any."""
         return tokenizer_of(self.filespec)
 
 
 @pytree_dataclass
 class TokenBatch:
-    """Inputs and targets of the model at each place of each row."""
+    """A batch of B rows of L tokens, as the model takes it: the model predicts `targets[b, l]` from
+    `inputs[b, :l+1]`, as far as they belong to the same document."""
 
-    inputs: u32["B/d L"]  # the token before the target, or the model's start token
+    inputs: u32["B/d L"]  # the token before the target, or the start token where a document starts
     targets: u32["B/d L"]
-    loss_mask: bool_["B/d L"]  # whether the loss counts the target: not where it pads a row
-    document: u32["B/d L"]  # number in the row; attention stays within one
-    position: u32["B/d L"]  # in the row
+    loss_mask: bool_["B/d L"]  # false where the target is padding, which the loss leaves out
+    document: u32["B/d L"]  # counts documents within the row; attention stays within a document
+    position: u32["B/d L"]  # index in the row
 
     @classmethod
     @checked
@@ -64,9 +68,9 @@ class TokenBatch:
         is_start: Bool[np.ndarray, "B L"],
         start_token: int,
     ) -> "TokenBatch":
-        """The NumPy arrays of a batch whose targets are `ids`, of documents that start where
-        `is_start` says. Id 0 is padding. A row that begins within a document begins with input
-        0."""
+        """Returns the batch, as NumPy arrays, whose targets are `ids`. `is_start` marks the first
+        token of each document. Id 0 is padding. If a row begins in the middle of a document, its
+        first input is 0, because the token before it isn't in the row."""
         previous = np.pad(ids[:, :-1], ((0, 0), (1, 0)))
         return cls(
             inputs=np.where(is_start, np.uint32(start_token), previous),
@@ -79,45 +83,44 @@ class TokenBatch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """Settings of a run that its batches depend on, whatever they are made from."""
+    """The settings of a run that its batches depend on, for any source of tokens."""
 
     rows: int
     length: int  # tokens in a row
-    vocab: int  # ids are below it
+    vocab: int  # all ids must be smaller
     start_token: int
-    skip: tuple[int, ...] = ()  # numbers of batches that are left out; later steps get later ones
+    skip: tuple[int, ...] = ()  # batches that no step uses; later steps use later batches instead
     io_threads: int = 32
 
 
 @checked
 def permutation(count: int, *key: int) -> Int64[np.ndarray, " {count}"]:
-    """An order of range(count) that depends on `key` alone.
+    """A random permutation of range(count) that depends only on `key`.
 
-    Built on a bit generator's raw output, which numpy promises not to change between versions;
-    it makes no such promise for `Generator.permutation`.
+    Uses a bit generator's raw output, which NumPy promises not to change between versions. It makes
+    no such promise for `Generator.permutation`.
     """
-    # SeedSequence takes (1, 2) and (1, 2, 0) for the same, so the key's length goes with it.
+    # SeedSequence doesn't distinguish (1, 2) from (1, 2, 0), so the key's length is part of it.
     raw = np.random.Philox(np.random.SeedSequence((len(key), *key))).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
 class Stream:
-    """Sequences `first` to `end` of a dataset, the latter not included, in an endless shuffled
-    order."""
+    """The sequences from `first` up to but excluding `end`, in an endless shuffled order."""
 
     def __init__(self, loader: "Loader", index: int, first: int, end: int):
         self.loader, self.first, self.end, self.count = loader, first, end, end - first
         self.key = (loader.config.seed, index)
         self.block = min(loader.config.sequences_per_read_block, self.count)
         self.blocks_per_buffer = loader.config.read_blocks_per_shuffle_buffer
-        # A batch may begin in one epoch or buffer, and end in the next one.
+        # Two each: a batch may span two epochs or two buffers.
         self.epoch = functools.lru_cache(2)(self._epoch)
         self.buffer = functools.lru_cache(2)(self._buffer)
 
     @checked
     def _epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns the first sequence of each of an epoch's n blocks, in their order, and its place
-        in the epoch. The block that holds the last sequence may be short."""
+        """Returns the first sequence of each of the epoch's n blocks, in shuffled order, and where
+        in the epoch each block begins. The block that holds the last sequence may be shorter."""
         firsts = permutation(-(-self.count // self.block), *self.key, epoch) * self.block
         lengths = np.minimum(self.block, self.count - firsts)
         return self.first + firsts, np.cumsum(lengths) - lengths
@@ -126,8 +129,8 @@ class Stream:
     def _buffer(
         self, epoch: int, number: int
     ) -> tuple[UInt32[np.ndarray, "n length"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """A shuffle buffer's n sequences as they are stored, their numbers in the dataset, and the
-        order in which it gives them."""
+        """Reads a shuffle buffer. Returns its n sequences, encoded, their numbers in the dataset,
+        and the order to use them in."""
         firsts, _ = self.epoch(epoch)
         firsts = firsts[number * self.blocks_per_buffer :][: self.blocks_per_buffer]
         blocks = [np.arange(first, min(first + self.block, self.end)) for first in firsts]
@@ -138,7 +141,7 @@ class Stream:
         return sequences, numbers, permutation(len(numbers), *self.key, epoch, number)
 
     def sequence(self, position: int) -> tuple[np.ndarray, int]:
-        """The order's n-th sequence as it is stored, and its number in the dataset."""
+        """Returns the sequence at a position of the order, encoded, and its dataset number."""
         epoch, place = divmod(position, self.count)
         _, places = self.epoch(epoch)
         number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
@@ -148,65 +151,65 @@ class Stream:
 
 
 class Batches(abc.ABC):
-    """The batches of a split, each made while the one before is in use, and laid out on the mesh
-    that was in context at first."""
+    """Base class: the batches of a split, sharded over the mesh in context when it was made. Each
+    batch is prepared in a thread while the previous one is in use."""
 
-    waited = 0.0  # seconds, for the batch given last
-    position: Any = None  # JSON: where a stream goes on after that batch
+    waited = 0.0  # seconds that the caller waited for the last batch
+    position: Any = None  # JSON, of a stream: where it continues after the last batch
 
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
         self.shardings = make_shardings(TokenBatch)
         places = self.shardings.targets.addressable_devices_indices_map(self.shape).values()
-        # Those rows that this host's devices hold: it makes no others.
-        self.held = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
+        # The rows on this host's devices. It prepares no others.
+        self.local_rows = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
 
     def resume(self, position: Callable[[], Any]) -> None:
-        """Goes on where a stream was when a checkpoint was written. Here a batch depends on its
-        number alone."""
+        """Continues a stream from its position in a checkpoint. Here, nothing to do: a batch
+        depends only on its number."""
         self.position = None
 
     def number(self, step: int) -> int:
-        """The number of a step's batch."""
+        """Returns the number of a step's batch."""
         for skipped in sorted({*self.spec.skip}):
             step += skipped <= step
         return step
 
     @abc.abstractmethod
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        """The ids and the starts, [held, L], of the rows `held` of the batches of these numbers,
-        which increase, and the position after each batch."""
+        """Yields, for each of these increasing batch numbers, the ids and the document starts of
+        this host's rows, [local_rows, L] each, and the position after the batch."""
 
     @abc.abstractmethod
     def origin(self, number: int) -> str:
-        """Names the place in the dataset that a batch is from."""
+        """Returns a description of where in the dataset a batch comes from, for messages."""
 
     def origin_of(self, step: int) -> str:
-        """Names a step's batch and the place that it is from."""
+        """Returns a description of a step's batch and where it comes from, for messages."""
         number = self.number(step)
-        return f"batch {number} is of {self.origin(number)}"
+        return f"batch {number} is from {self.origin(number)}"
 
-    def _lay_out(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
-        """The batches of these numbers on the mesh, and the position after each."""
+    def _shard(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        """Yields the batches of these numbers as sharded arrays, and the position after each."""
         for ids, is_start, position in self.make(numbers):
-            held = TokenBatch.of(ids, is_start, self.spec.start_token)
-            yield jax.make_array_from_process_local_data(self.shardings, held, self.shape), position
+            rows = TokenBatch.of(ids, is_start, self.spec.start_token)
+            yield jax.make_array_from_process_local_data(self.shardings, rows, self.shape), position
 
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:
-        """Steps `first` to `last`, the latter not included, with their batches."""
+        """Yields each step from `first` up to but excluding `last`, with its batch."""
         if first == 0:
             self.position = None
-        asked = time.perf_counter()
-        made = ahead(self._lay_out(map(self.number, range(first, last))))
-        for step, (batch, position) in zip(range(first, last), made, strict=True):
-            self.waited, self.position = time.perf_counter() - asked, position
+        begin = time.perf_counter()
+        batches = ahead(self._shard(map(self.number, range(first, last))))
+        for step, (batch, position) in zip(range(first, last), batches, strict=True):
+            self.waited, self.position = time.perf_counter() - begin, position
             yield step, batch
-            asked = time.perf_counter()
+            begin = time.perf_counter()
 
 
 class Loader(Batches):
-    """Batches of a split of flat tokens. Raises FlatTokensError if the dataset has ids that are too
-    large, too few sequences for one batch, or can't be read."""
+    """The batches of a split of flat tokens. Raises FlatTokensError if the dataset can't be read,
+    has ids that don't fit the vocabulary, or has too few sequences for one batch."""
 
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
@@ -227,7 +230,7 @@ class Loader(Batches):
         if count < batch:
             raise FlatTokensError(
                 f"{data.name} has {count} sequences of {length} tokens, "
-                f"too few for a batch of {batch}"
+                f"too few for training.tokens.batch={batch}"
             )
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         self.streams = [
@@ -236,35 +239,35 @@ class Loader(Batches):
 
     @checked
     def read_block(self, first: SupportsInt, rows: UInt32[np.ndarray, "n length"]) -> None:
-        """Fills rows with the sequences from `first` on, as they are stored."""
+        """Fills `rows` with the encoded sequences from `first` on."""
         first, last, read = int(first), int(first) + len(rows), self.dataset.read_encoded
         if self.config.sequence_packing:
             rows[:] = read(first * self.length, last * self.length).reshape(rows.shape)
             return
         bounds = self.dataset.starts(first, last).tolist()
-        # One read for all, unless documents are so long that most of it would be thrown away.
-        together = bounds[-1] - bounds[0] <= 4 * rows.size
-        text = read(bounds[0], bounds[-1]) if together else None
+        # A single read, unless documents are so long that most of it would be discarded.
+        single = bounds[-1] - bounds[0] <= 4 * rows.size
+        text = read(bounds[0], bounds[-1]) if single else None
         for row, (low, end) in zip(rows, itertools.pairwise(bounds), strict=True):
             high = min(end, low + self.length)
             part = read(low, high) if text is None else text[low - bounds[0] : high - bounds[0]]
             row[: len(part)] = part
 
     def sequence(self, number: int, row: int) -> tuple[np.ndarray, int]:
-        """A row of a batch as it is stored, and its number in the dataset."""
+        """Returns a row of a batch, encoded, and the number of its sequence in the dataset."""
         share = self.shape[0] // len(self.streams)
         stream, place = divmod(row, share)
         return self.streams[stream].sequence(number * share + place)
 
-    def rows(self, number: int, held: Iterable[int]) -> Decoded:
-        """Some rows of a batch."""
-        return decode(np.stack([self.sequence(number, row)[0] for row in held]))
+    def rows(self, number: int, indices: Iterable[int]) -> Decoded:
+        """Returns the ids and the document starts of some rows of a batch."""
+        return decode(np.stack([self.sequence(number, row)[0] for row in indices]))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        return ((*self.rows(number, self.held), None) for number in numbers)
+        return ((*self.rows(number, self.local_rows), None) for number in numbers)
 
     def origin(self, number: int) -> str:
         rows = range(self.shape[0])
-        found = ", ".join(str(self.sequence(number, row)[1]) for row in rows)
+        numbers = ", ".join(str(self.sequence(number, row)[1]) for row in rows)
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
-        return f"{self.dataset.name}: sequences {found} ({kind})"
+        return f"{self.dataset.name}: sequences {numbers} ({kind})"

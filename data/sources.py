@@ -1,4 +1,4 @@
-"""Where a config's tokens come from."""
+"""The sources of tokens that a config can choose from."""
 
 import dataclasses
 from typing import Any
@@ -11,24 +11,25 @@ from shardlib.errors import UserError
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
 class DataConfig(Section):
-    """The sources of tokens, of which a config has one, and null for the others. A new one is a
-    field here; its section has `open` and `tokenizer_used`."""
+    """The sources of tokens. A config sets one of them and leaves the others null. To add a source,
+    add a field here whose section has the methods `open` and `tokenizer_used`."""
 
     flat_tokens: FlatTokensConfig | None
     hf_dataset: HuggingFaceConfig | None
 
     def source(self) -> Any:
-        """The section of the source that the config has."""
+        """Returns the section of the source that is set. Raises UserError unless it is just one."""
         keys = [field.name for field in dataclasses.fields(DataConfig)]
-        given = [section for key in keys if (section := getattr(self, key))]
-        if len(given) != 1:
-            raise UserError(f"set one of {' and '.join(keys)}, and the other one to null")
-        return given[0]
+        sections = [section for key in keys if (section := getattr(self, key))]
+        if len(sections) != 1:
+            raise UserError(f"set one of these, and leave the others null: {', '.join(keys)}")
+        return sections[0]
 
 
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches | None]:
-    """Batches of the training and, if used, the validation split, for the mesh in context, from a
-    config that has the sections model, training and io beside a source's, and its dimensions."""
+    """Returns the batches of the training split and, if the run validates, of the validation split,
+    for the mesh in context. The config needs the sections model, training and io besides a source;
+    `sizes` has the lengths of the dimensions B, L and V."""
     spec = BatchSpec(
         rows=sizes["B"],
         length=sizes["L"],
@@ -36,6 +37,6 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
         start_token=config.model.start_token,
         io_threads=config.io.max_io_threads,
     )
-    open_split, used = config.source().open, config.training.validation_interval
+    open_split, validates = config.source().open, config.training.validation_interval
     train = open_split(dataclasses.replace(spec, skip=config.training.skip_steps), "train")
-    return train, open_split(spec, "validation") if used else None
+    return train, open_split(spec, "validation") if validates else None

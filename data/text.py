@@ -1,9 +1,9 @@
-"""Text of a dataset that Hugging Face `datasets` opens -> token ids, in one order.
+"""Reads and tokenizes a dataset that Hugging Face `datasets` opens, in a reproducible order.
 
-The dataset's shards, which mostly are its files, are divided among *lanes*, neighbours together. A
-lane is read in *units* of some documents, and the order is a unit of each lane in turn. One thread
-reads; who tokenizes, threads or processes, doesn't matter to the order. A *position* in that order
-is JSON, and holds all that is needed to go on from there.
+The dataset's shards (usually its files) are divided into contiguous *lanes*. Each lane is read in
+*units* of some documents, and the overall order takes one unit from each lane in turn. A single
+thread reads, so the order does not depend on how many threads or processes tokenize. A *position*
+in that order is JSON and holds everything needed to resume from there.
 """
 
 import array
@@ -20,29 +20,33 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+import fsspec
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
 from data.flat_tokens import checked, encode
 from shardlib.errors import UserError
 
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that PyTorch isn't there
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 T = TypeVar("T")
-LANES = 8  # at most, of the converter: more would have more files open at a time
+LANES = 8  # of the converter, at most: each lane keeps a file open
 DOCUMENTS = 256  # in a unit, at most
-UNIT_BYTES = 2**21  # of text, about, at most: some units are in memory at a time
+UNIT_BYTES = 2**21  # of text in a unit, roughly at most: several units are in memory at a time
+FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    tokens: UInt32[np.ndarray, " tokens"]  # document after document, as flat tokens are stored
+    """The tokens of some consecutive documents of a lane."""
+
+    tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
     lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
-    position: dict[str, Any]  # after it
+    position: dict[str, Any]  # after this unit
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
-    """The items, each made by a thread while the one before is in use."""
+    """Yields the items, computing the next one in a thread while the caller uses the last."""
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1) as thread:
         upcoming: Any = thread.submit(next, iterator, end)
@@ -52,26 +56,32 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 class Tokenizer:
-    """Texts -> the tokens of all as they are stored, and the length of each.
+    """Converts texts to encoded tokens (see flat_tokens.py) and back.
 
-    No special tokens are added, as the datasets' format marks where a sequence starts, and one's
-    name in a text is text. Raises UserError or OSError where there is no such tokenizer.
+    `name` is bytes_utf8, a tokenizers JSON file, or a folder or hub repository that transformers
+    opens. No special tokens are added, because the dataset's format marks where a document starts.
+    The name of a special token within a text is tokenized as ordinary text. Raises UserError or
+    OSError if the tokenizer can't be opened.
     """
 
     def __init__(self, name: str, id_offset: int):
         self.name, self.id_offset = name, id_offset
         if name == "bytes_utf8":
             return
-        import transformers  # takes a second, and bytes don't need it
+        import tokenizers
+        import transformers  # takes a second to import; bytes_utf8 doesn't need it
 
         try:
-            self.slow = transformers.AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            problem = str(error).splitlines()[0]
-            raise UserError(f"tokenizer={name} can't be opened: {problem}") from None
+            if name.endswith(".json"):
+                inner = tokenizers.Tokenizer.from_file(name)
+                self.slow: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+            else:
+                self.slow = transformers.AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # what tokenizers raises is a plain Exception
+            raise UserError(f"tokenizer={name} can't be opened: {error}".split("\n")[0]) from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
-        if self.fast:  # the library itself: what is wrapped around it costs a third of the speed
-            # Our own threads call it: its own would wait while a unit is read, and written.
+        if self.fast:  # called directly: transformers' wrapper costs a third of the speed
+            # We call it from several threads. Its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
@@ -79,16 +89,18 @@ class Tokenizer:
 
     @checked
     def __call__(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        """Of an Arrow array of texts; a null is an empty one."""
+        """Returns the tokens of all texts of an Arrow array, end to end, and the length of each
+        text in tokens. Null counts as an empty text."""
         ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
     @checked
     def decode(self, ids: UInt32[np.ndarray, " tokens"]) -> str:
+        """Returns the text of ids of a dataset."""
         if self.name == "bytes_utf8":
             return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        own = (ids.astype(np.int64) - self.id_offset).tolist()
-        return str(self.slow.decode(own, clean_up_tokenization_spaces=False))
+        unshifted = (ids.astype(np.int64) - self.id_offset).tolist()
+        return str(self.slow.decode(unshifted, clean_up_tokenization_spaces=False))
 
     @checked
     def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
@@ -99,7 +111,7 @@ class Tokenizer:
             lists = (part.ids for part in encoded)
         else:
             lists = self.slow(strings, add_special_tokens=False, verbose=False)["input_ids"]
-        # One list of Python's integers at a time: they take ten times the memory of their values.
+        # Converts one list at a time: Python integers take ten times the memory of their values.
         parts = [array.array("I", part) for part in lists]
         lengths = np.array([len(part) for part in parts], np.int64)
         ids = np.concatenate([np.frombuffer(part, np.uint32) for part in parts])
@@ -111,35 +123,36 @@ class Tokenizer:
     @staticmethod
     @checked
     def _bytes(texts: Any) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        """Each byte plus 1, and the lengths, from Arrow's own memory."""
+        """Returns each byte plus 1 and the lengths, read directly from Arrow's buffers."""
         import pyarrow
 
         column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
         _, offsets, values = column.buffers()
         ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-        found = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
-        return np.add(found, 1, dtype=np.uint16), np.diff(ends)
+        text = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
+        return np.add(text, 1, dtype=np.uint16), np.diff(ends)
 
 
-tokenizer = functools.cache(Tokenizer)  # one for all threads of a process
+tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A split of a dataset, and how its text becomes ids."""
+    """A split of a dataset and the way its text is tokenized."""
 
     load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
     split: str
-    column: str  # holds the text
-    tokenizer: str  # bytes_utf8, or what transformers.AutoTokenizer opens
-    id_offset: int  # added to a tokenizer's ids
+    column: str  # that holds the text
+    tokenizer: str  # as in Tokenizer
+    id_offset: int  # added to the tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
     def check(self) -> tuple["Source", int]:
-        """Itself with fewer documents in a unit if they are long, as far as the first ones tell,
-        and the number of its shards. Raises UserError or OSError where the split, its column or
-        the tokenizer can't be had."""
+        """Returns the source, with smaller units if its first documents are long, and its number
+        of shards. Raises UserError or OSError if the split, the column or the tokenizer can't be
+        opened."""
         tokenizer(self.tokenizer, self.id_offset)
+        self._check_files()
         dataset = self._open()
         try:
             rows = list(itertools.islice(dataset, 64))
@@ -149,23 +162,34 @@ class Source:
             raise UserError(f"the split {self.split} has no documents")
         if not isinstance(rows[0].get(self.column), str):
             types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
-            raise UserError(f"column={self.column} is no text; the columns are {types}")
+            raise UserError(f"column={self.column} is not a text column; the columns are {types}")
         size = sum(len(row[self.column] or "") for row in rows)
         fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
         return dataclasses.replace(self, documents=min(self.documents, fit)), dataset.num_shards
 
+    def _check_files(self) -> None:
+        """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
+        ignores a pattern without matches."""
+        files: Any = self.load_dataset.get("data_files") or []
+        files = files.get(self.split, []) if isinstance(files, dict) else files
+        folder = os.path.abspath(self.load_dataset.get("data_dir") or "")
+        for pattern in [files] if isinstance(files, str) else files:
+            local = self.load_dataset.get("path") in FILE_FORMATS and "://" not in pattern
+            if local and not fsspec.filesystem("file").glob(os.path.join(folder, pattern)):
+                raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
+
     def _open(self) -> Any:
-        import datasets  # two seconds
+        import datasets  # takes two seconds
         from pyarrow.dataset import ParquetFragmentScanOptions
 
-        # Of a parquet file, not more at a time than is used: by default all of it is kept.
-        sparing = ParquetFragmentScanOptions(pre_buffer=False)
-        options = {"fragment_scan_options": sparing, "batch_size": self.documents}
+        # Without these options, all of a parquet file that has been read stays in memory.
+        unbuffered = ParquetFragmentScanOptions(pre_buffer=False)
+        options = {"fragment_scan_options": unbuffered, "batch_size": self.documents}
         arguments = {"streaming": True, **self.load_dataset, "split": self.split}
         try:
             try:
                 dataset = datasets.load_dataset(**arguments, **options)
-            except (TypeError, ValueError) as error:  # of what isn't parquet
+            except (TypeError, ValueError) as error:  # other formats don't have these options
                 if not any(name in str(error) for name in options):
                     raise
                 dataset = datasets.load_dataset(**arguments)
@@ -173,16 +197,16 @@ class Source:
             raise UserError(str(error)) from None
         except (TypeError, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"load_dataset: {error}") from None
-        if isinstance(dataset, datasets.Dataset):  # streaming=false: it was downloaded whole
+        if isinstance(dataset, datasets.Dataset):  # streaming=false: already downloaded
             dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
         return dataset
 
     def read(
         self, lanes: Sequence[int], position: dict[str, Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The texts of each unit of some lanes, in turn, and the position after it."""
+        """Yields the texts of each unit of `lanes` from a position on, and the position after."""
         dataset = self._open().select_columns([self.column]).with_format("arrow")
-        states = list(position["lanes"])  # of each lane; what has ended has none
+        states = list(position["lanes"])  # of each lane; None at its end
 
         def read_lane(lane: int) -> Iterator[Any]:
             part = dataset.shard(len(states), lane)
@@ -190,20 +214,20 @@ class Source:
                 part.load_state_dict(states[lane])
             for table in part.iter(self.documents):
                 states[lane] = part.state_dict()
-                # A copy: a slice would be sent to a process with all that it is a slice of.
+                # Copied, because pickling a slice would send all of the underlying buffer.
                 yield table[self.column].take(np.arange(len(table)))
             states[lane] = None
 
         def turn(lane: int) -> int:
             return (lane - position["turn"]) % len(states)
 
-        left = [lane for lane in lanes if states[lane] is not None]
-        readers = deque((lane, read_lane(lane)) for lane in sorted(left, key=turn))
+        unfinished = [lane for lane in lanes if states[lane] is not None]
+        readers = deque((lane, read_lane(lane)) for lane in sorted(unfinished, key=turn))
         while readers:
             lane, reader = readers.popleft()
             try:
                 texts = next(reader, None)
-            except Exception as error:  # each of the libraries below raises its own
+            except Exception as error:  # the libraries below raise errors of many types
                 raise OSError(f"the split {self.split} can't be read: {error}") from error
             if texts is not None:
                 readers.append((lane, reader))
@@ -211,35 +235,36 @@ class Source:
 
 
 def start(lanes: int) -> dict[str, Any]:
-    """The position before the first unit."""
+    """Returns the position before the first unit."""
     return {"turn": 0, "lanes": [{}] * lanes}
 
 
 def units(
     source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
 ) -> Iterator[Unit]:
-    """Those of some lanes that come after a position, tokenized by so many processes of a thread
-    each; if it is one, by this process, in a thread for each core. Raises UserError or OSError for
-    what can't be read or tokenized."""
+    """Yields the tokenized units of `lanes` from a position on.
+
+    Tokenizes in `processes` worker processes of one thread each, or, if that is 1, in this process
+    with a thread per core. Raises UserError or OSError if something can't be read or tokenized.
+    """
     pool: Executor
-    how = source.tokenizer, source.id_offset  # no more: processes are sent it with each unit
+    settings = source.tokenizer, source.id_offset  # not the source: they are sent with each unit
+    workers = cores() if processes == 1 else processes
     if processes == 1:
-        count = cores()
-        pool = ThreadPoolExecutor(count)
+        pool = ThreadPoolExecutor(workers)
     else:
-        count = processes
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin_worker)
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     upcoming: deque[Future[Unit]] = deque()
     with pool:
         try:
             for texts, after in ahead(source.read(lanes, position)):
-                upcoming.append(pool.submit(_unit, *how, texts, after))
-                if len(upcoming) > count + 1:
+                upcoming.append(pool.submit(_unit, *settings, texts, after))
+                if len(upcoming) > workers + 1:
                     yield upcoming.popleft().result()
-            for made in upcoming:
-                yield made.result()
+            for unit in upcoming:
+                yield unit.result()
         except BrokenProcessPool:
-            raise OSError("a process that tokenizes died") from None
+            raise OSError("a tokenizer process died") from None
 
 
 def _unit(name: str, id_offset: int, texts: Any, position: dict[str, Any]) -> Unit:
@@ -247,7 +272,8 @@ def _unit(name: str, id_offset: int, texts: Any, position: dict[str, Any]) -> Un
 
 
 def _begin_worker() -> None:
-    """Leaves Ctrl-C to the first process, and ends with it: one that is killed can't end others."""
+    """Makes a worker ignore Ctrl-C, which the main process handles, and exit when the main process
+    does, even if that is killed."""
     parent = multiprocessing.parent_process()
     assert parent, "this is a worker"
 
@@ -260,4 +286,5 @@ def _begin_worker() -> None:
 
 
 def cores() -> int:
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -2,7 +2,7 @@
 
     python -m tools.huggingface_to_flat_tokens --config-name=python_stdlib output=stdlib.zarr
 
-The configs are in configs/convert. What is interrupted goes on where it was, by the same command.
+The configs are in configs/convert. To continue an interrupted conversion, run the same command.
 """
 
 import dataclasses
@@ -28,54 +28,53 @@ from runtime.config import Bound, Name, NonNegativeInt, PositiveInt, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
-COMMIT_SECONDS = 10  # what is lost at most when a conversion is killed
+COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at most that much work
 
 
 @dataclasses.dataclass
 class ConvertConfig(Section):
-    load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, less split
-    column: Name  # holds the text
-    tokenizer: Name  # bytes_utf8, or what transformers.AutoTokenizer opens
-    id_offset: NonNegativeInt  # added to ids: 1 where it uses 0, which the format reserves
+    load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
+    column: Name  # that holds the text
+    tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
+    id_offset: NonNegativeInt  # added to the ids; 1 if the tokenizer uses 0, which is reserved
     train_split: Name
-    validation_split: str | None  # null: `validation_share` of the documents of train_split
+    validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Bound(0, below=1)]
-    # A split ends with the document that reaches so many; null: with the last.
-    max_tokens: PositiveInt | None
-    processes: PositiveInt | None  # that tokenize; null: this one, in a thread for each core
+    max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
+    processes: PositiveInt | None  # that tokenize; null: only this one, with a thread per core
     output: Name = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.validation_split or self.validation_share):
             raise UserError(
-                "validation_share=0, and no validation_split: a dataset has both splits"
+                "validation_share=0 without a validation_split: a dataset needs both splits"
             )
 
 
 def python_stdlib() -> list[str]:
-    """The standard library's own source files on this machine, in the order of their names. Left
-    out are tests, installed packages, and pydoc_data: one file of help texts, long enough to be
-    half of a validation split that it falls into."""
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
+    """Returns the source files of this machine's standard library, sorted by name. Excludes tests,
+    installed packages and pydoc_data, a single file of help texts that is long enough to fill half
+    of the validation split."""
+    excluded = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     files = (file.relative_to(root) for file in root.rglob("*.py"))
-    return sorted(str(root / file) for file in files if not left_out & set(file.parts))
+    return sorted(str(root / file) for file in files if not excluded & set(file.parts))
 
 
 OmegaConf.register_new_resolver("python_stdlib", python_stdlib, replace=True)
 
 
-def held_out(first: int, count: int, share: float) -> np.ndarray:
-    """Which of the documents from the `first` on are for validation: an even share, so also the
-    very first one. bool[count]."""
+def for_validation(first: int, count: int, share: float) -> np.ndarray:
+    """A mask, bool[count], of the documents from `first` on that go to the validation split. They
+    are evenly spaced, and document 0 is one of them."""
     number = first + np.arange(count + 1)
     return np.diff(np.ceil(number * share)) > 0
 
 
 class Conversion:
-    """What is in the output, and where in the sources to go on. That is an attribute of the output,
-    `conversion`, from the first commit on; in the end it says how the output was made."""
+    """The output and the progress of a conversion. From the first commit on, the output's attribute
+    `conversion` records the progress, and in the end how the output was made."""
 
     def __init__(self, config: ConvertConfig, shards: Sequence[int]):
         self.config = config
@@ -84,14 +83,14 @@ class Conversion:
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
         settings = {k: v for k, v in settings.items() if k not in ("output", "processes")}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
-        self.about = {"settings": settings, "versions": versions}
+        self.provenance = {"settings": settings, "versions": versions}
         saved: Any = self.root.attrs.get("conversion", {})
         if "positions" not in saved:
             saved = {}
         for key, value in settings.items() if saved else ():
             if (before := saved["settings"].get(key)) != value:
                 raise UserError(
-                    f"{config.output} holds an unfinished conversion with {key}={before}, not "
+                    f"{config.output} is an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
                 )
         starts = [text.start(min(text.LANES, count)) for count in shards]
@@ -102,45 +101,48 @@ class Conversion:
         self.committed = time.monotonic()
 
     def add(self, unit: Unit, source: int) -> bool:
-        """Whether there is room for more."""
+        """Appends a unit of a source: 0 is train_split, 1 is validation_split. Returns whether
+        `max_tokens` allows more from it."""
         lengths = unit.lengths[unit.lengths > 0]
         self.empty += len(unit.lengths) - len(lengths)
-        own, other = SPLITS[source], SPLITS[1 - source]
+        split, other = SPLITS[source], SPLITS[1 - source]
         share = 0.0 if self.config.validation_split else self.config.validation_share
         sequences = sum(writer.sequence_count for writer in self.writers.values())
-        is_own = ~held_out(sequences, len(lengths), share)
+        in_split = ~for_validation(sequences, len(lengths), share)
         if limit := self.config.max_tokens:
-            reached = self.writers[own].token_count + np.cumsum(lengths * is_own)
-            count = np.searchsorted(reached, limit) + 1
-            lengths, is_own = lengths[:count], is_own[:count]
+            totals = self.writers[split].token_count + np.cumsum(lengths * in_split)
+            count = np.searchsorted(totals, limit) + 1
+            lengths, in_split = lengths[:count], in_split[:count]
         tokens = unit.tokens[: lengths.sum()]
-        for split, chosen in (own, is_own), (other, ~is_own):
-            self.writers[split].extend(tokens[np.repeat(chosen, lengths)], lengths[chosen])
+        for name, mask in (split, in_split), (other, ~in_split):
+            self.writers[name].extend(tokens[np.repeat(mask, lengths)], lengths[mask])
         self.positions[source] = unit.position
         if time.monotonic() - self.committed > COMMIT_SECONDS:
             self.commit()
-        return not limit or self.writers[own].token_count < limit
+        return not limit or self.writers[split].token_count < limit
 
     def commit(self) -> None:
-        """From here a conversion that is killed goes on."""
+        """Writes all pending tokens, then records the progress: a conversion that is killed later
+        continues from here."""
         written = {split: writer.flush() for split, writer in self.writers.items()}
         progress = {"positions": self.positions, "empty": self.empty, "written": written}
-        self.root.attrs["conversion"] = {**self.about, **progress}
+        self.root.attrs["conversion"] = {**self.provenance, **progress}
         self.committed = time.monotonic()
 
     def close(self) -> None:
         """Marks the splits complete."""
         for writer in self.writers.values():
             writer.complete()
-        self.root.attrs["conversion"] = self.about
+        self.root.attrs["conversion"] = self.provenance
 
 
 def convert(config: ConvertConfig) -> None:
-    """Raises UserError or OSError for what can't be read, tokenized or written."""
+    """Converts a dataset, or continues its conversion. Raises UserError or OSError if something
+    can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
-    how = config.column, config.tokenizer, config.id_offset
-    # Most mistakes show here, before anything is written.
-    checked = [Source(config.load_dataset, name, *how).check() for name in names]
+    columns = config.column, config.tokenizer, config.id_offset
+    # Finds most mistakes before anything is written.
+    checked = [Source(config.load_dataset, name, *columns).check() for name in names]
     conversion = Conversion(config, [shards for _, shards in checked])
     for i, (source, _) in enumerate(checked):
         position = conversion.positions[i]
@@ -151,7 +153,7 @@ def convert(config: ConvertConfig) -> None:
             initial=sum(writer.token_count for writer in conversion.writers.values()),
             unit=" tokens",
             unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 60,  # a line of a log file each
+            mininterval=0.5 if sys.stderr.isatty() else 60,  # in a log file each is a line
             delay=1,
         )
         with bar:
@@ -160,10 +162,12 @@ def convert(config: ConvertConfig) -> None:
                 bar.update(len(unit.tokens))
                 if not more:
                     break
-        has_all = all(writer.sequence_count for writer in conversion.writers.values())
-        if i == len(checked) - 1 and not has_all:
-            raise UserError("one document is too few for two splits: name a validation_split")
-        conversion.positions[i] = text.start(0)  # nothing more is read of it
+        has_both = all(writer.sequence_count for writer in conversion.writers.values())
+        if i == len(checked) - 1 and not has_both:
+            raise UserError(
+                "one document is too few for two splits; add another, or name a validation_split"
+            )
+        conversion.positions[i] = text.start(0)  # resuming reads no more of this source
         conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
@@ -172,7 +176,7 @@ def convert(config: ConvertConfig) -> None:
             f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
         )
     if conversion.empty:
-        print(f"left out: {conversion.empty:,} empty documents")
+        print(f"skipped {conversion.empty:,} empty documents")
 
 
 @program(ConvertConfig, "configs/convert")
@@ -180,10 +184,8 @@ def main(config: ConvertConfig) -> None:
     try:
         convert(config)
     except KeyboardInterrupt:
-        print(
-            "interrupted; the same command goes on from where it was", file=sys.stderr, flush=True
-        )
-        os._exit(130)  # without a word from the threads that are at work
+        print("interrupted; run the same command again to continue", file=sys.stderr, flush=True)
+        os._exit(130)  # at once: the worker threads would print errors
 
 
 if __name__ == "__main__":

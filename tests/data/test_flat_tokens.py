@@ -160,7 +160,7 @@ def test_an_interrupted_write_is_no_dataset(tmp_path):
     with pytest.raises(KeyboardInterrupt), Writer(str(tmp_path / "x.zarr"), "train") as writer:
         writer.append([1, 2, 3])
         raise KeyboardInterrupt
-    with pytest.raises(FlatTokensError, match="not written to its end"):
+    with pytest.raises(FlatTokensError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
     write(tmp_path / "x.zarr", [[7, 8]])  # what is unfinished is replaced
     assert FlatTokens(str(tmp_path / "x.zarr"), "train").read(0, 2)[0].tolist() == [7, 8]

@@ -120,7 +120,7 @@ def test_batches_that_are_left_out(folder):
     found += again.from_step(3, 5)
     for (_, batch), number in zip(found, [0, 3, 4, 5, 7], strict=True):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), every[number])
-    with pytest.raises(StreamError, match="skip_steps lacks one that was left out already"):
+    with pytest.raises(StreamError, match="skip_steps lacks a batch that the run already skipped"):
         again = open_loader(folder, skip=(1,))
         again.position = opened.position
         list(again.from_step(3, 5))

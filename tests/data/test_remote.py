@@ -64,5 +64,5 @@ def test_a_server_that_fails_for_good_gets_one_message(path):
 
 def test_what_is_not_there(bucket):
     Proxy.trouble = staticmethod(lambda method, path: None)
-    with pytest.raises(FlatTokensError, match=r"s3://bucket/no.zarr is not there"):
+    with pytest.raises(FlatTokensError, match=r"s3://bucket/no.zarr doesn't exist"):
         FlatTokens(f"{bucket}/no.zarr", "train")

@@ -16,7 +16,7 @@ class Counting(Batches):
 
     def make(self, numbers):
         for number in numbers:
-            start = self.first + number + np.array(self.held, np.uint32)
+            start = self.first + number + np.array(self.local_rows, np.uint32)
             ids = 1 + (start[:, None] + np.arange(self.shape[1], dtype=np.uint32)) % 100
             yield ids, np.broadcast_to(np.arange(self.shape[1]) == 0, ids.shape), None
 
@@ -51,7 +51,9 @@ def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
     assert losses[-1] < losses[0] - 1, "it learns to count"
     assert "validation_loss" in rows(tmp_path / "r")[9]
     _, message = train_here(capsys, monkeypatch, *arguments, given[1], program=train.main)
-    assert message.startswith("error: set one of flat_tokens and hf_dataset and counting,")
+    assert message.startswith(
+        "error: set one of these, and leave the others null: flat_tokens, hf_dataset, counting"
+    )
     _, message = train_here(
         capsys, monkeypatch, *arguments, given[0], "counting={first: -5}", program=train.main
     )

@@ -59,12 +59,15 @@ def restart(path):
 
 DAMAGE = {
     ("train/encoded_tokens/c/2", cut): "train/encoded_tokens: chunk 2 can't be read: ",
-    ("train/encoded_tokens/c/1", "remove"): "token 8 has the reserved id 0, as all of a missing "
-    "chunk have; it is in chunk 1",
+    ("train/encoded_tokens/c/1", "remove"): "token 8 has the reserved id 0; perhaps chunk 1 is "
+    "missing, which reads as zeros",
     ("validation/seq_starts/c/0", cut): "validation/seq_starts: chunk 0 can't be read: ",
-    ("validation/seq_starts/c/0", "remove"): "seq_starts: entry 1 is no larger than the one before "
-    "it; it is in chunk 0",
-    ("train/encoded_tokens", restart): "train: token 10 is marked as a start in encoded_tokens, or",
+    ("validation/seq_starts/c/0", "remove"): "seq_starts: entry 1, in chunk 0, is not larger than "
+    "the entry before it",
+    (
+        "train/encoded_tokens",
+        restart,
+    ): "train: token 10 is a start in only one of encoded_tokens and",
 }
 
 

@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 
+import datasets
 import numpy as np
 import pytest
 import zarr
 
 from data.flat_tokens import FlatTokens
+from data.text import Tokenizer
 from tests.helpers import ROOT, train_here
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
 
-PROGRAM = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=text_files"]
+PROGRAM = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=json_files"]
 
 
 def settings(files, output, **changes):
@@ -42,8 +44,7 @@ def settings(files, output, **changes):
 
 
 def arguments(files, output, *more):
-    changes = ["load_dataset.path=json", "~load_dataset.sample_by", "column=body", *more]
-    return [f"load_dataset.data_files={files}", f"output={output}", *changes]
+    return [f"load_dataset.data_files={files}", f"output={output}", "column=body", *more]
 
 
 def documents(path, split):
@@ -115,7 +116,7 @@ def test_bytes_of_each_document(jsonl, tmp_path, capsys):
     tool.convert(settings(jsonl, tmp_path / "x.zarr"))
     assert texts_of(tmp_path / "x.zarr", "validation") == [TEXTS[0], TEXTS[5]]
     assert texts_of(tmp_path / "x.zarr", "train") == [*TEXTS[1:5], *TEXTS[6:]]
-    assert "left out: 2 empty documents" in capsys.readouterr().out
+    assert "skipped 2 empty documents" in capsys.readouterr().out
 
 
 def test_each_document_once_whatever_its_shard(shards, whole):
@@ -159,7 +160,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
         "validation_share=0.2",
         f"processes={processes}",
     ]
-    command = [sys.executable, "-c", slowed, "--config-name=text_files", *wanted]
+    command = [sys.executable, "-c", slowed, "--config-name=json_files", *wanted]
     begun = []
     for tokens in 15_000, 60_000:
         run = subprocess.Popen(command, cwd=ROOT)
@@ -178,7 +179,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
             time.sleep(0.05)  # they end by themselves
         begun.append(committed(tmp_path / "x.zarr"))
     assert begun[0] < begun[1] < 130_000
-    with pytest.raises(ValueError, match="not written to its end"):
+    with pytest.raises(ValueError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
     with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
         tool.convert(settings(shards, tmp_path / "x.zarr", validation_share=0.3))
@@ -194,7 +195,7 @@ def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
     with pytest.raises((OSError, ValueError), match=r"the split train can't be read: .*JSON"):
         tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
-    with pytest.raises(ValueError, match="not written to its end"):
+    with pytest.raises(ValueError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
 
 
@@ -202,7 +203,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(
         tool.Conversion, "add", lambda *_: [p.kill() for p in multiprocessing.active_children()]
     )
-    with pytest.raises(OSError, match="a process that tokenizes died"):
+    with pytest.raises(OSError, match="a tokenizer process died"):
         tool.convert(settings(shards, tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
 
@@ -217,7 +218,7 @@ def test_ctrl_c(shards, tmp_path):
         time.sleep(0.01)
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate()
-    message = "interrupted; the same command goes on from where it was\n"
+    message = "interrupted; run the same command again to continue\n"
     assert (run.returncode, errors) == (130, message)
 
 
@@ -228,7 +229,7 @@ def test_a_full_disk(shards, whole, tmp_path):
     full = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert full.returncode == 1 and full.stderr.startswith("error: ")
     assert "File too large" in full.stderr and "Traceback" not in full.stderr
-    with pytest.raises(ValueError, match="not written to its end"):
+    with pytest.raises(ValueError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
     subprocess.run(command, cwd=ROOT, check=True)
     assert same(tmp_path / "x.zarr", whole)
@@ -289,6 +290,11 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
             tool.convert(settings(jsonl, tmp_path / "x.zarr", **wanted))
     tool.convert(settings(jsonl, tmp_path / "x.zarr", id_offset=offset, **wanted))
     found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
+    again = {"tokenizer": str(tmp_path / "tokenizer/tokenizer.json"), "id_offset": offset}
+    tool.convert(settings(jsonl, tmp_path / "y.zarr", **again))
+    assert same(tmp_path / "y.zarr", tmp_path / "x.zarr"), "the file alone gives the same ids"
+    ids = np.array(documents(tmp_path / "y.zarr", "validation")[0], np.uint32)
+    assert Tokenizer(*again.values()).decode(ids) == TEXTS[0]
     found = [[i - offset for i in ids] for ids in found]
     assert sorted(tokenizer.decode(ids) for ids in found) == sorted(TEXTS)
     assert not special or all(1 not in ids for ids in found), "no special tokens"
@@ -319,11 +325,11 @@ def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
 
 
 def test_a_missing_output_and_an_existing_one(jsonl, tmp_path, capsys, monkeypatch):
-    wanted = ["--config-name=text_files", *arguments(jsonl, tmp_path / "x.zarr")]
+    wanted = ["--config-name=json_files", *arguments(jsonl, tmp_path / "x.zarr")]
     assert train_here(capsys, monkeypatch, *wanted, program=tool.main)[1] == ""
     before = documents(tmp_path / "x.zarr", "train")
     _, message = train_here(capsys, monkeypatch, *wanted, program=tool.main)
-    assert "has a split train already" in message
+    assert "already has a split train" in message
     del wanted[2]
     assert "output" in train_here(capsys, monkeypatch, *wanted, program=tool.main)[1]
     assert documents(tmp_path / "x.zarr", "train") == before
@@ -332,7 +338,7 @@ def test_a_missing_output_and_an_existing_one(jsonl, tmp_path, capsys, monkeypat
 MISTAKES = {
     "column=nothing": "the columns are body: str",
     "validation_share=2": "validation_share=2",
-    "validation_share=0": "a dataset has both splits",
+    "validation_share=0": "a dataset needs both splits",
     "max_tokens=0": "max_tokens=0: it must be at least 1 and below 2147483648",
     "processes=-1": "processes=-1: it must be at least 1 and below 2147483648",
     "train_split=missing": "missing",
@@ -341,6 +347,7 @@ MISTAKES = {
     "load_dataset.path=nonsense/nowhere": "nonsense/nowhere",
     "+speed=fast": "speed",
     "tokenizer=nowhere/at-all": "nowhere/at-all",
+    "tokenizer=nowhere.json": "tokenizer=nowhere.json can't be opened: No such file",
 }
 
 
@@ -348,11 +355,40 @@ MISTAKES = {
 def test_a_mistake_gets_one_message_and_leaves_nothing(
     jsonl, tmp_path, capsys, monkeypatch, mistake
 ):
-    wanted = ["--config-name=text_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
+    wanted = ["--config-name=json_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
     _, message = train_here(capsys, monkeypatch, *wanted, program=tool.main)
     assert message.startswith("error: ") and message.count("error: ") == 1
     assert MISTAKES[mistake] in message
     assert not (tmp_path / "x.zarr").exists()
+
+
+@pytest.mark.parametrize("given", ["notes/*.txt", "[*.py,notes/*.txt]", "notes.txt"])
+def test_a_pattern_that_matches_no_file_is_named(given, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text("text")
+    wanted = ["--config-name=text_files", f"load_dataset.data_files={given}", "output=x.zarr"]
+    _, message = train_here(capsys, monkeypatch, *wanted, program=tool.main)
+    pattern = given.strip("[]").split(",")[-1]
+    problem = f"load_dataset.data_files={pattern} matches no file in {tmp_path}"
+    assert message == f"error: {problem}"
+
+
+@pytest.mark.parametrize("given", [[], ["--config-name=base"], ["load_dataset.path=json"]])
+def test_without_a_config_the_message_lists_them(given, capsys, monkeypatch):
+    _, message = train_here(capsys, monkeypatch, *given, "output=x.zarr", program=tool.main)
+    assert "choose a" in message and "--config-name=: c4_en, fineweb_edu, json_files," in message
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_files_that_have_the_text_in_a_column(kind, jsonl, tmp_path, capsys, monkeypatch):
+    files = str(jsonl)
+    if kind == "parquet":
+        files = str(tmp_path / "texts.parquet")
+        datasets.Dataset.from_list([{"body": text} for text in TEXTS]).to_parquet(files)
+    wanted = [f"load_dataset.data_files={files}", "column=body", f"output={tmp_path / 'x.zarr'}"]
+    name = f"--config-name={kind}_files"
+    assert train_here(capsys, monkeypatch, name, *wanted, program=tool.main)[1] == ""
+    assert all_texts(tmp_path / "x.zarr") == sorted(TEXTS)
 
 
 def test_a_single_document_makes_no_dataset(tmp_path):
