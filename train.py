@@ -343,20 +343,21 @@ def decoder(
     return lax.scan(block, x, (weights.layers, caches))
 
 
-def head(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
-    """The final norm's gain and the unembedding, gathered over d, for `logits`. See `decoder` for
-    the arguments."""
+def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
+    """The final norm's gain and the unembedding, gathered over d, for `unembed`. See `decoder`
+    for the arguments."""
     gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
     return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
 
 
 @typechecked
-def logits(
-    head: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L M/t"], config: ModelConfig
+def unembed(
+    weights: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L M/t"], config: ModelConfig
 ) -> f32["B/d L V/t"]:
-    gain, unembed = head
+    """The logits, from the `output_weights` and the residual stream after the last layer."""
+    gain, w_unembed = weights
     h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
-    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, unembed, dtype=f32)
+    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, w_unembed, dtype=f32)
 
 
 @typechecked
@@ -385,29 +386,29 @@ def target_count(batch: TokenBatch) -> f32[""]:
 def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     """Cross-entropy in nats, summed over all targets on all devices. The vocabulary stays split:
     only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
-    whole_head = head(weights)
+    output = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
     @typechecked
     def loss(
-        head: tuple[bf16["M"], bf16["V/t M"]],
+        output: tuple[bf16["M"], bf16["V/t M"]],
         x: bf16["B/d l M/t"],
         targets: u32["B/d l"],
         loss_mask: bool_["B/d l"],
     ) -> f32[""]:
-        scores = logits(head, x, config.model)
-        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(scores))  # all-reduce
-        scores = scores - peak[:, :, None]
-        total = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(scores))
-        total = ops.psum("B/d l {U:t} -> B/d l", total)
-        chosen = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", scores, targets)
-        chosen = ops.psum("B/d l {U:t} -> B/d l", chosen)
-        nats = (jnp.log(total) - chosen) * loss_mask
+        logits = unembed(output, x, config.model)
+        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))  # all-reduce
+        logits = logits - peak[:, :, None]
+        sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
+        sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)
+        target_logit = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, targets)
+        target_logit = ops.psum("B/d l {U:t} -> B/d l", target_logit)
+        nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
 
     chunks, x = config.training.loss_chunks, forward(weights, batch, config.model)
     # Takes each chunk's gradient at once, in the forward pass, so that no chunk's logits are kept.
-    return sum_over_chunks(loss, chunks, whole_head, x, batch.targets, batch.loss_mask)
+    return sum_over_chunks(loss, chunks, output, x, batch.targets, batch.loss_mask)
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -652,14 +653,14 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
         origin=origin,
     )
 
-    def explain(step: int, batch: Any) -> str:
+    def describe_failure(step: int, batch: Any) -> str:
         saved.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
             state, metrics = step_once(state, batch)
-        run.log(step, vars(metrics), functools.partial(explain, step, batch))
+        run.log(step, vars(metrics), functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()
             run.flush(validation_loss=validate(config, state.weights, held_out))
@@ -676,9 +677,10 @@ def main(config: Config) -> int:
     mesh, sizes = make_mesh(config, dataclasses.asdict(config.mesh)), dimensions(config)
     run = Run(config)
     with jax.set_mesh(mesh):
-        make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
+        make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)  # raises if one doesn't split
         data, held_out = open_batches(config, sizes)
     with run:
+        # Outside of set_mesh, because the type check traces on a mesh of another size.
         cache.unless_passed_before(config, lambda: check_types(config))
         with jax.set_mesh(mesh):
             train(config, data, held_out, run)

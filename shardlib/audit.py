@@ -15,7 +15,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.devices import probe_mesh, probe_total, turned
 from shardlib.ops import SCOPE
-from shardlib.types import Dim, ShardTypeError, own_line
+from shardlib.types import Dim, ShardTypeError, source_line
 
 # JAX's primitives that communicate -> the kind of collective.
 COLLECTIVES = {
@@ -56,7 +56,7 @@ def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
 def line_of(eqn: JaxprEqn) -> str:
     """The line that made an equation, with its function: `train.py:253 block`. A loop that JAX
     split in two has none, so the first line found in its body stands in."""
-    if line := own_line(eqn.source_info.traceback):
+    if line := source_line(eqn.source_info.traceback):
         return line
     inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
     return next(filter(None, inner), "")

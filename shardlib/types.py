@@ -337,7 +337,7 @@ _LIBRARIES = (
 )
 
 
-def own_line(trace: Any) -> str:
+def source_line(trace: Any) -> str:
     """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
     name: `train.py:253 block`. Empty if there is none."""
     for frame in trace.frames if trace else ():

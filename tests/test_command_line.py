@@ -268,7 +268,7 @@ SILENT_EDITS = {
         'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept',
         'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), kept',
     ),
-    "an owed sum in a logarithm": ('total = ops.psum("B/d l {U:t} -> B/d l", total)', ""),
+    "an owed sum in a logarithm": ('sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)', ""),
     "a loss that is not summed over the batch": (
         'ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))',
         'ops.reduce_sum("B/d l -> {U:d}", nats)',
@@ -291,10 +291,10 @@ LOUD_EDITS = {
         "    return x * weights.final_norm, kept",
     ),
     "a chunk of the sequence that meets all of it": (
-        "nats = (jnp.log(total) - chosen) * loss_mask",
-        "nats = (jnp.log(total) - chosen) * batch.loss_mask",
+        "nats = (jnp.log(sum_exp) - target_logit) * loss_mask",
+        "nats = (jnp.log(sum_exp) - target_logit) * batch.loss_mask",
     ),
-    "a gradient that JAX doesn't have": ("lax.stop_gradient(scores)", "scores"),
+    "a gradient that JAX doesn't have": ("lax.stop_gradient(logits)", "logits"),
     "a gradient that JAX finds missing only backward": (
         "hidden = jax.nn.silu(gate) * up",
         "hidden = lax.while_loop(lambda h: h.max() > 9, lambda h: h / 2, jax.nn.silu(gate) * up)",

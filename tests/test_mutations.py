@@ -32,6 +32,8 @@ def test_an_edit_that_changes_numbers_shows():
     config = compose_config("local_test_synthetic", *mutations.SETTINGS, "mesh.d=2")
     only = mutations.MESHES[:1]
     wanted = mutations.numbers(mutations.SOURCE, config, only)
-    times_two = mutations.SOURCE.replace("jnp.log(total) - chosen)", "jnp.log(total) - 2 * chosen)")
+    times_two = mutations.SOURCE.replace(
+        "jnp.log(sum_exp) - target_logit)", "jnp.log(sum_exp) - 2 * target_logit)"
+    )
     assert times_two != mutations.SOURCE
     assert not mutations.same(mutations.numbers(times_two, config, only), wanted)

@@ -195,7 +195,8 @@ def step(
     """Samples the ids that follow the inputs, which are at positions from `first` on. Returns them
     with the extended cache."""
     x, cache = extend(weights, cache, inputs, first, config)
-    logits = train.logits(train.head(weights, check_gathered), x[:, -1:], config.model)[:, 0]
+    output = train.output_weights(weights, check_gathered)
+    logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
     chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.

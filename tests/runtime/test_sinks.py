@@ -115,9 +115,7 @@ def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeyp
 
 def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     """As its docstring says, one to write."""
-    line = (
-        "SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
-    )
+    line = "SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
     mine = (
         "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"
     )

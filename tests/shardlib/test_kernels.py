@@ -29,8 +29,8 @@ def by_hand(q, k, v, document):
     for row, here, query, key in np.ndindex(q.shape[:4]):
         seen = [i for i in range(here + 1) if document[row, i] == document[row, here]]
         scores = k[row, seen, key] @ q[row, here, query, key] / np.sqrt(q.shape[-1])
-        shares = np.exp(scores - scores.max())
-        out[row, here, query, key] = shares / shares.sum() @ v[row, seen, key]
+        probabilities = np.exp(scores - scores.max())
+        out[row, here, query, key] = probabilities / probabilities.sum() @ v[row, seen, key]
     return out
 
 
@@ -41,13 +41,13 @@ def gradients_by_hand(q, k, v, document, weight):
     for row, here, query, key in np.ndindex(q.shape[:4]):
         seen = [i for i in range(here + 1) if document[row, i] == document[row, here]]
         scores = k[row, seen, key] @ q[row, here, query, key] / root
-        shares = np.exp(scores - scores.max())
-        shares /= shares.sum()
+        probabilities = np.exp(scores - scores.max())
+        probabilities /= probabilities.sum()
         by_share = v[row, seen, key] @ weight[row, here, query, key]
-        by_score = shares * (by_share - shares @ by_share) / root
+        by_score = probabilities * (by_share - probabilities @ by_share) / root
         by_q[row, here, query, key] = by_score @ k[row, seen, key]
         by_k[row, seen, key] += np.outer(by_score, q[row, here, query, key])
-        by_v[row, seen, key] += np.outer(shares, weight[row, here, query, key])
+        by_v[row, seen, key] += np.outer(probabilities, weight[row, here, query, key])
     return by_q, by_k, by_v
 
 

@@ -83,8 +83,8 @@ def cached_logits(tool, config, weights, inputs, on):
         first: i32[""],
     ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
         x, cache = tool.extend(weights, cache, inputs, first, config)
-        head = tool.train.head(weights, tool.check_gathered)
-        return tool.train.logits(head, x, config.model), cache
+        output = tool.train.output_weights(weights, tool.check_gathered)
+        return tool.train.unembed(output, x, config.model), cache
 
     with jax.set_mesh(on):
         kind = Stacked["layers", tool.Cache]
@@ -136,7 +136,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
     @typed_shard_map
     def whole_row(weights: module.Weights, batch: module.TokenBatch) -> f32["B/d L V/t"]:
         x = module.forward(weights, batch, config.model)
-        return module.logits(module.head(weights), x, config.model)
+        return module.unembed(module.output_weights(weights), x, config.model)
 
     with jax.set_mesh(mesh(4, 2)):
         one_document = np.broadcast_to(np.arange(12) == 0, inputs.shape)

@@ -223,7 +223,7 @@ def our_logits(module, checkpoints, targets):
 
     def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L V/t"]:
         x = module.forward(weights, batch, model)
-        return module.logits(module.head(weights), x, model)
+        return module.unembed(module.output_weights(weights), x, model)
 
     with jax.set_mesh(mesh(2, 2)):
         weights = Checkpoints(found.path, *told).restore("weights")
