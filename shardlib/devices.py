@@ -117,9 +117,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     """
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     if jax.process_count() > 1 and needed < count:
-        raise UserError(
-            f"the mesh {mesh} uses {needed} of the {count} devices of all hosts; it must use all"
-        )
+        raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
     if needed > count:
         raise UserError(
             f"the mesh {mesh} needs {needed} devices, but there are {count} "

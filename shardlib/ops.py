@@ -197,9 +197,7 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _unreduced_by_removing(
-    call: Call, removed: list[Dim], before: tuple[str, ...]
-) -> tuple[str, ...]:
+def _summed_axes(call: Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of summed-over dimensions, which the right side must declare as unreduced."""
     new = tuple(a for dim in removed for a in dim.axes)
     split = (*new, *call.result.axes)
@@ -235,7 +233,7 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
     must say so, or ShardTypeError is raised.
     """
     positions, removed = _removed(call)
-    axes = _unreduced_by_removing(call, removed, call.operands[0].unreduced)
+    axes = _summed_axes(call, removed, call.operands[0].unreduced)
     return _unreduced(jnp.sum(x, axis=positions), axes)
 
 
@@ -288,7 +286,7 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
     dtypes = sorted({str(x.dtype) for x in operands})
     call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
-    axes = _unreduced_by_removing(call, removed, ())
+    axes = _summed_axes(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
@@ -346,7 +344,7 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     call.require(
         call.result.dims == wanted, f"the result's dimensions are `{Spec(wanted)}`, in that order"
     )
-    axes = _unreduced_by_removing(call, [dim], ())
+    axes = _summed_axes(call, [dim], ())
     position = tables.dims.index(dim)
     size = table.shape[position]
     first = lax.axis_index(dim.axes) * size if dim.axes else 0

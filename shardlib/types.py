@@ -144,9 +144,7 @@ def parse_signature(text: str) -> tuple[tuple[Spec, ...], Spec]:
     SpecError."""
     specs, marks = _parse(text)
     if "".join(marks) != "," * (len(marks) - 1) + "->":
-        raise SpecError(
-            f"expected operands, an arrow and a result, as in A, B -> C, not\n    {text}"
-        )
+        raise SpecError(f"expected operands, an arrow and a result: A, B -> C, not\n    {text}")
     return tuple(specs[:-1]), specs[-1]
 
 
@@ -301,10 +299,7 @@ def _unreduced_problem(value: Any, spec: Spec) -> str | None:
             f"ops.psum or ops.psum_scatter, or declare {{U:{undeclared}}}"
         )
     if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
-        return (
-            f"it is not unreduced over {reduced}: it was reduced already, or never was a partial "
-            "sum"
-        )
+        return f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
     if not spec.dims and kind.varying:
         return (
             "a scalar is the same on every device or unreduced, but this one varies along "
@@ -358,15 +353,13 @@ def explain(error: Exception) -> str:
     # If the backward pass can't be built, the line to blame is in the error's cause.
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
     inside = itertools.dropwhile(lambda f: f.filename != __file__, frames)  # typed_shard_map's
-    relevant = [*filter(users, inside), *[*filter(users, cause)][-1:]]
+    own = [*filter(users, inside), *[*filter(users, cause)][-1:]]
     if not isinstance(error, ShardTypeError):
         message = f"{type(error).__name__}: {message}"
         # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
-        if not relevant and not isinstance(error, jax.errors.UnexpectedTracerError):
-            relevant = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
-    lines = (
-        f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in relevant
-    )
+        if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
+            own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)
     return "\n".join([*dict.fromkeys(lines), message])
 
 
@@ -464,9 +457,7 @@ def make_partition_specs(hint: Any) -> Any:
 
     def partition_spec(kind: Any) -> PartitionSpec:
         if kind is Any:
-            raise SpecError(
-                "Any has no layout: a typed_shard_map takes and returns arrays of known types"
-            )
+            raise SpecError("Any has no layout; a typed_shard_map needs array types")
         if problem := axes_problem(kind.spec):
             raise SpecError(f"{kind}: {problem}")
         return PartitionSpec(*(dim.axes or None for dim in kind.spec.dims))
