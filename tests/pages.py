@@ -1,4 +1,4 @@
-"""Outputs and figures that pages show, compared with what commands print or other pages record."""
+"""Parses what Markdown pages show: outputs of commands, and figures in sentences and tables."""
 
 import collections
 import difflib
@@ -16,7 +16,7 @@ BLOCK_OR_COMMAND = re.compile(
     r"^ *```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *```$|`(?P<inline>python -m [^`]+)`",
     re.MULTILINE | re.DOTALL,
 )
-COMMAND = re.compile(r" *(\w+=\S+ )*(python|make|pip|sed|perl) ")
+COMMAND = re.compile(r" *(\w+=\S+ )*(#|\.|cd|git|make|perl|pip|python|sed) ")
 
 
 class Output(NamedTuple):
@@ -29,16 +29,18 @@ class Output(NamedTuple):
 
 
 def outputs(page: str) -> Iterator[Output]:
+    """The outputs that the page shows, in order."""
     commands, edit = list[str](), ""
     for match in BLOCK_OR_COMMAND.finditer(page):
         language, text, inline = match["language"], match["text"], match["inline"]
+        lines = (text or "").replace("\\\n", " ").splitlines()
         if inline:
             if "--config-name" in inline:
                 commands, edit = [" ".join(inline.split())], ""
         elif language == "python":
             edit = text
-        elif not language and all(COMMAND.match(line) for line in text.splitlines()):
-            commands, edit = [line.strip() for line in text.splitlines()], ""
+        elif not language and all(map(COMMAND.match, lines)):
+            commands, edit = [" ".join(line.split()) for line in lines], ""
         elif not language:
             yield Output(commands, edit, text, match.start("text"))
 
@@ -51,6 +53,7 @@ def key(line: str) -> str:
 
 
 def is_shown(line: str) -> bool:
+    """False for blank lines, and for those that stand for lines left out."""
     return line.strip() not in ("", "...")
 
 
@@ -82,7 +85,7 @@ def current(line: str, printed: list[str], first: int = 0) -> int | None:
 
 
 def updated(text: str, printed: list[str]) -> str:
-    """The text with each line as it is printed now; those with nothing similar stay."""
+    """The text with each line replaced by the printed line that is most similar, if one is."""
     first, lines, group = 0, list[str](), list[str]()
     for line in [*text.splitlines(), ""]:
         if not is_shown(line):
@@ -97,7 +100,7 @@ def updated(text: str, printed: list[str]) -> str:
 
 
 def narrowed(rows: list[str]) -> list[str]:
-    """Some rows of a printed table, with two spaces between columns."""
+    """Closes gaps between the columns of a printed table from which rows were left out."""
     indent = min((len(row) - len(row.lstrip()) for row in rows), default=0)
     width = max(map(len, rows), default=0)
     blank = [all(row[i : i + 1].strip() == "" for row in rows) for i in range(width)]
@@ -121,6 +124,7 @@ def value(number: str) -> float:
 
 
 def rounds_to(exact: float, number: str) -> bool:
+    """True if the number, as written, is the exact one rounded to its digits after the point."""
     decimals = len(number.partition(".")[2])
     return abs(exact - value(number)) <= 0.5000001 * 10**-decimals
 
@@ -148,7 +152,7 @@ def slug(heading: str) -> str:
 
 
 def section(page: str, anchor: str) -> str:
-    """The text from a heading to the next one of its level or above."""
+    """The prose from a heading to the next one of its level or above."""
     lines = prose(page).splitlines()
     for start, line in enumerate(lines):
         if line.startswith("#") and slug(line.lstrip("#")) == anchor:

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ show what is so: commands, outputs and figures."""
+"""Tests of README.md and the pages of docs/: their commands, outputs, figures and examples."""
 
 import ast
 import contextlib
@@ -67,24 +67,24 @@ def test_commands_have_the_options_that_are_shown(page):
 
 
 def test_the_sizes_in_the_readme():
-    """As `make size` counts them, to three hundredths."""
+    """Compares with `make size`, to 3%."""
     folders = ["shardlib", "data", "runtime", "tools", "benchmarks", "tests"]
     command = [sys.executable, ".ci/size.py", "train.py", *folders]
     printed = subprocess.check_output(command, cwd=ROOT, text=True)
     counts = {name: int(n) for n, name in re.findall(r"^ *(\d+) ([\w.]+)$", printed, re.M)}
     text = " ".join((ROOT / "README.md").read_text().split())
-    says = re.search(
+    stated = re.search(
         r"train.py has ([\d,]+) lines of code and shardlib/ ([\d,]+); .* it is ([\d,]+), "
         r"and ([\d,]+) more are tests",
         text,
     )
     product = sum(counts.values()) - counts["tests"]
-    found = counts["train.py"], counts["shardlib"], product, counts["tests"]
-    for stated, count in zip(says.groups(), found, strict=True):
-        assert int(stated.replace(",", "")) == pytest.approx(count, rel=0.03)
+    exact = counts["train.py"], counts["shardlib"], product, counts["tests"]
+    for number, count in zip(stated.groups(), exact, strict=True):
+        assert pages.value(number) == pytest.approx(count, rel=0.03)
 
 
-# First words of docstrings that read as the rest of a sentence.
+# First words of docstrings that begin in the middle of a sentence.
 MID_SENTENCE = re.compile(
     r"(after|against|all|along|also|alone|and|around|as|at|because|before|below|beside|between|both"
     r"|but|by|does|during|else|except|for|from|here|how|if|in|inside|into|its?|like|nor|not|of|on"
@@ -100,24 +100,24 @@ MID_SENTENCE = re.compile(
 def test_docstrings_begin_with_a_verb_or_a_noun(folder):
     files = ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    begun = []
+    problems = []
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             text = isinstance(node, kinds) and ast.get_docstring(node)
             if text and MID_SENTENCE.match(text):
                 line = node.body[0].lineno
-                begun.append(f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
-    assert not begun, "\n".join(begun)
+                problems.append(f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not problems, "\n".join(problems)
 
 
-def blank(text):
-    """Without its numbers."""
+def without_numbers(text):
+    """The set of lines of the text, with each number replaced."""
     return {re.sub(r"[\d.,:]+", "#", line).strip() for line in text.splitlines()}
 
 
 @pytest.mark.long
 def test_the_first_hour(tmp_path):
-    """As in the README, in a copy of what it is cloned from; some six minutes."""
+    """Runs the README's commands in a copy of the repository; some six minutes."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -128,21 +128,21 @@ def test_the_first_hour(tmp_path):
     assert f"\t$(BIN)/{train_it}" in (ROOT / "Makefile").read_text()
     blocks[0] = train_it
     printed, shown = "", ""
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}  # the tests' own
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     for block in blocks:
         if not block.startswith("python -m "):
-            shown += block.split("self.\n")[-1]  # less the text that a model made
+            shown += block.split("self.\n")[-1]  # without the text that the model generated
             continue
         for line in block.splitlines():
-            if "tools.compile" not in line:  # make test-tpu has it
-                command = [sys.executable, *shlex.split(line)[1:]]
-                done = subprocess.run(
-                    command, cwd=tmp_path, env=env, capture_output=True, text=True
-                )
-                assert not done.returncode, (line, done.stderr)
-                printed += done.stdout
-    lines = {line for line in blank(shown) if not re.match("# x TPU|It fits|A step sends|#$", line)}
-    assert len(lines) > 15 and not lines - blank(printed)
+            if "tools.compile" in line:  # make test-tpu runs it
+                printed += compiled()[line]
+                continue
+            command = [sys.executable, *shlex.split(line)[1:]]
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+            assert not done.returncode, (line, done.stderr)
+            printed += done.stdout
+    lines = without_numbers(shown) - {"#"}
+    assert len(lines) > 15 and not lines - without_numbers(printed)
 
 
 def test_the_excerpt_in_the_readme_is_from_train():
@@ -157,9 +157,8 @@ def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
     scope = {}
     exec(page.split("```python\n")[1].split("```")[0], scope)
     assert (scope["ids"].tolist(), scope["is_start"].tolist()) == ([3, 8, 1], [False, False, True])
-    shown = re.findall(r"(encoded_tokens|seq_starts) +(\[.*\])", page)
-    dataset = scope["dataset"]
-    assert {name: str(dataset.group[name][:].tolist()) for name, _ in shown} == dict(shown)
+    arrays = dict(re.findall(r"(encoded_tokens|seq_starts) +(\[.*\])", page))
+    assert arrays == {name: str(scope["dataset"].group[name][:].tolist()) for name in arrays}
 
 
 def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
@@ -179,14 +178,14 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
 
 # --- Outputs --------------------------------------------------------------------------------------
 
-BY_COMPILER = re.compile(r"^\d+ x ", re.MULTILINE)  # the first line of what tools.compile prints
 Edits = tuple[tuple[str, str], ...]
 
 
 @functools.cache
 def audited(command: str, *more: str, edits: Edits = ()) -> str:
-    """What `python -m tools.audit` prints, with more arguments and with edits of train.py."""
-    arguments = shlex.split(command)[3:]
+    """The output of `python -m tools.audit`, with more arguments and with edits of train.py."""
+    files = "audit.html=", "audit.json="
+    arguments = [word for word in shlex.split(command)[3:] if not word.startswith(files)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr("sys.argv", ["audit", *arguments, *more])
         if edits:
@@ -196,69 +195,66 @@ def audited(command: str, *more: str, edits: Edits = ()) -> str:
 
 
 def unsaved(excerpt: str) -> Edits:
-    """For each line `name = product` that a page shows, the edit that no longer saves it."""
+    """Returns, for each line `name = product` of the excerpt, the edit that stops saving it."""
     pairs = [line.split(" = ") for line in excerpt.splitlines()]
     return tuple((f"{x} = save_for_backward({y})", f"{x} = {y}") for x, y in pairs)
 
 
-def audits_of(output: pages.Output) -> str:
-    """What the audits among its commands print; with an edit, after what they print without it."""
-    commands = [command for command in output.commands if "-m tools.audit" in command]
-    texts = [audited(command) for command in commands]
-    if output.edit:
-        texts += [audited(command, edits=unsaved(output.edit)) for command in commands]
-    return "".join(texts)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/experiments.md"])
-def test_what_the_audit_prints_is_what_the_page_shows(page):
-    """UPDATE_GOLDEN=1 writes it into the page. docs/experiments.md has a test of its own."""
-    path, stale = ROOT / page, []
-    text = path.read_text()
-    for output in reversed(list(pages.outputs(text))):
-        part, printed = BY_COMPILER.split(output.text)[0], audits_of(output).splitlines()
-        if printed and pages.UPDATE:
-            end = output.start + len(part)
-            part = pages.updated(part, printed)
-            text = text[: output.start] + part + text[end:]
-        stale += pages.missing(part, printed) if printed else []
-    if pages.UPDATE:
-        path.write_text(text)
-    assert not stale, "\n".join([f"{page} shows, but no command prints:", *stale])
-
-
-def compiles(page: str) -> dict[str, str]:
-    """The commands of tools.compile whose output the page shows, with that output."""
-    outputs = list(pages.outputs((ROOT / page).read_text()))
+def compiled() -> dict[str, str]:
+    """Outputs of tools.compile, by command, as docs/audit.md shows them."""
+    page = pages.outputs((ROOT / "docs/audit.md").read_text())
     return {
-        command: output.text[BY_COMPILER.search(output.text).start() :]
-        for output in outputs
+        command: output.text
+        for output in page
         for command in output.commands
-        if "-m tools.compile" in command and BY_COMPILER.search(output.text)
+        if "-m tools.compile" in command
     }
 
 
-def test_the_readme_shows_what_the_compiler_says_in_the_page_of_the_audit():
-    known = compiles("docs/audit.md")
-    for command, text in compiles("README.md").items():
-        assert not pages.missing(text, known[command].splitlines())
+def printed_by(output: pages.Output) -> list[str]:
+    """The lines that its commands print; with an edit, the lines without it come first."""
+    text = ""
+    for edits in [(), unsaved(output.edit)] if output.edit else [()]:
+        for command in output.commands:
+            is_audit = "-m tools.audit" in command
+            text += audited(command, edits=edits) if is_audit else compiled().get(command, "")
+    return text.splitlines()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/experiments.md"])
+def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
+    """UPDATE_GOLDEN=1 updates the page. tests/test_experiments.py has docs/experiments.md."""
+    path, stale = ROOT / page, []
+    text = path.read_text()
+    for output in reversed(list(pages.outputs(text))):
+        shown, printed = output.text, printed_by(output)
+        if printed and pages.UPDATE:
+            shown = pages.updated(shown, printed)
+            text = text[: output.start] + shown + text[output.start + len(output.text) :]
+        stale += pages.missing(shown, printed) if printed else []
+    if pages.UPDATE:
+        path.write_text(text)
+    assert not stale, "\n".join([f"no command prints these lines of {page}:", *stale])
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("command", compiles("docs/audit.md"))
+@pytest.mark.parametrize("command", compiled())
 def test_the_compiler_says_what_the_page_shows(command):
-    """To 3%, as versions of the compiler differ; its speed is the machine's."""
-    arguments = [sys.executable, *shlex.split(command)[1:]]
+    """Compares to 3%, since compiler versions differ. UPDATE_GOLDEN=1 updates the page instead."""
+    arguments, shown = [sys.executable, *shlex.split(command)[1:]], compiled()[command]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    lines = filter(pages.is_shown, compiles("docs/audit.md")[command].splitlines())
-    printed = filter(pages.is_shown, done.stdout.splitlines())
-    for line, now in zip(lines, printed, strict=True):
-        print(now)
-        if not line.startswith("compiled in"):
-            assert re.sub(r"[\d.]+", "#", pages.key(line)) == re.sub(r"[\d.]+", "#", pages.key(now))
-            for x, y in zip(*(re.findall(r"\d[\d.]*", text) for text in (line, now)), strict=True):
-                assert float(x) == pytest.approx(float(y), rel=0.03, abs=1), (line, now)
+    print(done.stdout)
+    if pages.UPDATE:
+        path = ROOT / "docs/audit.md"
+        path.write_text(path.read_text().replace(shown, done.stdout))
+        shown = done.stdout
+    for line, now in zip(shown.splitlines(), done.stdout.splitlines(), strict=True):
+        assert re.sub(r"[\d.+-]+", "#", pages.key(line)) == re.sub(r"[\d.+-]+", "#", pages.key(now))
+        figures = zip(*(pages.FIGURE.findall(text) for text in (line, now)), strict=True)
+        for (x, unit), (y, _) in figures if "compiled in" not in line else ():
+            within = {"abs": 2} if unit == "%" else {"rel": 0.03}
+            assert float(x) == pytest.approx(float(y), **within), (line, now)
 
 
 # --- Figures --------------------------------------------------------------------------------------
@@ -285,16 +281,16 @@ def test_figures_with_units_are_recorded_where_they_were_measured(page):
 
 
 def test_the_figures_that_a_run_prints_in_the_readme_are_recorded():
-    """Those with a decimal point: times, losses and what is made of them."""
+    """Looks at numbers with a decimal point, which are times and losses."""
     for output in pages.outputs((ROOT / "README.md").read_text()):
-        if not audits_of(output):
+        if not printed_by(output):
             numbers = " ".join(re.findall(r"(?<![\w./])\d+\.\d+(?![\w.])", output.text))
             assert not pages.unknown(numbers, MEASURED, pages.BARE), output.commands
 
 
 def test_the_figures_in_the_page_of_the_audit_are_the_audits():
-    """Those of the question that it answers. A paragraph's are printed by the page's command, with
-    the overrides that the paragraph names, or with the edits that the page describes."""
+    """Looks at the question that the page answers. Its figures are printed by the page's command:
+    without change, with the edits that the page describes, or with overrides in the paragraph."""
     text = (ROOT / "docs/audit.md").read_text().split("\n## Asking")[0]
     edits = next(unsaved(output.edit) for output in pages.outputs(text) if output.edit)
     command = next(output.commands[0] for output in pages.outputs(text))
@@ -317,6 +313,7 @@ H200_ROWS = re.findall(
     (ROOT / "docs/performance.md").read_text(),
     re.MULTILINE,
 )
+assert H200_ROWS
 
 
 @pytest.mark.parametrize("row", slow_but_for(H200_ROWS[:1], H200_ROWS))
@@ -343,7 +340,7 @@ def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_training_commands_ask_for_what_fits(page):
-    """Short of training: the overrides compose, and every dimension splits over the mesh."""
+    """The overrides compose, and every dimension splits over the mesh. Nothing is trained."""
     for line in re.findall(
         r"^(?:XLA_FLAGS=\S+ )?python -m train (.*)$", (ROOT / page).read_text(), re.MULTILINE
     ):

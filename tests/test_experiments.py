@@ -1,5 +1,5 @@
-"""docs/experiments.md from top to bottom: what each edit is said to do is what the edited source
-does. Loss and gradients are the oracle's, with the same change in it."""
+"""Follows docs/experiments.md from top to bottom: each edit does to the source what the page shows.
+Loss and gradients are compared with those of the oracle, with the same change in it."""
 
 import collections
 import contextlib
@@ -40,7 +40,8 @@ APPLY = BLOCK.search(HEAD)[2]
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A copy of the source to edit."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # as edits within a second look alike
+    # Bytecode is matched by time in seconds, so a quick second edit would not be noticed.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for folder in ("data", "shardlib", "runtime", "tools", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
@@ -49,23 +50,23 @@ def tree(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def imported_from(tree):
-    """Within it, the project's modules are those of the tree."""
+    """A context in which the project's modules are imported from the tree."""
 
-    def take_ours():
+    def remove_modules():
         names = [
             name for name in sys.modules if re.match(r"(train|data|shardlib|runtime|tools)\b", name)
         ]
         return {name: sys.modules.pop(name) for name in names}
 
-    ours = take_ours()
+    modules = remove_modules()
     sys.path.insert(0, str(tree))
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path.remove(str(tree))
-        take_ours()
-        sys.modules.update(ours)
+        remove_modules()
+        sys.modules.update(modules)
 
 
 def shell(command, tree):
@@ -85,9 +86,10 @@ def apply_all(section, tree):
 
 
 def walk(section, tree, capsys, monkeypatch):
-    """Does what a section of the page does, in its order, and holds what it shows. An output
-    compares the last command, now, with the output before it, or, for the first output, with the
-    first command without any edit. Returns the section with what is printed now."""
+    """Applies the edits of a section and runs its commands, in order, and compares their outputs
+    with the page. An output block shows how the output of the last command differs from the output
+    before it: at first, that of the section's first command without any edit. Returns the section,
+    with outputs of now under UPDATE_GOLDEN=1."""
     before, text = [], SECTION[section]
 
     def audit(source, command):
@@ -120,7 +122,7 @@ def walk(section, tree, capsys, monkeypatch):
 
 
 def updated(block, before, after):
-    """The block with each line as it is printed, where it can be found."""
+    """The block with each line replaced by the printed line that is most similar."""
     lines = []
     for line in block.splitlines():
         printed = before if line[0] == "-" else after
@@ -174,8 +176,8 @@ def test_with_all_three_it_trains(tree, tmp_path, capsys, monkeypatch):
 
 
 def loss_and_grads(tree, mesh, *overrides):
-    """Of the tree's train.py in f32; before them the FLOPs that it counts, after them weights and
-    batch."""
+    """Runs the tree's train.py in f32. Returns the FLOPs that it counts, loss, gradients, weights,
+    and the arrays of the batch."""
     with imported_from(tree):
         module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
         config = compose_config(
@@ -205,15 +207,16 @@ def loss_and_grads(tree, mesh, *overrides):
         return flops, loss, plain(grads), plain(weights), targets, is_start
 
 
-def assert_as(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):
-    wanted = functools.partial(
+def assert_equals(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):
+    """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed."""
+    mean_loss = functools.partial(
         oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
     )
-    wanted_loss, wanted_grads = jax.device_get(jax.value_and_grad(wanted)(weights))
-    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    assert_close(grads, wanted_grads, 1e-5)
-    # 6 for each weight and token, 12 for each number of a query and token that it sees; of itself a
-    # half, as is customary.
+    oracle_loss, oracle_grads = jax.device_get(jax.value_and_grad(mean_loss)(weights))
+    np.testing.assert_allclose(loss, oracle_loss, rtol=1e-6)
+    assert_close(grads, oracle_grads, 1e-5)
+    # 6 for each weight and token; 12 for each entry of a query and each token that it attends to,
+    # with the token itself counted as a half, as is customary.
     factors = [w for name, w in weights["layers"].items() if name.startswith("w_")]
     batch, length = targets.shape
     seen = np.minimum(np.arange(length) + 0.5, window).sum()
@@ -228,7 +231,7 @@ def test_squared_relu_is_the_oracles(tree):
         ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
     )
     apply_all("Squared ReLU", tree)
-    assert_as(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
+    assert_equals(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
 
 
 SLOW = pytest.mark.slow
@@ -237,24 +240,24 @@ WINDOWS = [(40, False), pytest.param(40, True, marks=SLOW), pytest.param(192, Tr
 
 @pytest.mark.parametrize("window, sliced", WINDOWS)
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
-    """192 tokens are three blocks of queries. A window of a whole row changes nothing."""
+    """Rows of 192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)
     if sliced:
         apply("window_slice", tree)
     shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' shardlib/kernels.py", tree)
     narrow = "sees[row, i, begin : i + 1]", f"sees[row, i, max(begin, i + 1 - {window}) : i + 1]"
     model = oracle if window == 192 else edited("tests/oracle.py", narrow)
-    found = loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192")
-    assert_as(model, *found, window=window)
+    results = loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192")
+    assert_equals(model, *results, window=window)
 
 
 def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
-    """By JAX's own attention of the same arguments, as there is no GPU."""
+    """Replaces cuDNN, which needs a GPU, by JAX's own attention with the same arguments."""
     by_xla = jax.nn.dot_product_attention
     monkeypatch.setattr(
         jax.nn,
         "dot_product_attention",
-        lambda *arrays, **asked: by_xla(*arrays, **(asked | {"implementation": "xla"})),
+        lambda *arrays, **options: by_xla(*arrays, **(options | {"implementation": "xla"})),
     )
     apply_all("Sliding-window attention", tree)
     rng = np.random.default_rng(0)
@@ -264,12 +267,12 @@ def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
     document = jnp.cumsum(jnp.asarray(rng.random((2, 512)) < 0.005, jnp.int32), axis=1)
     with imported_from(tree):
         kernels = importlib.import_module("shardlib.kernels")
-        found = kernels.cudnn_attention(q, k, v, document)
-        np.testing.assert_allclose(found, kernels.plain_attention(q, k, v, document), atol=1e-5)
+        mixed = kernels.cudnn_attention(q, k, v, document)
+        np.testing.assert_allclose(mixed, kernels.plain_attention(q, k, v, document), atol=1e-5)
 
 
 def test_replicas_have_the_oracles_gradients(tree):
-    """In two parts, whose sums over r are paid once."""
+    """Runs two microbatches; their gradients are summed over r once, at the end."""
     apply_all("A replica axis", tree)
     split = "mesh={r: 2, d: 2, t: 2}", "training.microbatches=2"
-    assert_as(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
+    assert_equals(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
