@@ -1,5 +1,5 @@
-"""All tests run on 8 simulated CPU devices, those of `make test-gpu` on the GPU; the variables must
-be set before JAX is first used."""
+"""Sets up JAX for the tests: 8 simulated CPU devices, or the GPU for `make test-gpu`. The
+environment variables must be set before JAX is first used."""
 
 import atexit
 import os
@@ -8,16 +8,16 @@ import tempfile
 
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
-    # Compiling is most of the tests' time, and this halves it. What XLA does before LLVM stays.
+    # Compilation takes most of the tests' time, and this halves it. It affects only LLVM's passes.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else another process made it for this one
-    # Many tests compile the same programs: all processes of this session share them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # pytest-xdist's main process sets it
+    # Many tests compile the same programs: all processes of this session share a cache.
     shared = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax_cache_")
     atexit.register(shutil.rmtree, shared, ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
-os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is refused at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file is an error at once, without a download
 
 import jax
 import pytest
@@ -27,8 +27,8 @@ from tests.bucket import bucket  # noqa: F401
 
 @pytest.fixture
 def own_metadata():
-    """What is compiled says the lines and names of the source at hand, not those of an equal
-    program that another test compiled."""
+    """Makes compiled programs carry the lines and names of their own source, not those of an equal
+    program that another test has compiled."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     yield
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)

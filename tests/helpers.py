@@ -1,4 +1,4 @@
-"""What several tests need: configs, meshes, and train.py with an edit applied to its source."""
+"""Helpers shared by the tests: configs, meshes, processes, and edited copies of source files."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 
 
 def slow_but_for(quick: list, values: list) -> list:
-    """Values for pytest.mark.parametrize, of which `make test` tries the quick ones alone."""
+    """Marks all values for pytest.mark.parametrize as slow, except the quick ones."""
     slow = pytest.mark.slow
     return [value if value in quick else pytest.param(value, marks=slow) for value in values]
 
@@ -45,7 +45,7 @@ def compose_config(
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
 
 
-# A tiny model; its vocabulary holds the ids of the synthetic dataset.
+# A tiny model whose vocabulary covers the synthetic dataset.
 SMALL = [
     "model.d_model=32",
     "model.n_q_per_kv=2",
@@ -61,7 +61,7 @@ SMALL = [
 
 
 def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tuple[str, str]:
-    """Runs the program in this process; what it printed, and the message it ended with, if any."""
+    """Runs the program in this process. Returns what it printed and its exit message, or ""."""
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     message = ""
     try:
@@ -72,13 +72,13 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
 
 
 def start_hosts(
-    count: int, devices: int, command: Callable[[int], list[str]], texts: str = "", **settings: str
+    count: int, devices: int, command: Callable[[int], list[str]], output: str = "", **settings: str
 ) -> list[subprocess.Popen]:
-    """Starts Python processes of so many CPU devices each, told of each other as Slurm would. What
-    host i prints goes to the file `<texts>.<i>`, if that is given, or else to pipes."""
+    """Starts Python processes with `devices` CPU devices each, and Slurm's environment variables to
+    find each other. Host i prints to the file `<output>.<i>`, or to a pipe if `output` is empty."""
     job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
     slurm = {
-        "SLURM_JOB_ID": str(job),  # JAX makes the port of it
+        "SLURM_JOB_ID": str(job),  # determines the port that JAX uses
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(count),
         "SLURM_STEP_NUM_TASKS": str(count),
@@ -88,9 +88,9 @@ def start_hosts(
     hosts = []
     with contextlib.ExitStack() as files:
         for i in range(count):
-            out = files.enter_context(open(f"{texts}.{i}", "w")) if texts else subprocess.PIPE
+            out = files.enter_context(open(f"{output}.{i}", "w")) if output else subprocess.PIPE
             env = os.environ | slurm | settings | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
-            error = subprocess.STDOUT if texts else subprocess.PIPE
+            error = subprocess.STDOUT if output else subprocess.PIPE
             full = [sys.executable, *command(i)]
             hosts.append(
                 subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=error, text=True)
@@ -104,7 +104,7 @@ def is_free(port: int) -> bool:
 
 
 def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
-    """Runs a module in processes that share 8 devices; what each of them printed."""
+    """Runs a module on several hosts that share 8 devices. Returns what each host printed."""
     hosts = start_hosts(count, 8 // count, lambda _: ["-m", module, *arguments])
     printed = [host.communicate(timeout=120) for host in hosts]
     assert not any(host.returncode for host in hosts), printed
@@ -112,27 +112,27 @@ def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
 
 
 def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The ids of some batches, of the parts that several hosts hold, and each host's position."""
+    """The ids of some batches, assembled from several hosts, and each host's position."""
     printed = on_hosts(count, "tests.batches_of_host", json.dumps(asked))
-    found = [json.loads(out.splitlines()[-1]) for out in printed]
+    results = [json.loads(out.splitlines()[-1]) for out in printed]
     batches = []
-    for parts in zip(*(host["rows"] for host in found), strict=True):
+    for parts in zip(*(host["rows"] for host in results), strict=True):
         rows = {int(first): ids for part in parts for first, ids in part.items()}
         batches.append(np.concatenate([rows[first] for first in sorted(rows)]))
-    return batches, {str(host["host"]): host["position"] for host in found}
+    return batches, {str(host["host"]): host["position"] for host in results}
 
 
 def starts_of(batch: Any) -> np.ndarray:
-    """Where a document starts in a batch, whose documents are numbered from 1 in each row, or from
-    0 if the first one began in the row before."""
+    """Marks the first token of each document in a batch. Documents are numbered from 1 in each row,
+    or from 0 if the first one continues from the row before."""
     return np.diff(np.asarray(batch.document).astype(int), axis=1, prepend=0) > 0
 
 
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:
-    """A run's metrics, without timings."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The rows of a run's metrics, without timings."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in found]
+    return [{k: v for k, v in row.items() if k not in timed} for row in lines]
 
 
 def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
@@ -141,13 +141,13 @@ def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
 
 
 def small_config(*overrides: str) -> "train.Config":
-    """A tiny model whose every dimension splits over 8 devices."""
+    """The config of a tiny model, each of whose dimensions splits over 8 devices."""
     name = "paths.model_name=test"
     return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
 
 
 def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
-    """A source file as a module, with each (old, new) replaced throughout it."""
+    """Loads a source file as a module, with each `old` replaced by `new` throughout."""
     text = (ROOT / path).read_text()
     for old, new in edits:
         assert old in text, f"{path} does not contain {old!r}: update the edit in this test"
@@ -158,10 +158,10 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
 IN_F32 = ("bf16", "f32")
 
 
-def assert_close(found, wanted, tolerance):
-    """Each array's largest difference, as a share of its largest entry."""
+def assert_close(actual, expected, tolerance):
+    """Checks each array's largest error, relative to its largest expected entry."""
     for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
         scale = np.abs(b).max() + 1e-12
         error = np.abs(a - b).max() / scale

@@ -1,10 +1,10 @@
-"""Edits each op in train.py in every way that somebody might get it wrong, and says what notices.
+"""Tries every likely mistake in each op of train.py, and reports which check catches it.
 
     python -m tests.mutations
 
-Each edit is probed as train.py probes itself before it compiles. Those that pass are run, in f32,
-on three meshes of simulated devices, and have to give the loss and the gradients that the source
-gives. Prints a line per edit, and ends with an error if one changes them unnoticed.
+Each edited source is probed as train.py probes itself before it compiles. An edit that passes is
+run in f32 on three simulated meshes, and must give the same loss and gradients as the original.
+Prints a line per edit, and ends with an error if an edit changes them and no check catches it.
 """
 
 import argparse
@@ -48,8 +48,8 @@ class Mutation(NamedTuple):
 
 
 def other_strings(text: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """A signature with one of its axes exchanged, with all of them, and with the axes of a
-    dimension at another one of the same array."""
+    """Yields variants of a signature with a description: one axis replaced, all axes exchanged, and
+    a dimension's axes moved to another dimension of the same array."""
     for found in AXIS.finditer(text):
         for axis in axes:
             if axis != found[0]:
@@ -70,7 +70,7 @@ def other_strings(text: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]
 
 
 def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
-    """What somebody would write who knows jnp and not the op."""
+    """The jnp expression that one might write in place of the op, or None."""
     bare = re.sub(r"\{U:[^}]*\}|/[a-z]|[][]", "", signature)
     left, right = (part.split() for part in bare.split("->"))
     if op in ("reduce_sum", "reduce_max"):
@@ -122,12 +122,12 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
         whole = SOURCE[slice(*span(call))]
         if name == "save_for_backward":
             yield Mutation(call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
-        # What makes a weight whole is ops.all_gather, handed in.
+        # `gather` is a parameter; its default is ops.all_gather.
         module, _, op = {"gather": "ops.all_gather"}.get(name, name).partition(".")
         if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
             continue
         signature = str(call.args[0].value)
-        if module == "ops":  # without a kernel it is another model
+        if module == "ops":  # deleting a kernel gives another model
             yield Mutation(call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
@@ -139,7 +139,7 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
 
 
 def load(source: str, file: str = "train.py") -> types.ModuleType:
-    """The text of a source file, edited, as a module."""
+    """Loads the edited text of a source file as a module."""
     module = types.ModuleType(f"{pathlib.Path(file).stem}_edited_{len(sys.modules)}")
     sys.modules[module.__name__] = module  # dataclasses look their module up
     path = str(ROOT / file).replace(".py", "_edited.py")
@@ -149,8 +149,8 @@ def load(source: str, file: str = "train.py") -> types.ModuleType:
 
 
 def probe(source: str, config: Any) -> tuple[str, str]:
-    """The net that the edit falls into, and the first line of what the person is told; or two empty
-    texts."""
+    """Returns the kind of check that catches the edit, and the first line of its message; or two
+    empty strings."""
     try:
         load(source).probe(config)
     except (TypeError, ValueError, IndexError) as error:
@@ -168,7 +168,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
 
 
 def numbers(source: str, config: Any, meshes: Any = MESHES) -> list[Any]:
-    """Loss and gradients of a step in f32, on each of the meshes."""
+    """Returns the loss and gradients of a step in f32 on each mesh."""
     module = load(source.replace("bf16", "f32"))
     size, rng = module.dimensions(config), np.random.default_rng(0)
     shape = size["B"], size["L"]
@@ -183,8 +183,8 @@ def numbers(source: str, config: Any, meshes: Any = MESHES) -> list[Any]:
     return results
 
 
-def same(found: list[Any], wanted: list[Any]) -> bool:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+def same(actual: list[Any], expected: list[Any]) -> bool:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() + 1e-12 for a, b in pairs)
 
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--every", type=int, default=1, help="try every N-th edit only")
+    parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     every = parser.parse_args().every
     simulate_cpu_devices(8)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -213,7 +213,7 @@ def main() -> None:
         f"\n{counts.total()} edits: " + ", ".join(f"{n} {net}" for net, n in counts.most_common())
     )
     if counts["SURVIVES"]:
-        sys.exit(f"error: {counts['SURVIVES']} edits change the numbers, and nothing notices")
+        sys.exit(f"error: {counts['SURVIVES']} edits change the numbers and no check catches them")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The model and its loss, unsharded, written from the papers: who sees whom is worked out token by
-token, rotation is complex multiplication. Imports nothing of the project."""
+"""The model and its loss, unsharded, written from the papers. Attention masks are made token by
+token, and RoPE is a complex multiplication. Shares no code with the project."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import numpy as np
 
 
 def layout(targets, is_start):
-    """For targets[B, L]: the token before each in its document or 0, its position in the document,
-    and whether it sees each other token of its row."""
+    """Returns, for targets[B, L], the token before each one in its document, or 0; its position in
+    the document; and whether it attends to each token of its row."""
     before, position = np.zeros_like(targets), np.zeros(targets.shape, np.int32)
     sees = np.zeros((*targets.shape, targets.shape[1]), bool)
     for row, starts in enumerate(is_start):
@@ -26,7 +26,7 @@ def normalize(x, gain):
 
 
 def rotate(x, position, max_timescale):
-    """x[B, L, N, D] with (i, i + D/2) as the real and imaginary part of a complex number."""
+    """Rotates x[B, L, N, D] with (i, i + D/2) as real and imaginary part of a complex number."""
     half = x.shape[-1] // 2
     pairs = jax.lax.complex(x[..., :half], x[..., half:])
     angles = position[:, :, None] * max_timescale ** -(jnp.arange(half) / half)
@@ -35,7 +35,7 @@ def rotate(x, position, max_timescale):
 
 
 def attend(x, layer, position, sees, max_timescale):
-    """x[B, L, M]; the query heads one after the other."""
+    """Attention of x[B, L, M], one query head per key-value head at a time."""
     _, n_q, _, d_head = layer["w_q"].shape
     keys = rotate(jnp.einsum("blm,mkd->blkd", x, layer["w_k"]), position, max_timescale)
     values = jnp.einsum("blm,mkd->blkd", x, layer["w_v"])
@@ -45,15 +45,15 @@ def attend(x, layer, position, sees, max_timescale):
         queries = rotate(queries, position, max_timescale)
         scores = jnp.einsum("bikd,bjkd->kbij", queries, keys) / np.sqrt(d_head)
         scores = jnp.where(sees, scores, -1e30)
-        shares = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-        shares = shares / shares.sum(axis=-1, keepdims=True)
-        mixed = jnp.einsum("kbij,bjkd->bikd", shares, values)
+        probabilities = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        probabilities = probabilities / probabilities.sum(axis=-1, keepdims=True)
+        mixed = jnp.einsum("kbij,bjkd->bikd", probabilities, values)
         out += jnp.einsum("bikd,mkd->bim", mixed, layer["w_o"][:, q])
     return out
 
 
 def mean_loss(weights, targets, is_start, max_timescale):
-    """In nats, over all targets but 0 of targets[B, L]; is_start is a numpy array."""
+    """The mean loss in nats over all targets[B, L] except 0; is_start is a numpy array."""
     before, position, sees = layout(np.asarray(targets), np.asarray(is_start))
     return laid_out_loss(weights, targets, before, position, sees, max_timescale)
 

@@ -1,4 +1,4 @@
-"""What a person types: training runs, shipped configs, and what importing costs."""
+"""Tests commands that people type: training runs, shipped configs, and the cost of importing."""
 
 import ast
 import dataclasses
@@ -42,7 +42,7 @@ def run(*arguments, **settings):
 
 
 def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
-    """It finds what the first one left, and gives the same numbers."""
+    """The second start loads the programs that the first one cached, with the same results."""
     losses, entries = [], []
     for name in "first", "second":
         done = run(
@@ -68,7 +68,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         "training.validation_batches=2",
         "training.learning_rate=1e-3",
         "training.tokens.batch=16",
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",  # it runs longer than it compiles
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",  # runs longer than it compiles
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -105,12 +105,12 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
 
 @pytest.mark.slow  # tests/test_hosts.py has two hosts train, stop and go on
 def test_two_hosts_train_as_one_does(tmp_path):
-    """Two processes of four devices each, told of each other as Slurm would. What they saved, one
-    process goes on from."""
+    """Two processes of four devices each find each other through Slurm's variables. One process
+    resumes from what they saved."""
     arguments = [
         "--config-name=local_test_synthetic",
         *SMALL,
-        "training.learning_rate=3e-5",  # at which bf16's rounding doesn't grow
+        "training.learning_rate=3e-5",  # low enough that bf16 rounding doesn't grow
         f"paths.root_working_dir={tmp_path}",
         "training.steps=3",
         "training.validation_interval=3",
@@ -150,7 +150,7 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
-    """Meshes of other sizes, of which the first one doesn't fit the model."""
+    """The sweep has meshes of two sizes; the first doesn't fit the model."""
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
     done = run(*SWEEP, *settings, "mesh.d=3,1")
     assert done.returncode == 1
@@ -194,7 +194,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_gets_one_message(message, tmp_path):
-    """tests/test_wrong_inputs.py has the rest, not as commands."""
+    """Runs commands; tests/test_wrong_inputs.py has the other mistakes, in-process."""
     done = run(
         "--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", *BAD[message]
     )
@@ -218,7 +218,7 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     needed = found.arguments + found.temporary
     stated = re.search(r"each (chip|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
     assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated
-    # By default JAX has three quarters of a GPU's memory.
+    # JAX reserves three quarters of a GPU's memory by default.
     limit = 0.02 if name.startswith("local") else 15.75 if chip else 60
     assert needed < limit * 2**30
 
@@ -229,7 +229,7 @@ def choices(group):
 
 @pytest.mark.parametrize("model", slow_but_for(["1b", "llama3_8b"], choices("model")))
 def test_every_choice_of_model_data_and_hardware_composes(model):
-    """Each dimension splits over the mesh, and the model has as many weights as its file says."""
+    """Each dimension splits over the mesh, and the model's file gives its number of weights."""
     comment = (ROOT / f"configs/model/{model}.yaml").read_text()
     number, unit = re.search(r"([\d.]+) (million|billion)", comment).groups()
     weights = float(number) * {"million": 1e6, "billion": 1e9}[unit]
@@ -245,7 +245,7 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         assert f"{count:.3g}" == f"{weights:.3g}"
 
 
-# Edits of train.py that keep every shape on a mesh with equal sides, and change what is computed.
+# Edits of train.py that keep every shape on a square mesh but change the result.
 SILENT_EDITS = {
     "a layer's gain gathered in the wrong order": (
         'gather("M/t/d -> M", w.mlp_norm)',
@@ -283,7 +283,7 @@ SILENT_EDITS = {
     ),
 }
 
-# Those of which JAX or Python says something.
+# Edits that JAX or Python reports.
 LOUD_EDITS = {
     "a gain used without its gather": (
         "return lax.scan(block, x, (weights.layers, caches))",
@@ -319,7 +319,7 @@ def test_the_probe_explains_a_wrong_edit(case):
     settings = ("paths.model_name=x", "mesh={d: 2, t: 2}", "training.loss_chunks=4")
     with pytest.raises(UserError) as error:
         module.check_types(compose_config("local_test_synthetic", *settings))
-    # What JAX says differs between its versions, and line numbers change with every edit.
+    # JAX's messages differ between versions, and line numbers change with every edit.
     text = re.sub(r"    JAX says: .*", "    JAX says: ...", str(error.value))
     text = re.sub(r"\.py:\d+(:\d+)?", ".py:LINE", text).replace(f"{ROOT}/", "")
     golden.check("probe.txt", case, re.sub(r"https://\S+/", "https://.../", text))
@@ -345,7 +345,7 @@ def test_importing_train_leaves_out_what_a_run_does_not_need():
 
 
 def test_the_source_has_no_annotation_that_nobody_checks():
-    """An array type on a local variable would be a comment: nothing looks at it."""
+    """An array type on a local variable would only be a comment: nothing checks it."""
     for path in [ROOT / "train.py", *(ROOT / "data").glob("*.py")]:
         tree = ast.parse(path.read_text())
         for function in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Whatever is typed, a program goes on to its work, or ends with one message and leaves nothing."""
+"""Tests that a program, whatever its arguments, runs or ends with one message and no output."""
 
 import contextlib
 import functools
@@ -28,12 +28,13 @@ OTHERS = ["null", "true", "text", "", "''", '""', "'", '"', " ", "' '", "a b", "
           "text.txt", "bytes_utf8", "train"]  # fmt: skip
 FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--resolve",
          "--none", "-x", "--", "-"]  # fmt: skip
-# Without a slash, as some texts name a folder to write to.
+# No slash, as some texts name a folder to write to.
 ANY = st.characters(codec="utf-8", exclude_characters="/\0")
 
 
 def overrides(schema):
-    """One, and what a message would name if it gives a value to a known key, or else nothing."""
+    """A strategy for an override, with the names of which its error message must have one. They are
+    empty unless the override sets a known key."""
     values = st.one_of(
         st.sampled_from(NUMBERS),
         st.sampled_from(OTHERS),
@@ -65,7 +66,7 @@ def overrides(schema):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder to work in, which is its user's home, with small datasets."""
+    """A working folder with small datasets, which is also the user's home."""
     folder = tmp_path_factory.mktemp("above") / "work"
     folder.mkdir()
     tokens, lengths = encode(np.full(1024, 7), np.zeros(1, np.intp)), np.array([1024])
@@ -76,7 +77,7 @@ def folder(tmp_path_factory):
     (folder / "texts").mkdir()
     (folder / "texts/a.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
     (folder / "text.txt").write_text("a text\n")
-    import datasets  # noqa: F401  it asks for its user's home once
+    import datasets  # noqa: F401  it looks up the home folder on import
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -86,7 +87,7 @@ def folder(tmp_path_factory):
 
 
 def ends(program, arguments):
-    """What a program exits with, or "" if it goes on to its work, and what it printed."""
+    """Runs a program. Returns its exit message or code, or "" if it ran, and what it printed."""
     sys.argv[1:] = arguments
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -98,10 +99,10 @@ def ends(program, arguments):
 
 
 def check(folder, program, arguments, named):
-    """Runs a program; if it doesn't go on, the message has one of the names."""
+    """Runs a program; if it is refused, checks that the message has one of the names."""
     before = {path: {*path.iterdir()} for path in (folder, folder.parent)}
     message, printed = ends(program, arguments)
-    note(f"{arguments} -> {message or 'goes on'}")
+    note(f"{arguments} -> {message or 'runs'}")
     if message == 2:  # Hydra's, of an option
         assert "usage: " in printed and "error: " in printed
     elif message:
@@ -116,7 +117,7 @@ def check(folder, program, arguments, named):
 
 
 def fuzz(folder, program, schema, starts, examples):
-    """Draws one of some starts, flags and overrides."""
+    """Runs a program with random starts, flags and overrides."""
     goes_on = functools.cache(lambda which: not ends(program, starts[which])[0])
     assert goes_on(-1)
 
@@ -147,7 +148,7 @@ STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_datase
 
 
 def starts():
-    """The shipped configs, with a dataset that is here."""
+    """The arguments that start each shipped config on a dataset in the folder."""
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         if path.stem == "base":
             continue

@@ -1,4 +1,4 @@
-"""What only a GPU can show: make test-gpu. Everywhere else these are left out."""
+"""Tests that need a GPU: make test-gpu. They are skipped elsewhere."""
 
 import functools
 import gzip
@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_close_to_the_oracles():
 
 @pytest.mark.parametrize("rows, length, queries, keys, size", SHAPES)
 def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
-    """Result and gradients, in several documents a row, some of which end beyond a block."""
+    """Compares outputs and gradients, with several documents per row, some of which span blocks."""
     rng = np.random.default_rng(0)
     q, weight = rng.normal(size=(2, rows, length, queries, keys, size))
     k, v = rng.normal(size=(2, rows, length, keys, size))
@@ -59,7 +59,7 @@ def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
 
 
 def test_the_step_runs_the_kernel():
-    """And cuDNN's types pass the checks of a typed_shard_map."""
+    """The kernel's types also pass the checks of typed_shard_map."""
     config = small_config("mesh={d: 1, t: 1}", "model.d_head=64", "training.tokens.len=128")
     with jax.set_mesh(mesh(1, 1)):
         assert "__cudnn$fmha" in compile_step(config, train.lower_step(config)).as_text()
@@ -98,4 +98,4 @@ def test_the_benchmark_knows_the_chip_and_its_memory():
     done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^MFU, causal attention included +\d+\.\d%$", done.stdout, re.MULTILINE)
-    assert re.search(r"^peak memory .* on a device$", done.stdout, re.MULTILINE)
+    assert re.search(r"^peak memory .* per device$", done.stdout, re.MULTILINE)

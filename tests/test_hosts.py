@@ -1,4 +1,4 @@
-"""What the other host does when something happens to one of two, and that both can go on."""
+"""Tests what one host does when the other gets a signal or is lost, and that both can resume."""
 
 import re
 import signal
@@ -11,13 +11,13 @@ import pytest
 from tests.helpers import ROOT, arrays, rows
 from tests.torture import ARGUMENTS, ENDS, LIMIT, Hosts, complete
 
-# Saves are made where a run stops, and the number of steps is chosen once it has stopped somewhere.
+# A run saves only when it stops; the number of steps is chosen after that.
 SETTINGS = [*ARGUMENTS, "checkpoint_interval=0"]
 ENDLESS = 10**6
 
 
 class Run:
-    """A run in `<root>/<name>`, to be started several times."""
+    """A run in `<root>/<name>` that can be started several times."""
 
     def __init__(self, root, cache, name):
         self.root, self.cache, self.name, self.folder = root, cache, name, root / name
@@ -26,8 +26,8 @@ class Run:
     def start(self, steps):
         self.starts += 1
         where = [f"paths.root_working_dir={self.root}", f"paths.model_name={self.name}"]
-        texts = self.root / f"{self.name}.{self.starts}"
-        return Hosts(texts, self.cache, [*SETTINGS, *where, f"training.steps={steps}"])
+        output = self.root / f"{self.name}.{self.starts}"
+        return Hosts(output, self.cache, [*SETTINGS, *where, f"training.steps={steps}"])
 
     @staticmethod
     def until_it_trains(hosts):
@@ -36,7 +36,8 @@ class Run:
             time.sleep(0.01)
 
     def stop(self, host, number):
-        """Starts it, stops it by a signal to one host; how the hosts end, and the steps done."""
+        """Starts the run and sends a signal to one host. Returns the exit codes, the signal that
+        the output names, and the number of steps done."""
         with self.start(ENDLESS) as hosts:
             self.until_it_trains(hosts)
             hosts.processes[host].send_signal(number)
@@ -66,9 +67,9 @@ def assert_ends_as_one_that_was_left_alone(run, steps):
 
 
 def test_a_signal_to_one_host_stops_both_after_the_same_step(run):
-    """Ctrl-C becomes SIGTERM, of which JAX tells the others."""
-    codes, told, step = run.stop(1, signal.SIGINT)
-    assert (codes, told) == ([143, 130], "SIGTERM"), "the first host speaks for itself"
+    """The host turns Ctrl-C into SIGTERM, which JAX announces to the other hosts."""
+    codes, signal_name, step = run.stop(1, signal.SIGINT)
+    assert (codes, signal_name) == ([143, 130], "SIGTERM"), "the first host speaks for itself"
     assert list(complete(run.folder)) == [step] and len(rows(run.folder)) == step
     assert f"\nresumed at step {step} from " in run.finish(step + 3)
     assert_ends_as_one_that_was_left_alone(run, step + 3)
@@ -76,20 +77,20 @@ def test_a_signal_to_one_host_stops_both_after_the_same_step(run):
 
 @pytest.mark.long
 def test_a_host_that_is_lost_ends_the_other_one(run):
-    codes, told, step = run.stop(0, signal.SIGTERM)
-    assert (codes, told) == ([143, 143], "SIGTERM")
+    codes, signal_name, step = run.stop(0, signal.SIGTERM)
+    assert (codes, signal_name) == ([143, 143], "SIGTERM")
     for host in 0, 1:
         for number in signal.SIGKILL, signal.SIGSTOP:
             with run.start(ENDLESS) as hosts:
                 run.until_it_trains(hosts)
                 hosts.processes[host].send_signal(number)
                 code, other = hosts.processes[1 - host].wait(LIMIT), hosts.text(1 - host)
-            assert any(code == ends and re.search(says, other) for ends, says in ENDS.values())
+            assert any(code == ends and re.search(text, other) for ends, text in ENDS.values())
     assert f"\nresumed at step {step} from " in run.finish(step + 9)
     assert_ends_as_one_that_was_left_alone(run, step + 9)
 
 
-# Waits, as for a step that hangs, in C, which no signal ends.
+# Hangs in C code, as a hung step does; no Python signal handler runs there.
 HANGS = """
 import ctypes
 from runtime.supervise import Stop
@@ -109,7 +110,7 @@ def test_the_second_ctrl_c_ends_a_process_at_once():
         for _ in range(2):
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
-            time.sleep(0.5)  # one that isn't heard yet would be the same as the other
+            time.sleep(0.5)  # two signals at once would be delivered as one
         try:
             assert process.wait(LIMIT) == 130
         finally:

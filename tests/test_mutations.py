@@ -3,7 +3,7 @@ import re
 from tests import mutations
 from tests.helpers import SMALL, compose_config
 
-# What passes the probe, and gives the same numbers: `make mutations` has run each of them.
+# Edits that pass the probe and give the same numbers, as `make mutations` has checked.
 HARMLESS = re.compile(r"save_for_backward deleted|einsum_unreduced by jnp")
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends as if it had not been."""
+"""Tests that a run which is killed and restarted ends as if it had not been killed."""
 
 import pathlib
 
@@ -20,13 +20,13 @@ ARGUMENTS = [
 
 
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, tmp_path_factory):
-    """A short one of those that `make torture` does, whose checks these are."""
+    """Runs a few of the kills of `make torture`, with its checks."""
     cache = tmp_path_factory.getbasetemp() / "compiled"
     torture = Torture(tmp_path, cache, steps=10, keep_last=1)
 
-    text = torture.kill(1, Kill("write", 0, False, 1, 0.2))  # at an array's description
+    text = torture.kill(1, Kill("write", 0, False, 1, 0.2))  # while an array's zarr.json is written
     assert torture.newest == 0 and "resumed" not in text
-    text = torture.kill(2, Kill("write", 1, True, 2, 0.5))  # at a chunk, of one host alone
+    text = torture.kill(2, Kill("write", 1, True, 2, 0.5))  # while one host writes a chunk
     assert torture.newest == 3 and "resumed" not in text and "\nsaved " in text
     text = torture.kill(3, Kill("row", 0, True, part=0.3))
     assert torture.newest == 3 and "\nresumed at step 3 from " in text

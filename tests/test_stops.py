@@ -1,4 +1,4 @@
-"""What a run starts from, and what makes it stop."""
+"""Tests the state that a run starts from, and what makes it stop."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, arrays, edited, mesh, rows, small_config, train_here
 
-# All runs have one program, which is compiled once.
+# All runs have the same program, which is compiled once.
 ARGUMENTS = [
     "--config-name=local_test_synthetic",
     *SMALL,
@@ -32,7 +32,7 @@ ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Where they are, with one that was left alone, `whole`, which has a checkpoint of step 3."""
+    """A folder of runs, with an uninterrupted one, `whole`, which has a checkpoint of step 3."""
     folder = tmp_path_factory.mktemp("runs")
     arguments = [*ARGUMENTS, "checkpoint_interval=3", f"paths.root_working_dir={folder}"]
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
 
     def log_and_signal(self, row):
         log(self, row)
-        if row["step"] == 1:  # while step 2 is at work
+        if row["step"] == 1:  # while step 2 is running
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
@@ -105,7 +105,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
 
 
 def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
-    """Of the batches of steps 2 and 3, the loss is made infinite."""
+    """The loss of steps 2 and 3 is made infinite."""
     bad = "loss = jnp.where((state.step == 2) | (state.step == 3), jnp.inf, loss)"
     taken = "loss, raw_grads = loss_and_grads(state.weights, batch, config)\n"
     module = edited("train.py", (taken, f"{taken}    {bad}\n"))
@@ -120,11 +120,11 @@ def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
     message = re.sub(r"sequences [\d, ]+", "sequences NUMBERS ", message)
     golden.check("runs.txt", "a loss that is no number", message)
     (kept,) = (runs / "one/checkpoints").iterdir()
-    assert kept.name.startswith("00000002."), "none that the run ends with"
+    assert kept.name.startswith("00000002."), "no checkpoint of the bad state"
 
 
 def test_a_batch_that_is_left_out(runs, start):
-    """The steps from there on have what comes after it; and the folder says what was changed."""
+    """Later steps get the batches after it, and the run's folder records the change."""
     start("skips", "training.steps=3")
     out, message = start("skips", "training.skip_steps=[3, 5]")
     assert not message and "\nresumed at step 3" in out
@@ -160,9 +160,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
     wanted = arrays(checkpoint(runs / "whole", 6))
-    told = train.State, train.dimensions(config), config.to_yaml(), 4
+    arguments = train.State, train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
-        own = Checkpoints(str(runs / "new"), *told)
+        own = Checkpoints(str(runs / "new"), *arguments)
         state, line = train.starting_state(config, own, FLAT)
         for name, found in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
@@ -172,12 +172,12 @@ def test_a_clone_starts_from_anothers_weights(runs):
         assert line == f"weights from {checkpoint(runs / 'whole', 6)}"
         assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.State)
 
-        # Once it has a checkpoint of its own, that is what counts.
+        # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.starting_state(config, Checkpoints(str(runs / "new"), *told), FLAT)
+        state, line = train.starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.starting_state(nowhere, Checkpoints(str(runs / "newer"), *told), FLAT)
+            train.starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))

@@ -1,4 +1,4 @@
-"""train.py against the oracle, against optax, on every mesh, and through its command line."""
+"""Tests train.py against the oracle and optax, on every mesh, and from its command line."""
 
 import dataclasses
 import functools
@@ -37,12 +37,12 @@ from tests.helpers import (
 
 @pytest.fixture(scope="module")
 def in_f32():
-    """train.py with f32 in the place of bf16, so that only rounding separates meshes."""
+    """train.py with f32 in place of bf16, so that meshes differ only by rounding."""
     return edited("train.py", IN_F32)
 
 
 def random_rows(seed=0, padded=True):
-    """targets and is_start, [8, 12], of documents of random lengths."""
+    """Targets and is_start, [8, 12], for documents of random lengths."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(1, 48, (8, 12)).astype(np.uint32)
     is_start = rng.random((8, 12)) < 0.2
@@ -73,7 +73,7 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
 
 
 def plain(tree):
-    """Dataclasses as dicts."""
+    """Turns nested dataclasses into dicts."""
     return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in vars(tree).items()}
 
 
@@ -103,7 +103,7 @@ PARTS = ["training.microbatches=2", "training.loss_chunks=4"]
 @pytest.mark.parametrize("parts", slow_but_for([PARTS], [PARTS[:1], PARTS[1:], PARTS]))
 @pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
 def test_parts_of_the_batch_and_of_the_logits_add_up_to_the_whole(in_f32, axes, parts):
-    """The last row has padding, so that the parts don't have the same number of targets."""
+    """The last row is padded, so that the parts have different numbers of targets."""
     loss, grads, _ = loss_and_grads(in_f32, small_config(*parts), *random_rows(), mesh(*axes))
     expected_loss, expected_grads = expected()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -120,7 +120,7 @@ def test_bf16_is_close(axes):
 
 @pytest.mark.slow  # tests/test_experiments.py has one as a page
 def test_a_replica_axis_over_which_weights_are_whole():
-    """Only the batch is split over a third axis, which is an edit of its type."""
+    """A third axis r splits only the batch, by an edit of the batch's type."""
     third = ("B/d", "B/d/r")
     loader = edited("data/loader.py", third)
     module = edited(
@@ -138,15 +138,16 @@ def test_a_replica_axis_over_which_weights_are_whole():
 
 
 def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
-    """By the embedding's gradient, zero to the bit for tokens that a prediction must not see. That
-    at position 8 sees the inputs of positions 5 to 8: the start marker 0, tokens 6, 7 and 8."""
+    """The embedding's gradient is exactly zero for tokens that a prediction must not see. The
+    prediction at position 8 sees the inputs at positions 5 to 8: the start token 0, and tokens 6,
+    7 and 8."""
     assert embedding_rows_reached(in_f32) == [0, 6, 7, 8]
 
 
 @pytest.mark.long
 def test_bf16_gradients_stay_close_with_many_tokens():
-    """Sums over thousands of tokens must not run in bf16: all weights, among them an embedding of
-    which one entry is used most of the time, against the same source in f32."""
+    """Sums over thousands of tokens must not run in bf16. Compares all gradients with the same
+    source in f32; one token, and so one row of the embedding, is used most of the time."""
     config = small_config("training.tokens={batch: 32, len: 256}")
     rng = np.random.default_rng(0)
     targets = rng.integers(1, 48, (32, 256)).astype(np.uint32)
@@ -157,7 +158,7 @@ def test_bf16_gradients_stay_close_with_many_tokens():
         for module in (train, edited("train.py", IN_F32))
     )
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-3)
-    # By the norm, as rounding is noise: 0.02 at the most where sums run in f32, 0.5 where not.
+    # Compares norms, as rounding is noise: at most 0.02 if sums run in f32, 0.5 if they don't.
     for name, exact in jax.tree_util.tree_leaves_with_path(exact_grads):
         found = functools.reduce(lambda tree, key: tree[key.key], name, grads)
         assert np.linalg.norm(found - exact) < 3e-2 * np.linalg.norm(exact), name
@@ -212,8 +213,8 @@ def test_the_step_reuses_the_states_memory(in_f32):
 
 
 def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
-    """Step n is under way before the metrics of step n-1 are waited for; a validation begins after
-    its step's, so that its time is not the step's."""
+    """Step n is running before the metrics of step n-1 are read. A validation begins after its
+    step's metrics are read, so that its time doesn't count for the step."""
     events = []
 
     class Number(float):
@@ -283,7 +284,7 @@ def test_the_optimizer_agrees_with_optax(in_f32, clip):
 
 
 def test_step_flops_are_those_of_the_oracles_products():
-    """Three times the forward pass's, of whose attention scores the causal half counts."""
+    """The FLOPs are three times the forward pass's, with attention scores counted causal."""
     config = small_config()
     module = edited("train.py", IN_F32)
     with jax.set_mesh(mesh(1, 1)):
@@ -316,14 +317,14 @@ IDENTITY_ATTENTION = (
 
 
 def test_without_attention_a_prediction_depends_on_the_previous_token_alone():
-    """So that no such model has a lower loss than a table of what follows each token, made from the
-    very tokens that it is tested on: the bound of the next test."""
+    """Such a model can't have a lower loss than a table of next-token frequencies made from the
+    test tokens themselves, which is the bound that the stdlib test uses."""
     module = edited("train.py", IN_F32, IDENTITY_ATTENTION)
     assert embedding_rows_reached(module) == [8]
 
 
 def embedding_rows_reached(module):
-    """Which tokens' embeddings the prediction at position 8 of a row depends on. The row holds
+    """Lists the tokens whose embeddings affect the prediction at position 8 of a row. The row holds
     tokens 1 to 12, in documents that start at positions 0, 5 and 10."""
     config = small_config()
     targets = np.ones((8, 12), np.uint32)
@@ -336,8 +337,8 @@ def embedding_rows_reached(module):
     def gradient(weights: module.Weights, batch: module.TokenBatch) -> module.Weights:
         def squares(weights):
             x = module.forward(weights, batch, config.model)
-            looked_at = (batch.targets == 9) & (jnp.arange(12) == 8)
-            x = jnp.where(looked_at[:, :, None], x, 0)
+            at_position = (batch.targets == 9) & (jnp.arange(12) == 8)
+            x = jnp.where(at_position[:, :, None], x, 0)
             total = ops.reduce_sum("B/d L M/t -> {U:d,t}", jnp.square(x))
             return ops.psum("{U:d,t} -> ", total)
 
@@ -351,7 +352,7 @@ def embedding_rows_reached(module):
 
 @pytest.fixture(scope="module")
 def stdlib(tmp_path_factory):
-    """The standard library as the converter writes it."""
+    """A dataset of the standard library, as the converter writes it."""
     path = str(tmp_path_factory.mktemp("stdlib") / "stdlib.zarr")
     command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens"]
     command += ["--config-name=python_stdlib", f"output={path}"]
@@ -360,8 +361,8 @@ def stdlib(tmp_path_factory):
 
 
 def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
-    """A validation loss of 2.1 nats per byte needs attention: on the batches that the run is
-    validated on, the entropy of a byte given the one before it is higher."""
+    """A validation loss of 2.1 nats per byte needs attention: on the validation batches, the
+    entropy of a byte given the one before it is higher."""
     config = compose_config(
         "local_python_stdlib", f"flat_tokens.filespec={stdlib}", "paths.model_name=x"
     )
@@ -372,8 +373,8 @@ def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
             batch = jax.device_get(on_mesh)
             before, _, _ = oracle.layout(batch.targets, starts_of(batch))
             np.add.at(counts, (before, batch.targets), 1)
-    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    entropy = -np.sum(counts * np.log(np.where(share > 0, share, 1))) / counts.sum()
+    probability = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    entropy = -np.sum(counts * np.log(np.where(counts > 0, probability, 1))) / counts.sum()
     assert entropy > 2.3
     assert counts.sum() == 16 * 32 * 128
 

@@ -1,6 +1,6 @@
-"""What a person may get wrong, and the one message that each mistake gets.
+"""Tests that each mistake in a config, dataset or checkpoint gets one message.
 
-tests/golden/wrong_inputs.txt is the table.
+tests/golden/wrong_inputs.txt lists them.
 """
 
 import os
@@ -72,7 +72,7 @@ def other_arrays():
 
 
 class Unreachable(fsspec.AbstractFileSystem):
-    """A store that raises an error of its own, as each does."""
+    """A store whose errors have a class of their own, as is common."""
 
     def fail(self, *_, **__):
         raise RuntimeError("no answer")
@@ -84,7 +84,7 @@ def unreachable():
     fsspec.register_implementation("unreachable", Unreachable, clobber=True)
 
 
-# The name of the case: what is done first, and the overrides.
+# Name of the case: what to do first, and the overrides.
 CASES = {
     "a key that isn't there": (nothing, ["training.stepz=5"]),
     "a key that isn't there, with a plus": (nothing, ["+training.stepz=5"]),
@@ -170,7 +170,7 @@ CASES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in, but for a small dataset."""
+    """An empty working folder with a small dataset."""
     monkeypatch.chdir(tmp_path)
     for split in "train", "validation":
         with Writer("tokens.zarr", split) as writer:
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
     check("a clone of a damaged checkpoint", message, before, folder)
 
 
-# As above; these show when the types are checked already, or the step is compiled.
+# Like CASES; these mistakes appear after the type check or after the step is compiled.
 LATER = {
     "a damaged chunk of tokens": (partial(damage, f"{TOKENS}/c/0"), []),
     "a chunk of tokens cut short": (partial(damage, f"{TOKENS}/c/0", short), []),
@@ -311,7 +311,7 @@ def test_converting(case, folder, capsys, monkeypatch):
 
 
 def test_a_number_without_a_bound_says_why():
-    """A new key is checked from the start."""
+    """A new number in the config must have a bound."""
 
     def plain_numbers(section):
         for name, hint in get_type_hints(section, include_extras=True).items():

@@ -1,9 +1,10 @@
-"""What sharding costs on simulated devices: our step against plain jnp on one, in turns.
+"""Compares train.py's step, sharded over simulated devices, with plain jnp on one device.
 
     python -m tests.twin
 
-The twin is local_test_synthetic's model, loss and AdamW as one would write them for one device, in
-bf16 with f32 weights, and shares no code with train.py. Prints the median of each, and ratios.
+The twin is local_test_synthetic's model, loss and AdamW written for one device, in bf16 with f32
+weights. It shares no code with train.py. The steps run in turns. Prints the median time of each,
+and its ratio to the twin's.
 """
 
 import statistics
@@ -65,7 +66,7 @@ def loss(weights, targets, is_start):
 
 
 def twin(weights, batch):
-    """A step as a function of nothing, that returns its loss."""
+    """Returns a function that takes no arguments, runs a step and returns its loss."""
     hyper = CONFIG.training
     optimizer = optax.chain(
         optax.clip_by_global_norm(hyper.grad_clip),
@@ -88,8 +89,9 @@ def twin(weights, batch):
     return once
 
 
-def ours(axes, host_batch):
-    """The same of train.py on a mesh; and its weights and batch as they were, on one device."""
+def train_step(axes, host_batch):
+    """Returns such a function for train.py on a mesh, and its initial weights and batch on the
+    host."""
     config = compose_config(
         "local_test_synthetic",
         "paths.model_name=none",
@@ -117,8 +119,8 @@ def ours(axes, host_batch):
 
 def main():
     simulate_cpu_devices(8)
-    sharded, weights, batch = ours({"d": 4, "t": 2}, None)
-    alone, _, _ = ours({"d": 1, "t": 1}, batch)
+    sharded, weights, batch = train_step({"d": 4, "t": 2}, None)
+    alone, _, _ = train_step({"d": 1, "t": 1}, batch)
     steps = {"twin": twin(jax.device_put(weights), jax.device_put(batch)), "1 x 1": alone,
              "4 x 2": sharded}  # fmt: skip
     seconds = {name: [] for name in steps}
@@ -133,8 +135,8 @@ def main():
     for name, times in seconds.items():
         median = statistics.median(times)
         print(
-            f"{name:6} first loss {first[name]:.4f}  {median:.4f} s a step  "
-            f"{tokens / median:6,.0f} tokens/s  {median / base:.2f} of the twin's time"
+            f"{name:6} first loss {first[name]:.4f}  {median:.4f} s per step  "
+            f"{tokens / median:6,.0f} tokens/s  {median / base:.2f} x the twin's time"
         )
 
 

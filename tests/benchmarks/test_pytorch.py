@@ -1,4 +1,4 @@
-"""These tests need PyTorch, except the one of the message without it."""
+"""Tests the PyTorch benchmark. All but one of them need PyTorch."""
 
 import json
 import sys

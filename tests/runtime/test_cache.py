@@ -1,4 +1,4 @@
-"""A check that is left out where it has passed before."""
+"""Tests that a check which has passed is not run again."""
 
 import sys
 import types

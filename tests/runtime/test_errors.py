@@ -1,4 +1,5 @@
-"""What ends a program with one line, and what keeps its traceback. Hosts: tests/test_hosts.py."""
+"""Tests which errors end a program with one line, and which keep their traceback. For several
+hosts see tests/test_hosts.py."""
 
 import pytest
 
@@ -7,12 +8,12 @@ from shardlib.errors import UserError
 
 
 @pytest.mark.parametrize("mistake", [UserError("no steps"), OSError("no steps")])
-def test_what_a_user_can_mend_is_one_line(mistake):
+def test_a_users_mistake_is_one_line(mistake):
     with pytest.raises(SystemExit, match=r"^error: no steps$"), user_errors():
         raise mistake
 
 
 @pytest.mark.parametrize("kind", [ValueError, AssertionError, TypeError, KeyboardInterrupt])
-def test_what_is_ours_keeps_its_traceback(kind):
+def test_a_bug_keeps_its_traceback(kind):
     with pytest.raises(kind), user_errors():
         raise kind

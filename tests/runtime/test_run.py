@@ -1,4 +1,4 @@
-"""Run by itself: which rows it writes, what counts as a step's time, and what ends it."""
+"""Tests Run by itself: the rows it writes, what counts as a step's time, and what ends it."""
 
 import contextlib
 import json
@@ -17,14 +17,14 @@ STEPS = 4
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The seconds that Run sees, which a test moves."""
+    """A fake clock for Run: a list with the current time in seconds."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
 
 
 class Later:
-    """A number that a device has ready after some seconds."""
+    """A number whose value is ready only after `wait()`."""
 
     def __init__(self, value, wait):
         self.value, self.wait = value, wait
@@ -50,32 +50,32 @@ def metrics(loss=1.0, skipped=0, **more):
 
 
 def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock):
-    """Each step waits 1 s for its batch and takes 2. The validation after step 1 takes 30 s to
-    begin and 20 to end, and the save after it 1,000. A wait while a step is at work is part of that
-    one's time, and after a save part of the next one's."""
+    """Each step waits 1 s for its batch and takes 2 s. The validation after step 1 takes 30 s to
+    start and 20 s to finish, and the save after it takes 1,000 s. A wait while a step is running
+    counts for that step, and a wait after a save for the next step."""
 
-    def takes(seconds):
+    def advance(seconds):
         clock[0] += seconds
 
     with begun(tmp_path, "checkpoint_interval=2") as run:
         for step in range(STEPS):
-            takes(1)
+            advance(1)
             with run.step(step, 1.0):
                 pass
-            run.log(step, metrics(Later(step, lambda: takes(2))))
+            run.log(step, metrics(Later(step, lambda: advance(2))))
             if step == 1:
                 run.settle()
-                takes(30)
-                run.flush(validation_loss=Later(9, lambda: takes(20)))
+                advance(30)
+                run.flush(validation_loss=Later(9, lambda: advance(20)))
             if run.saves_after(step):
                 run.flush()
-                takes(1000)
+                advance(1000)
         assert run.end() == 0
     lines = [json.loads(x) for x in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert [100 / line["tokens_per_second"] for line in lines] == pytest.approx([4, 2, 4, 2])
     assert [line["data_wait_seconds"] for line in lines] == [1] * STEPS
     found = rows(tmp_path / "r")
-    assert [row["step"] for row in found] == list(range(STEPS)), "each once"
+    assert [row["step"] for row in found] == list(range(STEPS)), "each row once"
     assert [row.get("validation_loss") for row in found] == [None, 9, None, None]
 
 
@@ -98,7 +98,7 @@ def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path)
 
 
 def test_updates_that_are_left_out_count_in_a_row(tmp_path):
-    """Two may be: the first three of these are, but not in a row."""
+    """Two in a row are tolerated; the first three here are not consecutive."""
     with begun(tmp_path, steps=9, max_skipped=2) as run:
         for step, skipped in enumerate([1, 0, 1, 1, 0, 1, 1]):
             with run.step(step, 0.0):
@@ -108,4 +108,4 @@ def test_updates_that_are_left_out_count_in_a_row(tmp_path):
         assert not run.saves_after(7)
         with pytest.raises(UserError, match=r"^step 7: loss nan, .*; because. No checkpoint"):
             run.flush()
-    assert rows(tmp_path / "r")[-1]["step"] == 7, "it has its row"
+    assert rows(tmp_path / "r")[-1]["step"] == 7, "the last step has a row"

@@ -1,4 +1,4 @@
-"""Metrics where people look: files, TensorBoard, Weights & Biases."""
+"""Tests the sinks of metrics: files, TensorBoard, Weights & Biases."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ CONFIG = "model:\n  layers: 2\n"
 
 
 def test_norms_are_those_of_each_tensor_and_layer():
-    """Against numpy's, of the weights before and after, where each is split over both axes."""
+    """Compares norms with numpy's, for weights that are split over both axes."""
     config = small_config("model.vocab=128", "metrics.norms_interval=1", "mesh={d: 2, t: 4}")
     with jax.set_mesh(mesh(2, 4)):
         loader, _ = train.open_batches(config, train.dimensions(config))
@@ -45,7 +45,7 @@ def test_norms_are_those_of_each_tensor_and_layer():
 
 
 def test_tensorboard_has_each_row_once(tmp_path, capsys, monkeypatch):
-    """Of a run that did two steps, and two more after it was started again."""
+    """The run does two steps, is restarted, and does two more."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     run += ["metrics={to: [tensorboard], norms_interval: 2}", "training.steps_for_lr=4"]
@@ -66,7 +66,7 @@ def test_tensorboard_has_each_row_once(tmp_path, capsys, monkeypatch):
 
 
 def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
-    """Its package is not here: what it is asked is looked at."""
+    """The package isn't installed: the test looks at the calls to a fake one."""
     asked, logged = [], []
 
     def init(**settings):
@@ -108,13 +108,11 @@ def test_a_destination_that_is_not_there(name, wanted, tmp_path, capsys, monkeyp
     out, message = train_here(capsys, monkeypatch, *run, f"metrics.to=[{name}]")
     assert (out, message) == ("", f"error: {wanted}")
     assert not list(tmp_path.iterdir())
-    assert small_config(f"metrics.to=[{name}]").metrics.to == (name,), (
-        "others may read such a config"
-    )
+    assert small_config(f"metrics.to=[{name}]").metrics.to == (name,), "the config itself is valid"
 
 
 def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
-    """As its docstring says, one to write."""
+    """Adds a sink as the module's docstring describes."""
     line = "SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {\n"
     mine = (
         "def printed(folder, first_step, config):\n    return lambda row: print(row['loss'])\n\n\n"

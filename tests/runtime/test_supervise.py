@@ -21,7 +21,7 @@ with locked(pathlib.Path(sys.argv[1])):
 
 
 def start(folder):
-    """Another process that locks the folder until its input is closed."""
+    """Starts a process that locks the folder until its standard input is closed."""
     command, pipe = [sys.executable, "-c", HELD, str(folder)], subprocess.PIPE
     return subprocess.Popen(
         command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
@@ -90,10 +90,10 @@ print("over")
 
 @pytest.mark.parametrize("ends", ["true", "false"])
 def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
-    """A save after the last step takes as long as it likes."""
+    """A save after the last step may take any time."""
     command = [sys.executable, "-c", HANGS, str(tmp_path), ends]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == (ends == "true")
     assert done.stdout.endswith("\nover\n") == (ends == "false")
-    assert re.search(r'File "<string>", line \d+ in stuck', done.stderr), "the one that hangs"
+    assert re.search(r'File "<string>", line \d+ in stuck', done.stderr), "the function that hangs"
     assert done.stderr.count("Timeout (0:00:00.700000)!") == 1, done.stderr

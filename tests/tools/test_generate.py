@@ -1,5 +1,5 @@
-"""Generation with a cache against the oracle's full forward pass, sampling against its definition,
-and what the tool says."""
+"""Tests generation with a cache against the oracle's full forward pass, sampling against its
+definition, and the tool's messages."""
 
 import dataclasses
 import re
@@ -36,7 +36,7 @@ TIMESCALE = 100  # of small_config
 
 @pytest.fixture(scope="module")
 def in_f32():
-    """The tool with f32 in the place of bf16."""
+    """The tool with f32 in place of bf16."""
     module = edited("train.py", IN_F32)
     return edited(
         "tools/generate.py", IN_F32, ("import train\n", f"import {module.__name__} as train\n")
@@ -44,7 +44,7 @@ def in_f32():
 
 
 def random_weights(config, module=train):
-    """As numpy arrays, in a dict: gains are not one, and logits not small."""
+    """Random weights as a dict of numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
         rng = np.random.default_rng(7)
         shapes = make_shapes(module.Weights, train.dimensions(config))
@@ -53,7 +53,7 @@ def random_weights(config, module=train):
 
 
 def placed(kind, weights):
-    """That dict as `kind`, the Weights of a module, on the mesh in context."""
+    """Turns that dict into `kind`, a module's Weights, on the mesh in context."""
     flat = {**weights, **weights["layers"]}
 
     def put(path, sharding, like):
@@ -63,7 +63,7 @@ def placed(kind, weights):
 
 
 def oracle_logits(weights, inputs, window=10**9):
-    """f32[B, L, V] of one document a row, each token of which sees so many."""
+    """The oracle's f32[B, L, V] for one document per row, with attention limited to a window."""
     length = inputs.shape[1]
     age = np.arange(length)[:, None] - np.arange(length)
     sees = np.broadcast_to((age >= 0) & (age < window), (len(inputs), length, length))
@@ -72,7 +72,7 @@ def oracle_logits(weights, inputs, window=10**9):
 
 
 def cached_logits(tool, config, weights, inputs, on):
-    """The same, through the cache: some tokens together, then one by one, then some together."""
+    """The same through the cache: some tokens at once, then one at a time, then some at once."""
 
     @jax.jit
     @typed_shard_map
@@ -108,7 +108,7 @@ def random_inputs():
     [((1, 1), 12), ((4, 2), 5), *(pytest.param(m, 12, marks=pytest.mark.slow) for m in MESHES)],
 )
 def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, length):
-    """Also where a token sees five alone, as in a training with rows of so many."""
+    """Covers a window of five tokens too, as after training with rows of five."""
     config = small_config(f"training.tokens.len={length}")
     weights, inputs = random_weights(config), random_inputs()
     found = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
@@ -116,8 +116,8 @@ def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, len
 
 
 def test_an_edit_of_trains_block_is_an_edit_of_generation():
-    """One that adds a weight: the logits are those of the edited forward pass, and no longer those
-    of before."""
+    """The edit adds a weight. The logits are then those of the edited forward pass, and differ from
+    those before."""
     another_norm = [
         ("    mlp_norm: f32", '    second_norm: f32["M/t/d"]\n    mlp_norm: f32'),
         ("jax.nn.silu(gate) * up", "jax.nn.silu(gate) * up * w_second.mean()"),
@@ -150,7 +150,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
 
 
 def test_bf16_is_close():
-    """Some thirty roundings in a row, of 2**-9 at most each."""
+    """The tolerance allows for about thirty successive roundings of at most 2**-9."""
     config = small_config()
     weights, inputs = random_weights(config), random_inputs()
     found = cached_logits(generate, config, weights, inputs, mesh(4, 2))
@@ -187,7 +187,7 @@ def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9, seed=0):
 
 
 def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
-    """For no prompt, and for one that is computed in two parts."""
+    """Covers an empty prompt, and one that is computed in two parts."""
     monkeypatch.setattr(in_f32, "PREFILL", 16)
     config = small_config("training.tokens.len=64", "model.start_token=3")
     weights = random_weights(config)
@@ -210,7 +210,7 @@ def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
         for axes, rows, seed in [((1, 2), 1, 0), ((4, 2), 8, 0), ((4, 2), 8, 1)]
     )
     assert (one[0] == eight[0]).all()
-    assert len(np.unique(eight, axis=0)) == 8, "samples are not alike"
+    assert len(np.unique(eight, axis=0)) == 8, "all samples differ"
     assert (other != eight).any(axis=1).all()
 
 
@@ -225,8 +225,8 @@ def test_a_step_is_compiled_once_and_reuses_the_caches_memory(in_f32, monkeypatc
 
 
 def test_ids_come_as_often_as_they_are_likely():
-    """Of a model that finds all alike: chi-squared has 46 degrees of freedom, and is above 86 once
-    in 3,000 times."""
+    """The model gives all ids the same probability. Chi-squared has 46 degrees of freedom, and is
+    above 86 once in 3,000 times."""
     config = small_config()
     weights = jax.tree.map(np.zeros_like, random_weights(config))
     how = generate.Sampling(1, None, 1, IDS)
@@ -238,7 +238,7 @@ def test_ids_come_as_often_as_they_are_likely():
 
 
 def probabilities_kept(logits, how):
-    """By the definition, one id after the other."""
+    """The probabilities after top-k and top-p by definition, one id at a time."""
     logits = np.asarray(logits, np.float64)
     likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])[: how.top_k]
     raised = {i: np.exp(logits[i] / how.temperature) for i in likeliest}
@@ -281,7 +281,7 @@ def test_without_temperature_it_is_the_likeliest():
 
 
 def save_tokenizer(folder):
-    """In which a space is part of the word after it, and the first one isn't shown."""
+    """Saves a tokenizer that joins a space to the next word and drops the first one in decoding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -294,14 +294,14 @@ def save_tokenizer(folder):
 
 
 def test_a_tokenizers_ids_and_bytes(tmp_path):
-    by = generate.Text(save_tokenizer(tmp_path), 1)
-    assert by.end == 1 and by.ids == range(1, len(by.tokenizer.slow) + 1)
-    ids = np.array(by.encode("the snow man"))
-    assert by.decode(ids) == "the snow man"
-    assert by.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
-    by = generate.Text("bytes_utf8", 0)
-    assert by.encode("é") == [0xC4, 0xAA]
-    assert by.end is None and by.ids == range(1, 257)
+    codec = generate.Text(save_tokenizer(tmp_path), 1)
+    assert codec.end == 1 and codec.ids == range(1, len(codec.tokenizer.slow) + 1)
+    ids = np.array(codec.encode("the snow man"))
+    assert codec.decode(ids) == "the snow man"
+    assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
+    codec = generate.Text("bytes_utf8", 0)
+    assert codec.encode("é") == [0xC4, 0xAA]
+    assert codec.end is None and codec.ids == range(1, 257)
 
 
 def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)):
@@ -319,11 +319,11 @@ def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)
 @pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
 def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes, tmp_path):
     """222 tokens: two batches of 8 rows of 12, and 30 tokens."""
-    config, by = small_config(), generate.Text("bytes_utf8", 0)
+    config, codec = small_config(), generate.Text("bytes_utf8", 0)
     weights = random_weights(config)
     data = FlatTokens(write_dataset(tmp_path / "x.zarr"), "validation")
     ids, starts = (np.pad(x, (0, 18)).reshape(20, 12) for x in data.read(0, 222))
-    # One document's loss needs no weighing: each row's, of as many targets as it has.
+    # A row's mean loss, times its number of targets, is its sum.
     nats = sum(
         float(oracle.mean_loss(weights, ids[i : i + 1], starts[i : i + 1], TIMESCALE))
         * np.count_nonzero(ids[i])
@@ -331,8 +331,8 @@ def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes,
     )
     with jax.set_mesh(mesh(*axes)):
         placed_weights = placed(in_f32.train.Weights, weights)
-        found = in_f32.evaluate(placed_weights, data, None, by, config)
-        part = in_f32.evaluate(placed_weights, data, 2, by, config)
+        found = in_f32.evaluate(placed_weights, data, None, codec, config)
+        part = in_f32.evaluate(placed_weights, data, 2, codec, config)
     assert found == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / 222 * np.log2(np.e):.4f} bits per byte"
@@ -345,7 +345,7 @@ def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes,
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder with checkpoints of a model of bytes, and its dataset."""
+    """A folder with checkpoints of small models, and datasets."""
     folder = tmp_path_factory.mktemp("run")
     write_dataset(folder / "bytes.zarr", top=256)
     write_dataset(folder / "other.zarr", top=300)
@@ -354,8 +354,8 @@ def run(tmp_path_factory):
         for name, vocab, n_kv in ("bytes", 264, 8), ("nameless", 128, 8), ("two_heads", 128, 2):
             model = f"model.vocab={vocab}", f"model.n_kv={n_kv}"
             config = small_config(f"flat_tokens.filespec={name}.zarr", *model)
-            told = train.State, train.dimensions(config), config.to_yaml(), 4
-            checkpoints = Checkpoints(str(folder / name), *told, say=lambda _: None)
+            settings = train.State, train.dimensions(config), config.to_yaml(), 4
+            checkpoints = Checkpoints(str(folder / name), *settings, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))
             state = train.State(step, weights, weights, weights)
@@ -365,7 +365,7 @@ def run(tmp_path_factory):
 
 
 def call(capsys, monkeypatch, folder, *arguments):
-    """What it prints, to both streams, and the message it ends with."""
+    """Runs the tool. Returns what it printed to stdout and stderr, and its exit message."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["generate", *arguments])
     message = ""
@@ -387,7 +387,7 @@ def test_a_text_from_a_checkpoint(run, capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monkeypatch):
-    """Half a character waits for the rest of it, and a word has its space before it."""
+    """An incomplete character is held back, and a word comes with the space before it."""
     if kind == "bytes":
         name, text, waiting = "bytes_utf8", "the snow ☃ 😀, man", 5
     else:

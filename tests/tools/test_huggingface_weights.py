@@ -1,5 +1,5 @@
-"""Against the Llama papers in plain numpy, by Hugging Face's names, and `transformers` itself where
-PyTorch is there."""
+"""Tests conversion against the Llama papers in plain numpy with Hugging Face's names, and against
+`transformers` itself if PyTorch is installed."""
 
 import json
 import math
@@ -58,7 +58,7 @@ SCALED = {
 LLAMA_3 = LLAMA_2 | {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 16,  # its frequencies are kept, scaled, and in between
+    "head_dim": 16,  # RoPE frequencies of all three kinds: kept, scaled, interpolated
     "rope_theta": 500.0,
     "rope_scaling": SCALED,
     "bos_token_id": 40,
@@ -74,15 +74,15 @@ FAMILIES = {"Llama 2": LLAMA_2, "Llama 3.1": LLAMA_3, "Mistral": MISTRAL, "SmolL
 
 
 def random_tensors(config, dtype=np.float32, seed=0):
-    """Of a config that names all sizes; gains are far from one, and other weights not small."""
-    rng, made = np.random.default_rng(seed), {}
+    """Random tensors for a config with all sizes, with gains far from 1 and no small weights."""
+    rng, tensors = np.random.default_rng(seed), {}
     M, F = config["hidden_size"], config["intermediate_size"]
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     D = config.get("head_dim", M // heads)
 
     def draw(name, *shape):
         values = rng.normal(size=shape) * 1.5 / math.sqrt(shape[-1]) + (len(shape) == 1)
-        made[f"{name}.weight"] = values.astype(dtype)
+        tensors[f"{name}.weight"] = values.astype(dtype)
 
     draw("model.embed_tokens", config["vocab_size"], M)
     for i in range(config["num_hidden_layers"]):
@@ -99,7 +99,7 @@ def random_tensors(config, dtype=np.float32, seed=0):
     draw("model.norm", M)
     if not config.get("tie_word_embeddings"):
         draw("lm_head", config["vocab_size"], M)
-    return made
+    return tensors
 
 
 def write_folder(folder, config, tensors):
@@ -110,10 +110,10 @@ def write_folder(folder, config, tensors):
 
 
 def tensors_in(folder):
-    found = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
-        found |= safetensors.numpy.load_file(path)
-    return found
+        tensors |= safetensors.numpy.load_file(path)
+    return tensors
 
 
 def config_in(folder):
@@ -128,11 +128,11 @@ def bits(tensors):
 
 
 def wavelengths(config, D):
-    """Tokens per turn of each pair of a head. https://arxiv.org/abs/2104.09864, section 3.4.2.
-    Llama 3.1's scaling: a wavelength that is in the original context at most low_freq_factor times
-    becomes `factor` times longer, one that is in it at least high_freq_factor times stays; between,
-    the frequencies are mixed."""
-    made = []
+    """The wavelength in tokens of each RoPE pair: https://arxiv.org/abs/2104.09864, section 3.4.2.
+    Llama 3.1's scaling: a wavelength that fits into the original context at most low_freq_factor
+    times becomes `factor` times longer, and one that fits at least high_freq_factor times stays.
+    Between the two, frequencies are interpolated."""
+    waves = []
     for pair in range(D // 2):
         wave = 2 * math.pi * config["rope_theta"] ** (2 * pair / D)
         if scaling := config.get("rope_scaling"):
@@ -143,13 +143,13 @@ def wavelengths(config, D):
             elif times < high:
                 share = (times - low) / (high - low)
                 wave = 1 / (share / wave + (1 - share) / (wave * scaling["factor"]))
-        made.append(wave)
-    return np.array(made)
+        waves.append(wave)
+    return np.array(waves)
 
 
 def paper_logits(folder, ids):
-    """float64[B, L, V] of ids[B, L], each of which sees itself and those before. Touvron et al.
-    2023, section 2.2 of https://arxiv.org/abs/2302.13971 and of https://arxiv.org/abs/2307.09288."""
+    """The float64[B, L, V] logits of ids[B, L] with causal attention. Touvron et al. 2023, section
+    2.2 of https://arxiv.org/abs/2302.13971 and of https://arxiv.org/abs/2307.09288."""
     config = config_in(folder)
     w = {name: x.astype(np.float64) for name, x in tensors_in(folder).items()}
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
@@ -172,16 +172,16 @@ def paper_logits(folder, ids):
         h = norm(x, layer["input_layernorm"])
         mixed = []
         for head in range(heads):
-            own = slice(head * D, (head + 1) * D)
+            query = slice(head * D, (head + 1) * D)
             shared = head // (heads // keys)
             shared = slice(shared * D, (shared + 1) * D)
-            q = rotated(h @ layer["self_attn.q_proj"][own].T)
+            q = rotated(h @ layer["self_attn.q_proj"][query].T)
             k = rotated(h @ layer["self_attn.k_proj"][shared].T)
             scores = q @ k.swapaxes(1, 2) / math.sqrt(D)
             scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
-            shares = np.exp(scores - scores.max(-1, keepdims=True))
-            shares /= shares.sum(-1, keepdims=True)
-            mixed.append(shares @ (h @ layer["self_attn.v_proj"][shared].T))
+            probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+            probabilities /= probabilities.sum(-1, keepdims=True)
+            mixed.append(probabilities @ (h @ layer["self_attn.v_proj"][shared].T))
         x = x + np.concatenate(mixed, -1) @ layer["self_attn.o_proj"].T
         h = norm(x, layer["post_attention_layernorm"])
         gate = h @ layer["mlp.gate_proj"].T
@@ -191,7 +191,7 @@ def paper_logits(folder, ids):
     return norm(x, w["model.norm.weight"]) @ w[f"{unembed}.weight"].T
 
 
-# --- Ours -----------------------------------------------------------------------------------------
+# --- train.py -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def in_f32():
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Runs the program; what it printed, and the message it ended with, if any."""
+    """A function that runs the program and returns what it printed and its exit message."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["huggingface_weights", *map(str, arguments)])
@@ -215,18 +215,18 @@ def run(capsys, monkeypatch):
     return run
 
 
-def our_logits(module, checkpoints, targets):
-    """f32[B, L, V] at each of targets[B, L], made of those before it, by the newest checkpoint."""
-    found = checkpoint.newest(str(checkpoints))
-    model = tool.model_of(found)[0]
-    told = module.State, tool.sizes(model), checkpoint_config(found.path), 4
+def train_logits(module, checkpoints, targets):
+    """The newest checkpoint's f32[B, L, V] logits by train.py's model, for targets[B, L]."""
+    source = checkpoint.newest(str(checkpoints))
+    model = tool.model_of(source)[0]
+    settings = module.State, tool.sizes(model), checkpoint_config(source.path), 4
 
     def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L V/t"]:
         x = module.forward(weights, batch, model)
         return module.unembed(module.output_weights(weights), x, model)
 
     with jax.set_mesh(mesh(2, 2)):
-        weights = Checkpoints(found.path, *told).restore("weights")
+        weights = Checkpoints(source.path, *settings).restore("weights")
         starts = np.arange(targets.shape[1]) == 0
         starts = np.tile(starts, (len(targets), 1))
         batch = TokenBatch.of(targets.astype(np.uint32), starts, model.start_token)
@@ -260,7 +260,7 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     assert not message
     golden.check("huggingface_weights.txt", family, out.replace(str(tmp_path), "..."))
     targets = draw_targets(config)
-    found = our_logits(in_f32, tmp_path / "ours", targets)
+    found = train_logits(in_f32, tmp_path / "ours", targets)
     wanted = paper_logits(folder, inputs(targets, config["bos_token_id"]))
     assert_close(found, wanted, 1e-5)
 
@@ -275,22 +275,22 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     assert all(config_in(out)[key] == config[key] for key in same)
     assert config_in(out)["tie_word_embeddings"] is (family == "SmolLM2")
     assert config_in(out)["dtype"] == config_in(out)["torch_dtype"] == name
-    # In files that aren't too large, which the index finds.
+    # No file is too large, and the index lists them all.
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 3 and files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
     for file in files:
-        there = safetensors.numpy.load_file(file)
-        assert sum(value.nbytes for value in there.values()) <= limit
-        assert all(index["weight_map"].pop(key) == file.name for key in there)
+        stored = safetensors.numpy.load_file(file)
+        assert sum(value.nbytes for value in stored.values()) <= limit
+        assert all(index["weight_map"].pop(key) == file.name for key in stored)
     assert not index["weight_map"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint of a whole state, of step 7, in whose arrays a chunk is all layers of a device's
-    part. The head dimension isn't the model's over the heads, and RoPE is scaled."""
+    """A checkpoint of a whole state at step 7. A chunk of its arrays holds all layers of a device's
+    shard, d_head isn't d_model over the number of heads, and RoPE is scaled."""
     path = tmp_path_factory.mktemp("trained")
     config = small_config(
         "model.d_model=48", "model.n_kv=4", "model.layers=5", "model.d_head=16",
@@ -305,17 +305,17 @@ def trained(tmp_path_factory):
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
         state = jax.tree.map(jax.device_put, state, make_shardings(train.State))
-        told = train.State, train.dimensions(config), config.to_yaml(), 4
-        checkpoints = Checkpoints(str(path), *told, say=lambda _: None)
+        settings = train.State, train.dimensions(config), config.to_yaml(), 4
+        checkpoints = Checkpoints(str(path), *settings, say=lambda _: None)
         checkpoints.save(7, state)
         checkpoints.wait()
     return path
 
 
 def only(folder):
-    """The one checkpoint in a folder."""
-    (found,) = folder.iterdir()
-    return found
+    """The only checkpoint in a folder."""
+    (path,) = folder.iterdir()
+    return path
 
 
 def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
@@ -326,7 +326,7 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
     count = 2 * 48 * 48 + 48 + 5 * (2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + 3 * 48 * 40)
     assert not message and f"step 7: {4 * count:,} bytes of float32 in " in out
     targets = np.random.default_rng(1).integers(0, 48, (4, 24))
-    found = our_logits(in_f32, trained, targets)
+    found = train_logits(in_f32, trained, targets)
     assert_close(found, paper_logits(folder, inputs(targets, 9)), 1e-5)
 
     out, message = run("import", folder, tmp_path / "ours")
@@ -336,7 +336,7 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
     before, after = OmegaConf.create(before), OmegaConf.create(after)
     assert after.model == before.model == OmegaConf.create(out).model
     assert after.training.tokens.len == before.training.tokens.len
-    # By the names of transformers 4 alone, and by those of 5.
+    # With only the names of transformers 4, and with only those of 5.
     config, model = config_in(folder), tool.model_in(folder, 0)
     for lacking in ["rope_parameters"], ["rope_theta", "rope_scaling"]:
         text = json.dumps({key: value for key, value in config.items() if key not in lacking})
@@ -345,13 +345,13 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
 
 
 def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, run):
-    """Our id is theirs plus 2, and our first two are their last."""
+    """An id here is Hugging Face's plus 2; the first two ids here are its last two."""
     folder = write_folder(tmp_path / "hf", LLAMA_3, random_tensors(LLAMA_3))
     ours = tmp_path / "ours"
     assert not run("import", folder, ours, "--id-offset=2")[1]
     assert tool.model_of(checkpoint.newest(str(ours)))[0].start_token == 42
     targets = draw_targets(LLAMA_3)
-    found = our_logits(in_f32, ours, targets)
+    found = train_logits(in_f32, ours, targets)
     wanted = paper_logits(folder, inputs((targets - 2) % 48, 40))
     assert_close(found, wanted[..., (np.arange(48) - 2) % 48], 1e-5)
     assert not run("export", ours, tmp_path / "b", "--id-offset=2")[1]
@@ -360,7 +360,7 @@ def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, run):
 
 
 def test_old_frequencies_are_read_over_and_an_unembedding_of_its_own_is_not(tmp_path, run):
-    """As transformers reads them, though the config says that the embeddings are tied."""
+    """A stored unembedding wins over tie_word_embeddings, as in transformers."""
     tensors = random_tensors(LLAMA_2)
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(3)}
     folder = write_folder(tmp_path / "hf", LLAMA_2 | {"tie_word_embeddings": True}, tensors | old)
@@ -380,9 +380,9 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
         f"paths.clone_from={tmp_path}/ours",
         "paths.model_name=clone",
     )
-    told = train.State, train.dimensions(start), start.to_yaml(), 4
+    settings = train.State, train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
-        none = Checkpoints(str(tmp_path / "none"), *told)
+        none = Checkpoints(str(tmp_path / "none"), *settings)
         state, _ = train.starting_state(start, none, None)
         found = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
@@ -448,10 +448,10 @@ IMPORTS = {
 
 
 def check_message(case, out, message):
-    """Less what others say."""
+    """Compares the message without the texts of other packages."""
     assert not out and message.startswith("error: ") and "\n" not in message
-    said = re.sub(r"(can't be read): .*", r"\1: ...", message)
-    golden.check("huggingface_weights.txt", case, said)
+    text = re.sub(r"(can't be read): .*", r"\1: ...", message)
+    golden.check("huggingface_weights.txt", case, text)
 
 
 @pytest.mark.parametrize("case", IMPORTS)
@@ -531,7 +531,7 @@ def test_an_import_that_is_cut_off_is_no_checkpoint(step, tmp_path, run, monkeyp
 
 @pytest.mark.parametrize("place, name", [(safetensors.numpy, "save_file"), (Path, "replace")])
 def test_an_export_that_is_cut_off_is_no_model(place, name, trained, tmp_path, run, monkeypatch):
-    """Before some file of weights, and before the config."""
+    """The export fails at a file of weights, or at config.json."""
     monkeypatch.setattr(place, name, no_space)
     out, message = run("export", trained, tmp_path / "hf")
     assert not out and "No space left on device" in message
@@ -539,7 +539,7 @@ def test_an_export_that_is_cut_off_is_no_model(place, name, trained, tmp_path, r
 
 
 def test_an_import_holds_a_tensor_at_a_time_and_an_export_a_file(tmp_path, run, monkeypatch):
-    """Of 218 tensors, small parts of the model."""
+    """The model has 218 tensors, each a small part of it."""
     config = LLAMA_2 | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24}
     tensors = random_tensors(config)
     total = sum(value.nbytes for value in tensors.values())
@@ -572,7 +572,7 @@ def test_a_model_that_transformers_saved_and_loads(family, in_f32, tmp_path, run
     assert not run("import", tmp_path / "hf", tmp_path / "ours")[1]
     assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
     targets = draw_targets(FAMILIES[family])
-    wanted = our_logits(in_f32, tmp_path / "ours", targets)
+    wanted = train_logits(in_f32, tmp_path / "ours", targets)
     for folder in tmp_path / "hf", tmp_path / "again":
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
