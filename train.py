@@ -578,7 +578,7 @@ def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
 def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from: of the newest checkpoint of the run, or of one that it is cloned
     from; and a line on where it is from. The initial one has none."""
-    source = saved.or_those_of(config.paths.clone_from)
+    source = saved.starting_point(config.paths.clone_from)
     if not source.newest.step:
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:

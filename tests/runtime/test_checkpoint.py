@@ -256,7 +256,9 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
         found = opened(tmp_path).restore("layers")
         assert_same_bits(found, values().layers)
         assert jax.tree.map(lambda leaf: leaf.sharding, found) == make_shardings(Tree).layers
-        with pytest.raises(CheckpointError, match="layers/step is missing there, uint32"):
+        with pytest.raises(
+            CheckpointError, match="layers/step is missing in the checkpoint but uint32"
+        ):
             opened(tmp_path, OtherLayers).restore("layers")
         (path / "layers/w/c/0/1/1").unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
@@ -302,9 +304,9 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
         for path in str(first), f"{first}/", first.name, f"./{first.name}":
             found = opened(path)
             assert found.newest.step == 5 and pathlib.Path(found.newest.path).resolve() == first
-            assert runtime.checkpoint.newest(path).which == found.newest.which
+            assert runtime.checkpoint.newest(path).order == found.newest.order
         assert_same_bits(opened(first.name).restore(), values())
-        assert [one.step for one in runtime.checkpoint.listed(".")] == [5, 6]
+        assert [one.step for one in runtime.checkpoint.list_checkpoints(".")] == [5, 6]
 
 
 CONFIGS = {
@@ -326,7 +328,7 @@ def test_a_config_of_another_schema_is_refused(text, tmp_path):
         written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
         known = Checkpoints(str(tmp_path), Tree, SIZES, "model: {size: 3}", 4)
         written(known, 8, on_mesh(values()))
-    *_, other, one = runtime.checkpoint.listed(str(tmp_path))
+    *_, other, one = runtime.checkpoint.list_checkpoints(str(tmp_path))
     assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
     with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {CONFIGS[text]}"):
         other.config(Section, "model", {"rope": 2})
@@ -341,7 +343,7 @@ def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
     for text in "compiled_step: x\nmodel: {size: 3, rope: 2}", "model: {size: 3, rope: 2, gate: 1}":
         with jax.set_mesh(mesh(4, 2)):
             written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
-    one, other = runtime.checkpoint.listed(str(tmp_path))
+    one, other = runtime.checkpoint.list_checkpoints(str(tmp_path))
     assert one.config(Whole) == Whole(Section(3, 2))
     with pytest.raises(CheckpointError, match="Key 'gate' not in 'Section'"):
         other.config(Whole)
@@ -368,9 +370,12 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
 
 
 DESCRIPTIONS = {
-    "cut short": (lambda text: text[:40], "its description can't be read: "),
-    "missing": (None, "its description can't be read: "),
-    "of another shape": (lambda text: text.replace("24", "25"), "its description isn't what was"),
+    "cut short": (lambda text: text[:40], "its zarr.json can't be read: "),
+    "missing": (None, "its zarr.json can't be read: "),
+    "of another shape": (
+        lambda text: text.replace("24", "25"),
+        "its zarr.json was changed since it was",
+    ),
     "of chunks elsewhere": (
         lambda text: text.replace('"separator": "/"', '"separator": "."'),
         "chunk 0.0.0 can't be read: it is missing",
@@ -417,7 +422,9 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest.step == 7
         if change != "of a group of another kind":  # which is found once its arrays are read
-            with pytest.raises(DamageError, match=f"^{file} isn't what was written; without"):
+            with pytest.raises(
+                DamageError, match=f"^{file} was changed since it was written; delete"
+            ):
                 keeping.check_model()
         assert_same_bits(keeping.restore(), values())
         assert keeping.newest.step == 5

@@ -216,7 +216,7 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
             end(checkpoints)
             (line,) = said
             assert line.startswith(f"warning: {tmp_path}/{step:08d}.") and "\n" not in line
-            assert "Input/output error" in line and line.endswith("; the run goes on")
+            assert "Input/output error" in line and line.endswith("; the run continues")
             assert not failed
         checkpoints.wait()  # of which there is nothing more to say
         assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1))
@@ -285,11 +285,11 @@ def check_flips(folder, capsys, count=None):
         found, said = restore(folder, Tiny, TINY), capsys.readouterr().err
         told, _ = checkpoint_info.describe(Checkpoint(str(path)))
         if same_bits(found, tiny(2)):
-            assert said == "" and told.endswith("; whole"), (file, place, said, told)
+            assert said == "" and told.endswith("; intact"), (file, place, said, told)
         else:
             assert_same_bits(found, tiny(1))
             assert said.startswith(f"warning: {path} is damaged: "), (file, place, said)
-            assert not told.endswith("; whole"), (file, place, told)
+            assert not told.endswith("; intact"), (file, place, told)
         outcomes.append((file.name, same_bits(found, tiny(2))))
         file.write_bytes(content)
     assert_same_bits(restore(folder, Tiny, TINY), tiny(2))
@@ -372,7 +372,7 @@ def test_a_save_whose_removals_fail_is_one_all_the_same(two_tiny_ones, monkeypat
     path, error = saved(checkpoints, 3, tiny_on_mesh(3))
     monkeypatch.undo()
     warning, last = said
-    assert warning.startswith(f"warning: not all that is old in {two_tiny_ones} can be removed: ")
+    assert warning.startswith(f"warning: can't remove old checkpoints in {two_tiny_ones}: ")
     assert "slow down" in warning and (error, last) == ("", f"saved {path}")
     assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(3))
     assert len(list(two_tiny_ones.iterdir())) == 3
@@ -424,7 +424,7 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
             break
         assert killed == kills
         assert len(said) == (0 if killed else 2)
-        assert killed or said[0].endswith("can be removed: OSError(5, 'Input/output error')")
+        assert killed or said[0].endswith(": OSError(5, 'Input/output error')")
         capsys.readouterr()
         assert_same_bits(restore(folder, Tiny, TINY), tiny(3))
         assert capsys.readouterr().err == ""

@@ -141,5 +141,5 @@ def test_what_it_says(case, folder, capsys, monkeypatch):
 
 def test_the_versions_are_those_that_wrote(folder, capsys, monkeypatch):
     out, _, _ = info(capsys, monkeypatch, "some")
-    made = Checkpoint(f"some/{LAST}").about["versions"]
+    made = Checkpoint(f"some/{LAST}").metadata["versions"]
     assert made["jax"] == jax.__version__ and f"jax {made['jax']}, " in out

@@ -36,13 +36,13 @@ def path(tmp_path, monkeypatch):
 def test_a_whole_dataset(path, capsys, monkeypatch):
     out, errors, code = info(capsys, monkeypatch, path, "--decode=12", "--tokenizer=bytes_utf8")
     assert (errors, code) == ("", 0)
-    train = f"{path}/train: 31 tokens, ids up to 227; 12 documents of 1 to 10 tokens, half"
-    assert out.startswith(train) and out.count("whole\n") == 2
+    train = f"{path}/train: 31 tokens, ids up to 227; 12 documents of 1 to 10 tokens, median"
+    assert out.startswith(train) and out.count("intact\n") == 2
     assert out.count("--- document 1, 10 tokens\nnaïve ☃\n") == 2
 
 
 def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
-    assert "add one" in info(capsys, monkeypatch, path, "--decode=1")[1]
+    assert "add --tokenizer" in info(capsys, monkeypatch, path, "--decode=1")[1]
     made = {"settings": {"tokenizer": "bytes_utf8", "id_offset": 0}}
     zarr.open_group(path).attrs["conversion"] = made
     assert "the first" in info(capsys, monkeypatch, path, "--decode=1")[0]
@@ -79,7 +79,7 @@ def test_damage_is_named(path, capsys, monkeypatch, what, how):
         how(path / what)
     out, errors, code = info(capsys, monkeypatch, path)
     assert code == 1 and errors.count("\n") == 1 and DAMAGE[what, how] in errors
-    assert out.count("whole\n") == 1, "the other split is"
+    assert out.count("intact\n") == 1, "the other split is"
 
 
 def test_what_is_not_there(path, capsys, monkeypatch):
