@@ -609,7 +609,7 @@ def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
 def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from, and a line that says where it comes from: the run's newest
     checkpoint, else the one to clone from, else a fresh state and an empty line."""
-    source = saved.or_those_of(config.paths.clone_from)
+    source = saved.starting_point(config.paths.clone_from)
     if not source.newest.step:
         return init_state(config), ""
     if source is not saved and config.paths.clone_weights_only:

@@ -125,13 +125,13 @@ class StreamLoader(Batches):
                 f"the checkpoint was written with {lanes} stream workers in total, not {wanted}; "
                 "set hf_dataset.num_workers to its earlier value"
             )
-        made, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
+        count, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
-            if number < made:
+            if number < count:
                 raise StreamError("training.skip_steps lacks a batch that the run already skipped")
             try:
-                *_, (flat, place) = itertools.islice(tokens, number + 1 - made)
+                *_, (flat, place) = itertools.islice(tokens, number + 1 - count)
             except (UserError, OSError) as error:
                 raise StreamError(f"hf_dataset: {error}") from None
-            made = place["batches"] = number + 1
+            count = place["batches"] = number + 1
             yield *decode(flat.reshape(-1, self.shape[1])), place

@@ -1,6 +1,17 @@
-"""A tree of sharded arrays <-> a zarr group, which counts once all of it is written.
+"""Saves a tree of sharded arrays as a zarr group, and restores it on any mesh.
 
-docs/checkpoints.md is the specification.
+docs/checkpoints.md is the specification. The steps of a save, in order:
+
+1. Each host copies the parts that its devices hold. Training continues; the rest is in a thread.
+2. The first host creates the group and its empty arrays, then sets the group's attributes.
+3. Each host waits for the attribute `arrays`, then writes its parts.
+4. Each host records under `writers/<host>` how its writes ended.
+5. The first host waits for the records of all hosts, then sets `write_completed`: true if every
+   part was written, else false.
+6. The first host removes old checkpoints, if the new one is complete.
+7. Each host waits for `write_completed` and reports how the save ended.
+
+After a crash before step 5 the group has no `write_completed`, so no reader uses it.
 """
 
 import contextlib
@@ -34,28 +45,29 @@ from shardlib.types import make_shapes, make_shardings, type_tree
 
 C = TypeVar("C")
 FORMAT = 1
-NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and the start of the run in milliseconds
-CHUNK_BYTES = 2**26  # a chunk is read, and its checksum taken, as a whole
+NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and when its run started, in milliseconds
+CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
 
 
 class CheckpointError(UserError):
-    """A checkpoint that can't be written, or isn't of the tree that is asked for."""
+    """A checkpoint can't be written, or doesn't fit the model that is to be restored."""
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CheckpointsConfig(Section, key="checkpoints"):
-    root: str  # a folder, or gs:// or s3://, for all runs; empty: paths.root_working_dir
-    keep_last: NonNegativeInt  # so many; 0: all
-    keep_every: NonNegativeInt  # steps; those of their multiples are kept too; 0: none
-    stop_on_error: bool  # stop the run if one can't be written, or else only say so
+    root: str  # of all runs: a folder, or gs:// or s3://; empty: paths.root_working_dir
+    keep_last: NonNegativeInt  # how many of the last checkpoints to keep; 0: all
+    keep_every: NonNegativeInt  # also keep those whose step is a multiple of this; 0: none
+    stop_on_error: bool  # whether a checkpoint that can't be written stops the run or only warns
 
 
-NONE = "{} has no complete checkpoint; name a run's folder of checkpoints, or one of them"
+NO_CHECKPOINT = "{} has no complete checkpoint; name a run's checkpoints folder, or one checkpoint"
 KEEP_ALL = CheckpointsConfig(root="", keep_last=0, keep_every=0, stop_on_error=True)
 
 
 def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """A device's part of an array, halved to CHUNK_BYTES or less, as far as its sizes are even."""
+    """Returns the chunk shape for a device's part of an array: the part, halved along the first
+    dimension that is still even, until it has CHUNK_BYTES or less or no dimension is even."""
     chunk = list(shard)
     while itemsize * math.prod(chunk) > CHUNK_BYTES:
         even = [i for i, length in enumerate(chunk) if length % 2 == 0]
@@ -66,7 +78,7 @@ def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as weights/layers/w_q."""
+    """Returns the leaves of a tree by their paths, such as weights/layers/w_q."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -74,17 +86,17 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def entries(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of the arrays of a tree of type `hint`, whatever their chunks. Needs a
-    mesh in context, be it without devices."""
-    kinds, made = named(type_tree(hint)), {}
+    """Returns the manifest entries, without chunks, of the arrays of a tree of type `hint`. Needs a
+    mesh in context, which may be abstract."""
+    types, result = named(type_tree(hint)), {}
     for name, shape in named(make_shapes(hint, sizes)).items():
-        dims = [dim.name for dim in kinds[name].spec.dims]
-        made[name] = {"dtype": shape.dtype.name, "dimensions": dims, "shape": list(shape.shape)}
-    return made
+        dims = [dim.name for dim in types[name].spec.dims]
+        result[name] = {"dtype": shape.dtype.name, "dimensions": dims, "shape": list(shape.shape)}
+    return result
 
 
 def show_entry(entry: dict[str, Any] | None) -> str:
-    """`float32[V=1280, M=256]`."""
+    """Formats a manifest entry as `float32[V=1280, M=256]`, and None as `missing`."""
     if entry is None:
         return "missing"
     sizes = zip(entry["dimensions"], entry["shape"], strict=True)
@@ -92,19 +104,20 @@ def show_entry(entry: dict[str, Any] | None) -> str:
 
 
 def _stored_dtype(dtype: np.dtype) -> np.dtype:
-    """zarr has no bfloat16: its bits are stored as uint16."""
+    """Returns the dtype on disk. zarr has no bfloat16, so its bits are stored as uint16."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
 def _checksum(about: dict[str, Any]) -> int:
-    """Of a checkpoint's attributes, less those that are written with it."""
+    """Returns the CRC-32 of a checkpoint's attributes, except the two that are written last."""
     rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
-    """A new group with arrays to be written; of each its entry and the part that a writer holds,
-    which is cut into chunks. `about` has the attributes step, config and hosts."""
+    """Creates a group with empty arrays, and returns it. `arrays` has each array's manifest entry
+    and the shape of the part that one device writes, which determines the chunks. `about` has the
+    attributes step, config and hosts."""
     group = zarr.open_group(path, mode="w-", zarr_format=3)
     manifest: Any = {}
     for name, (entry, shard) in arrays.items():
@@ -121,185 +134,190 @@ def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
         manifest[name] = {**entry, "chunk_shape": list(chunks), "chunks": array.nchunks}
     versions = {package.__name__: package.__version__ for package in (jax, np, zarr)}
     versions = {"python": platform.python_version(), **versions}
-    # It tells the other hosts that the arrays are there.
+    # Last: the other hosts wait for the attribute `arrays` before they write.
     group.update_attributes({**about, "format": FORMAT, "versions": versions, "arrays": manifest})
     return group
 
 
 def write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
-    """A part of an array, of whole chunks."""
-    # A chunk of zeros is written as any other: one that isn't there is one that was lost.
+    """Writes a part of an array that consists of whole chunks."""
+    # zarr would leave out chunks of zeros. Here a missing chunk always means a lost chunk.
     array = group[name].with_config({"write_empty_chunks": True})
     array[index] = values.view(_stored_dtype(values.dtype))
 
 
 def report(group: Any, host: int, shards: int, problem: str | None, position: Any) -> None:
-    """How a host's writes ended."""
+    """Records how a host's writes ended: their number, the first error or None, and the host's
+    position in a streamed dataset."""
     about = {"shards": shards, "problem": problem, "position": position}
     group.create_group(f"writers/{host}", attributes=about)
 
 
 def complete(group: Any, positions: list[Any]) -> None:
-    """Marks a group whose every part is written. From here on it is a checkpoint."""
+    """Marks a group complete after all parts are written. From here on it is a checkpoint."""
     about = group.attrs.asdict() | {"positions": positions}
     group.update_attributes({**about, "checksum": _checksum(about), "write_completed": True})
 
 
 class Checkpoint:
-    """A zarr group `<step>.<start>`, complete or not. Nothing is read before it is asked for."""
+    """A zarr group `<step>.<start>`, complete or not. It is read lazily."""
 
     def __init__(self, path: str):
         self.path = path
         step, start = path.rpartition("/")[2].split(".")
-        self.which = self.step, self.start = int(step), int(start)
+        self.order = self.step, self.start = int(step), int(start)  # newer is larger
 
     @functools.cached_property
     def attributes(self) -> dict[str, Any] | None:
-        """As they are there; empty if its writer was killed early, None if they are damaged."""
+        """The attributes, unverified: empty if the writer was killed early, None if damaged."""
         return storage.attributes(self.path)
 
     @property
-    def counts(self) -> bool:
-        """Whether it is complete, or damaged and may have been: to read it says what is wrong."""
-        about = self.attributes
-        # A checksum and a mark are written at once, so one without the other is damage.
-        return about is None or about.get("write_completed", "checksum" in about) is True
+    def may_be_complete(self) -> bool:
+        """True if it is complete or so damaged that it may have been. Reading it then raises an
+        error that names the damage."""
+        attrs = self.attributes
+        # checksum and write_completed are written together, so one without the other is damage.
+        return attrs is None or attrs.get("write_completed", "checksum" in attrs) is True
 
     @functools.cached_property
-    def about(self) -> dict[str, Any]:
-        """The attributes of a complete one. Raises DamageError if they aren't what was written, and
-        CheckpointError if it has another format."""
-        about = self.attributes or {}
-        if about.get("step") != self.step or about.get("checksum") != _checksum(about):
-            file = f"{self.path}/zarr.json"
-            raise DamageError(f"{file} isn't what was written; without it the one before counts")
-        if (found := about["format"]) != FORMAT:
-            raise CheckpointError(f"{self.path} has format {found}; this program reads {FORMAT}")
-        return about
+    def metadata(self) -> dict[str, Any]:
+        """The attributes of a complete checkpoint, verified. Raises DamageError if they changed
+        since they were written, and CheckpointError if the format is unknown."""
+        metadata = self.attributes or {}
+        if metadata.get("step") != self.step or metadata.get("checksum") != _checksum(metadata):
+            cure = "delete the checkpoint to use the one before it"
+            raise DamageError(f"{self.path}/zarr.json was changed since it was written; {cure}")
+        if (version := metadata["format"]) != FORMAT:
+            raise CheckpointError(f"{self.path} has format {version}; this code reads {FORMAT}")
+        return metadata
 
     def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
-        """Its config, or a section, as `schema`, a dataclass; `defaults` has what it may not say.
-        Raises CheckpointError if its sections have other keys or types."""
-        said: Any = OmegaConf.select(OmegaConf.create(self.about["config"]), section, default={})
+        """Returns the checkpoint's config, or a section of it, as the dataclass `schema`. Keys that
+        it lacks are taken from `defaults`. Raises CheckpointError if a section has other keys or
+        types."""
+        part: Any = OmegaConf.select(OmegaConf.create(self.metadata["config"]), section, default={})
         if not section:
-            # A key of an earlier version said how the run was done, not what its model is.
+            # Drops top-level keys of earlier versions: they don't describe the model.
             known = {field.name for field in dataclasses.fields(cast(Any, schema))}
-            said = OmegaConf.masked_copy(said, [key for key in said if key in known])
+            part = OmegaConf.masked_copy(part, [key for key in part if key in known])
         try:
-            made = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, said)
-            return cast(C, OmegaConf.to_object(made))
+            merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, part)
+            return cast(C, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
             problem = f"has a config of another version: {str(error).splitlines()[0]}"
             raise CheckpointError(f"{self.path} {problem}") from None
 
     def check(self, model: Any, arrays: dict[str, Any], prefix: str, cure: str) -> None:
-        """Compares with the keys of a config's section `model`, which may be none, and with what
-        `entries` says of arrays, those under a prefix. Raises CheckpointError, which names the
-        first difference and a cure."""
-        there, found = OmegaConf.create(self.about["config"]).model, self.about["arrays"]
-        pairs = [(f"model.{key}", there.get(key), model[key]) for key in model]
-        for name in dict.fromkeys([*arrays, *found]):
+        """Checks that the checkpoint fits `model`, a config's section of that name (or {}), and
+        `arrays`, as `entries` returns them; only arrays whose names start with `prefix` count.
+        Raises CheckpointError with the first difference and the cure."""
+        config, saved = OmegaConf.create(self.metadata["config"]).model, self.metadata["arrays"]
+        pairs = [(f"model.{key}", config.get(key), model[key]) for key in model]
+        for name in dict.fromkeys([*arrays, *saved]):
             if name.startswith(prefix):
-                pairs.append((name, show_entry(found.get(name)), show_entry(arrays.get(name))))
-        for name, theirs, ours in pairs:
-            if theirs != ours:
-                difference = f"{name} is {theirs} there, {ours} here"
-                raise CheckpointError(f"{self.path} is of another model: {difference}; {cure}")
+                pairs.append((name, show_entry(saved.get(name)), show_entry(arrays.get(name))))
+        for name, actual, expected in pairs:
+            if actual != expected:
+                difference = f"{name} is {actual} in the checkpoint but {expected} here"
+                raise CheckpointError(f"{self.path} has a different model: {difference}; {cure}")
 
     @functools.cached_property
     def group(self) -> Any:
         return storage.open_group(self.path)
 
     def array(self, name: str) -> zarr.Array:
-        """Raises DamageError unless it is described as in the manifest, and OSError where the store
-        doesn't say."""
-        entry = self.about["arrays"][name]
+        """Returns an array of the group. Raises DamageError if its zarr.json differs from the
+        manifest, and OSError if the store can't deliver it."""
+        entry = self.metadata["arrays"][name]
         with storage.opening(self.path):
             try:
                 array = self.group[name]
-                described = list(array.shape), list(array.chunks)
-            except Exception as error:  # whatever is left of the file
+                shapes = list(array.shape), list(array.chunks)
+            except Exception as error:  # of many types, as the file may hold anything
                 store = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
                 kind = OSError if store else DamageError
-                raise kind(f"{name}: its description can't be read: {error!r}") from error
-        if described != (entry["shape"], entry["chunk_shape"]):
-            raise DamageError(f"{name}: its description isn't what was written")
+                raise kind(f"{name}: its zarr.json can't be read: {error!r}") from error
+        if shapes != (entry["shape"], entry["chunk_shape"]):
+            raise DamageError(f"{name}: its zarr.json was changed since it was written")
         return array
 
     def read(self, array: zarr.Array, index: Any = ()) -> np.ndarray:
-        """A part of an array, as `storage.read` has it. An OSError names the checkpoint, which may
-        be whole, and readable again soon."""
+        """Returns a part of an array, as `storage.read` does. An OSError names the checkpoint; it
+        may be undamaged, and readable again later."""
         with storage.opening(self.path):
             return storage.read(array, index)
 
 
-def listed(path: str) -> list[Checkpoint]:
-    """Those in a folder or bucket, by step and start; or the one that the path names, be it there
-    or not. Raises OSError where the store can't be had."""
+def list_checkpoints(path: str) -> list[Checkpoint]:
+    """Returns the checkpoints, complete or not, in a folder or bucket, sorted by step and start. If
+    the path itself names a checkpoint, returns that one, even if it doesn't exist. Raises OSError
+    if the store can't be reached."""
     path = path.rstrip("/")
     if re.fullmatch(NAME, path.rpartition("/")[2]):
         return [Checkpoint(path)]
     names = [name for name in storage.names(path) if re.fullmatch(NAME, name)]
-    return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.which)
+    return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.order)
 
 
 def newest(path: str, below: tuple[int, int] | None = None) -> Checkpoint:
-    """The last one of a path that counts; if given, below a step and start. Raises CheckpointError
-    if there is none."""
-    for each in reversed(listed(path)):
-        if (not below or each.which < below) and each.counts:
-            return each
-    raise CheckpointError(NONE.format(path))
+    """Returns the newest checkpoint that may be complete; if `below` is given, the newest before
+    that step and start. Raises CheckpointError if there is none."""
+    for checkpoint in reversed(list_checkpoints(path)):
+        if (not below or checkpoint.order < below) and checkpoint.may_be_complete:
+            return checkpoint
+    raise CheckpointError(NO_CHECKPOINT.format(path))
 
 
 @dataclasses.dataclass(eq=False)
 class Checkpoints:
     """The checkpoints of one run: zarr groups `<step>.<start>` in a folder or a bucket. `path` may
-    also be one of them, to read that one.
+    also name one checkpoint, to read only that one.
 
-    A start of the run writes under names of its own. So nothing that is there is written to again,
-    whoever may be writing to it still. All hosts make this object, and call its methods, at the
-    same steps.
+    The names that it writes contain `start`, the time at which this object was made, so it never
+    writes into a group of an earlier start of the run, which a leftover process may still be
+    writing to. All hosts make this object and call its methods at the same steps.
     """
 
     path: str
     hint: Any  # the type of a checkpoint's tree of arrays
-    sizes: dict[str, int]  # of its dimensions
-    config: str  # YAML text, with a section `model`: that of another model isn't restored
+    sizes: dict[str, int]  # the lengths of its dimensions
+    config: str  # YAML text; a checkpoint whose section `model` differs is refused
     io_threads: int
     policy: CheckpointsConfig = KEEP_ALL
     say: Callable[[str], None] = print
-    failed: Callable[[], None] = lambda: None  # called in a thread, if a save that counts fails
-    key: str = "paths.model_name"  # what errors say to choose another of
+    failed: Callable[[], None] = lambda: None  # called in a thread if a save fails and should stop
+    key: str = "paths.model_name"  # the setting that error messages suggest to change
 
     def __post_init__(self) -> None:
         self.path = self.path.rstrip("/")
         self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
-        self._choose(None)
+        self._find_newest(None)
 
-    def or_those_of(self, path: str) -> "Checkpoints":
-        """Those of a path, if it isn't empty, as long as there are none here: a run is cloned from
-        them. Raises CheckpointError if it has none."""
-        if self.newest.step or not path:
+    def starting_point(self, clone_from: str) -> "Checkpoints":
+        """Returns the checkpoints to start from: those of this run if it has any or `clone_from` is
+        empty, else those at the path `clone_from`. Raises CheckpointError if it has none."""
+        if self.newest.step or not clone_from:
             return self
-        source = dataclasses.replace(self, path=path, key="paths.clone_from")
+        source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
         if not source.newest.step:
-            raise CheckpointError(NONE.format(f"paths.clone_from={path}"))
+            raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
         return source
 
-    def _choose(self, below: tuple[int, int] | None) -> None:
-        """The newest, or the one before it. The first host looks for all: a shared file system may
-        be late to another."""
-        which = 0, 0
+    def _find_newest(self, below: tuple[int, int] | None) -> None:
+        """Sets `newest` to the newest checkpoint, before `below` if that is given. The first host
+        decides, because a shared file system may show files to other hosts later. Also sets `start`
+        to the first host's."""
+        order = 0, 0
         if jax.process_index() == 0:
             with contextlib.suppress(CheckpointError):
-                which = newest(self.path, below).which
-        # As bytes, for JAX would cut 64 bits to 32.
-        seen = np.array([*which, self.start]).view(np.uint8)
-        told = np.asarray(multihost_utils.broadcast_one_to_all(seen)).view(np.int64)
-        step, start, self.start = told.tolist()  # step 0: none
+                order = newest(self.path, below).order
+        # Sent as bytes, because JAX would truncate 64-bit integers to 32.
+        local = np.array([*order, self.start]).view(np.uint8)
+        agreed = np.asarray(multihost_utils.broadcast_one_to_all(local)).view(np.int64)
+        step, start, self.start = agreed.tolist()  # step 0: there is no checkpoint
         self.newest = Checkpoint(self._path(step, start))
 
     def _path(self, step: int, start: int) -> str:
@@ -307,18 +325,19 @@ class Checkpoints:
         return f"{folder}/{step:08d}.{start}"
 
     def save(self, step: int, tree: Any, position: Any = None) -> None:
-        """Copies the parts of a tree that this host's devices hold, and writes them in a thread,
-        with the host's `position` in its stream, JSON. First it waits for the save before, and
-        raises CheckpointError as `wait` does.
+        """Copies the parts of a tree that this host's devices hold, then writes them in a thread.
+        `position` is the host's position in a streamed dataset, as JSON.
+
+        First waits for the previous save, and raises CheckpointError if that failed, like `wait`.
         """
         self.wait()
-        leaves, described = named(tree), entries(self.hint, self.sizes)
+        leaves, manifest = named(tree), entries(self.hint, self.sizes)
         arrays = {
-            name: (described[name], leaf.sharding.shard_shape(leaf.shape))
+            name: (manifest[name], leaf.sharding.shard_shape(leaf.shape))
             for name, leaf in leaves.items()
         }
-        # On a CPU these are views of the devices' memory. While there are any, XLA writes what is
-        # donated to other memory (AcquireDonation, in its PjRt client).
+        # On a CPU these are views of device memory. As long as they exist, XLA doesn't reuse the
+        # memory of donated arrays (AcquireDonation, in its PjRt client).
         parts = jax.device_get(
             [
                 (name, shard.index, shard.data)
@@ -332,35 +351,41 @@ class Checkpoints:
         self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
 
     def wait(self) -> None:
-        """Blocks until the pending save is done. Raises CheckpointError, on every host still there,
-        if any part of it could not be written and the policy is to stop."""
+        """Blocks until the pending save is done. If part of it could not be written on any host and
+        `stop_on_error` is set, raises CheckpointError on every host that is still running."""
         saving, self.saving = self.saving, None
         if saving:
             saving.result()
 
     def _save(self, path: str, arrays: Any, about: Any, parts: Any, position: Any) -> None:
-        """Hosts learn of each other from the store alone, as their devices are at work."""
+        """Performs steps 2 to 7 of a save, as numbered at the top of this file. The hosts communicate
+        only through the store, because their devices are busy with training steps."""
         host, hosts = jax.process_index(), range(jax.process_count())
         try:
-            if host == 0:
+            if host == 0:  # step 2
                 create(path, arrays, about)
-            self._wait(path, "arrays", writer=0)
+            # Step 3.
+            self._await_key(path, "arrays", writer=0)
             group = zarr.open_group(path, mode="r+", zarr_format=3)
             writes = [(part[0], self.threads.submit(write, group, *part)) for part in parts]
-            ended = [(name, write.exception()) for name, write in writes]
-            problem = next((f"{name}: {error!r}" for name, error in ended if error), None)
+            results = [(name, write.exception()) for name, write in writes]
+            problem = next((f"{name}: {error!r}" for name, error in results if error), None)
+            # Step 4.
             report(group, host, len(writes), problem, position)
-            self._wait(f"{path}/writers/{host}", "shards", writer=host)
-            if host == 0:
-                reports = [self._wait(f"{path}/writers/{i}", "shards", writer=i) for i in hosts]
-                problem = next((each["problem"] for each in reports if each["problem"]), None)
+            self._await_key(f"{path}/writers/{host}", "shards", writer=host)
+            if host == 0:  # steps 5 and 6
+                records = [
+                    self._await_key(f"{path}/writers/{i}", "shards", writer=i) for i in hosts
+                ]
+                problem = next((record["problem"] for record in records if record["problem"]), None)
                 if problem:
                     group.update_attributes({"write_completed": False, "write_failed": problem})
                 else:
-                    complete(group, [each["position"] for each in reports])
+                    complete(group, [record["position"] for record in records])
                     self._remove_old(about["step"])
-            problem = self._wait(path, "write_completed", writer=0).get("write_failed")
-        except Exception as error:  # each store raises its own
+            # Step 7.
+            problem = self._await_key(path, "write_completed", writer=0).get("write_failed")
+        except Exception as error:  # stores raise errors of many types
             problem = f"{error!r}"
         if not problem:
             self.say(f"saved {path}")
@@ -368,45 +393,46 @@ class Checkpoints:
             self.failed()
             raise CheckpointError(f"{path} can't be written: {problem}")
         else:
-            self.say(f"warning: {path} can't be written: {problem}; the run goes on")
+            self.say(f"warning: {path} can't be written: {problem}; the run continues")
 
     @staticmethod
-    def _wait(path: str, key: str, writer: int) -> dict[str, Any]:
-        """A group's attributes, once it is there and has this one. The host that wrote it doesn't
-        wait: what isn't there by now was lost."""
-        while key not in (about := storage.attributes(path) or {}):
+    def _await_key(path: str, key: str, writer: int) -> dict[str, Any]:
+        """Waits until a group has the attribute `key`, and returns the group's attributes. On the
+        host that wrote it, raises FileNotFoundError instead of waiting: the write was lost."""
+        while key not in (attributes := storage.attributes(path) or {}):
             if writer == jax.process_index():
-                raise FileNotFoundError(f"{key} of {path} was written, and isn't there")
+                raise FileNotFoundError(f"{key} of {path} was written but can't be read back")
             time.sleep(0.2)
-        return about
+        return attributes
 
     def _remove_old(self, written: int) -> None:
-        """Removes what isn't to be kept, and what a removal that was cut off has left. Later steps
-        than the one just written are of damaged checkpoints: they don't count, and stay."""
+        """Removes the checkpoints that the policy doesn't keep, and the rest of any whose removal
+        was interrupted. Leaves checkpoints of later steps than the one just written: they must be
+        damaged, as the run resumed from before them, and don't count toward `keep_last`."""
         last, every = self.policy.keep_last, self.policy.keep_every
         if not last:
             return
         try:
-            groups = [(each, each.attributes or {}) for each in listed(self.path)]
-            complete = [each for each, about in groups if about.get("write_completed") is True]
-            older = [each for each in complete if each.which <= (written, self.start)]
-            old = [each for each in older[:-last] if not every or each.step % every]
-            begun = [each for each, about in groups if about.get("removed")]
-            for each in old + begun:
-                # It is none from here on, so that all of it may go.
+            groups = [(group, group.attributes or {}) for group in list_checkpoints(self.path)]
+            complete = [group for group, about in groups if about.get("write_completed") is True]
+            older = [group for group in complete if group.order <= (written, self.start)]
+            surplus = [group for group in older[:-last] if not every or group.step % every]
+            interrupted = [group for group, about in groups if about.get("removed")]
+            for group in surplus + interrupted:
+                # First, so that an interrupted removal leaves nothing that looks complete.
                 mark = {"write_completed": False, "removed": True}
-                zarr.open_group(each.path, mode="r+").update_attributes(mark)
-                storage.remove(each.path)
-        except Exception as error:  # each store raises its own
-            self.say(f"warning: not all that is old in {self.path} can be removed: {error!r}")
+                zarr.open_group(group.path, mode="r+").update_attributes(mark)
+                storage.remove(group.path)
+        except Exception as error:  # stores raise errors of many types
+            self.say(f"warning: can't remove old checkpoints in {self.path}: {error!r}")
 
     def restore(self, part: str = "") -> Any:
-        """The newest checkpoint that is undamaged, which becomes `newest`, as a tree on the mesh in
-        context; each host reads its devices' parts. Says which ones are damaged. Of the part
-        `weights`, only the field of that name is read, and must be whole.
+        """Returns the newest undamaged checkpoint as a tree of arrays on the mesh in context, and
+        sets `newest` to it. Each host reads its devices' parts, and warns of damaged checkpoints.
+        If `part` names a field of the tree, such as weights, reads and returns only that field.
 
-        Raises CheckpointError if there is none, and for another model's, naming the first
-        difference between the `model` sections of the configs, or between the arrays.
+        Raises CheckpointError if there is no undamaged checkpoint, or if it has a different model:
+        the message names the first difference in the config's section `model` or in the arrays.
         """
         while self.newest.step:
             tree = None
@@ -417,47 +443,45 @@ class Checkpoints:
                 print(warning, file=sys.stderr, flush=True)
             if multihost_utils.process_allgather(np.array(tree is not None)).all():
                 return tree
-            self._choose(self.newest.which)
-        raise CheckpointError(
-            f"{self.path} has no undamaged checkpoint; to start anew, choose another {self.key}"
-        )
+            self._find_newest(self.newest.order)
+        raise CheckpointError(f"{self.path} has no undamaged checkpoint; choose another {self.key}")
 
     def _restore(self, part: str) -> Any:
-        found, prefix = self.newest, f"{part}/" if part else ""
+        checkpoint, prefix = self.newest, f"{part}/" if part else ""
         self.check_model(prefix)
         shapes, shardings = make_shapes(self.hint, self.sizes), make_shardings(self.hint)
         if part:
             shapes, shardings = getattr(shapes, part), getattr(shardings, part)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-            array = found.array(prefix + name)
+            array = checkpoint.array(prefix + name)
             return jax.make_array_from_callback(
-                shape.shape, sharding, lambda index: found.read(array, index).view(shape.dtype)
+                shape.shape, sharding, lambda index: checkpoint.read(array, index).view(shape.dtype)
             )
 
         leaves = named(shapes)
-        made = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
-        return jax.tree.unflatten(jax.tree.structure(shapes), made)
+        arrays = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     def position(self) -> Any:
-        """This host's position in its stream, as the newest checkpoint has it. Raises
-        CheckpointError if other hosts than today's wrote it."""
-        about, hosts = self.newest.about, jax.process_count()
-        if about["hosts"] != hosts:
+        """Returns this host's position in a streamed dataset from the newest checkpoint. Raises
+        CheckpointError if another number of hosts wrote it."""
+        metadata, hosts = self.newest.metadata, jax.process_count()
+        if metadata["hosts"] != hosts:
             raise CheckpointError(
-                f"{self.newest.path} was written by {about['hosts']} hosts, who share the stream; "
-                f"there are {hosts} now"
+                f"{self.newest.path} was written by {metadata['hosts']} hosts that share a stream; "
+                f"resume with as many, not {hosts}"
             )
-        return about["positions"][jax.process_index()]
+        return metadata["positions"][jax.process_index()]
 
     def check_model(self, prefix: str = "") -> None:
-        """Raises CheckpointError if the newest checkpoint, or what it has under a prefix, is of
-        another model, and DamageError if what tells is damaged."""
-        if not prefix and all(name.startswith("weights/") for name in self.newest.about["arrays"]):
+        """Raises CheckpointError if the newest checkpoint, or the part of it whose names start with
+        `prefix`, has a different model, and DamageError if its attributes are damaged."""
+        if not prefix and all(n.startswith("weights/") for n in self.newest.metadata["arrays"]):
             raise CheckpointError(
-                f"{self.newest.path} has weights alone: a new run starts from them by "
-                "paths.clone_from, with paths.clone_weights_only=true"
+                f"{self.newest.path} holds only weights; start a new run from them with "
+                "paths.clone_from and paths.clone_weights_only=true"
             )
         model, arrays = OmegaConf.create(self.config).model, entries(self.hint, self.sizes)
-        cure = f"choose another {self.key}, or the config it was made by"
+        cure = f"choose another {self.key}, or use the checkpoint's config"
         self.newest.check(model, arrays, prefix, cure)

@@ -1,4 +1,4 @@
-"""zarr arrays in a folder or in a bucket: what can't be read is named to the chunk."""
+"""Reads zarr arrays from a folder or a bucket. An error names the chunk that can't be read."""
 
 import contextlib
 import itertools
@@ -15,37 +15,37 @@ from shardlib.errors import UserError
 
 
 class DamageError(UserError):
-    """Part of an array is missing, or isn't what was written."""
+    """Part of an array is missing, or was changed since it was written."""
 
 
 @contextlib.contextmanager
 def opening(path: str) -> Iterator[None]:
-    """Each store raises its own errors: all become an OSError, which names the path."""
+    """Converts whatever errors a store raises to an OSError that names the path."""
     try:
         yield
     except DamageError:
         raise
     except Exception as error:
-        why = getattr(error, "strerror", None) or error
-        raise OSError(f"{path} can't be opened: {why}") from error
+        problem = getattr(error, "strerror", None) or error
+        raise OSError(f"{path} can't be opened: {problem}") from error
 
 
 def names(path: str) -> list[str]:
-    """Of what is in a folder, or under a bucket's prefix; none if that isn't there. Raises OSError
-    where the store can't be had."""
+    """Returns the names of the entries of a folder or bucket prefix; none if it doesn't exist.
+    Raises OSError if the store can't be reached."""
     with opening(path):
         store, inner = fsspec.core.url_to_fs(path)
         store.invalidate_cache()
         try:
-            found = store.ls(inner, detail=False)
+            paths = store.ls(inner, detail=False)
         except FileNotFoundError:
             return []
-    return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in found]
+    return [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
 
 
 def attributes(path: str) -> dict[str, Any] | None:
-    """A zarr group's: empty if it isn't there, None if they are damaged. Raises OSError where the
-    store can't be had."""
+    """Returns the attributes of a zarr group: empty if there is no such group, None if they are
+    damaged. Raises OSError if the store can't be reached."""
     with opening(path):
         store, inner = fsspec.core.url_to_fs(path)
         try:
@@ -59,7 +59,7 @@ def attributes(path: str) -> dict[str, Any] | None:
 
 
 def remove(path: str) -> None:
-    """A group, its own description last: up to then it can be told what it was."""
+    """Removes a group, its zarr.json last, so that an interrupted removal can be recognized."""
     store, inner = fsspec.core.url_to_fs(path)
     for name in names(path):
         if name != "zarr.json":
@@ -68,9 +68,9 @@ def remove(path: str) -> None:
 
 
 class _WholeStore(WrapperStore[Any]):
-    """Fails where a chunk is missing, which zarr takes for one of zeros."""
+    """Raises DamageError for a missing chunk, which zarr would read as zeros."""
 
-    _supports_sync_io = False  # zarr 3.4 has ways to read that go around `get`
+    _supports_sync_io = False  # makes zarr 3.4 read with `get` only
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         value = await super().get(key, *args, **kwargs)
@@ -80,27 +80,27 @@ class _WholeStore(WrapperStore[Any]):
 
 
 def open_group(path: str) -> zarr.Group:
-    """A zarr 3 group, to read. Of its arrays, each chunk has to be there."""
+    """Opens a zarr 3 group for reading. Reading a missing chunk of its arrays is an error."""
     group = zarr.open_group(path, mode="r", zarr_format=3)
     return zarr.open_group(_WholeStore(group.store), path=group.path, mode="r", zarr_format=3)
 
 
 def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
-    """A part of an array, by slices. Raises DamageError, naming a chunk that is missing or isn't
-    what was written, and OSError where the store doesn't give it."""
+    """Returns a part of an array, given by slices. Raises DamageError for a chunk that is missing
+    or was changed, and OSError if the store can't deliver one; both name the chunk."""
     try:
         return np.asarray(array[index])
-    except Exception:  # zarr doesn't say which chunk it is about
+    except Exception:  # zarr's error doesn't name the chunk; `check` does
         check(array, index)
-    return np.asarray(array[index])  # the store was in trouble, and is no more
+    return np.asarray(array[index])  # every chunk was readable now: the store had recovered
 
 
 def check(array: zarr.Array, index: Any = ()) -> None:
-    """Reads a part of an array, chunk by chunk, and raises what `read` does."""
-    given = index if isinstance(index, tuple) else (index,)
-    given += (slice(None),) * (array.ndim - len(given))
+    """Reads a part of an array chunk by chunk. Raises the same errors as `read`."""
+    slices = index if isinstance(index, tuple) else (index,)
+    slices += (slice(None),) * (array.ndim - len(slices))
     grid = []
-    for part, length, size in zip(given, array.shape, array.chunks, strict=True):
+    for part, length, size in zip(slices, array.shape, array.chunks, strict=True):
         covered = range(length)[part]
         grid.append(range(covered.start // size, -(-covered.stop // size)))
     for place in itertools.product(*grid):
@@ -109,6 +109,6 @@ def check(array: zarr.Array, index: Any = ()) -> None:
             array[tuple(slice(i * size, (i + 1) * size) for i, size in corners)]
         except Exception as error:
             chunk = f"{array.path}: chunk {'.'.join(map(str, place)) or 0}"
-            # Codecs raise these two; stores raise OSError, or errors of their own.
+            # Codecs raise ValueError or RuntimeError; stores raise OSError or other types.
             kind = DamageError if isinstance(error, ValueError | RuntimeError) else OSError
             raise kind(f"{chunk} can't be read: {str(error).split('. ')[0]}") from error

@@ -1,4 +1,4 @@
-"""What one of several hosts holds of some batches. `tests.helpers.batches_on_hosts` runs it."""
+"""Prints one host's rows of some batches. `tests.helpers.batches_on_hosts` runs it on each host."""
 
 import json
 import sys
@@ -12,21 +12,21 @@ from shardlib.devices import make_mesh
 
 
 def main():
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     jax.distributed.initialize()
-    config, shape, host = asked["config"], asked["shape"], jax.process_index()
-    with jax.set_mesh(make_mesh(asked["mesh"])):
+    config, shape, host = request["config"], request["shape"], jax.process_index()
+    with jax.set_mesh(make_mesh(request["mesh"])):
         section = FlatTokensConfig if "filespec" in config else HuggingFaceConfig
         loader = section(**config).open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
-        loader.position = asked.get("positions", {}).get(str(host))
-        held = [
+        loader.position = request.get("positions", {}).get(str(host))
+        rows = [
             {
                 part.index[0].indices(shape[0])[0]: np.asarray(part.data).tolist()
                 for part in batch.targets.addressable_shards
             }
-            for _, batch in loader.from_step(*asked["steps"])
+            for _, batch in loader.from_step(*request["steps"])
         ]
-    print(json.dumps({"host": host, "rows": held, "position": loader.position}))
+    print(json.dumps({"host": host, "rows": rows, "position": loader.position}))
 
 
 if __name__ == "__main__":

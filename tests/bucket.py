@@ -1,4 +1,4 @@
-"""An S3 server on loopback, which also fails, is slow and goes away."""
+"""An S3 server on loopback that can be made to fail or to be slow."""
 
 import contextlib
 import http.client
@@ -10,8 +10,8 @@ import pytest
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the server, or answers as `trouble` says: a function of a request's
-    method and path to a status, or None."""
+    """Forwards requests to the server, unless `trouble`, a function of a request's method and path,
+    returns an error status to answer with."""
 
     protocol_version = "HTTP/1.1"
     trouble = staticmethod(lambda method, path: None)
@@ -27,15 +27,15 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         with contextlib.closing(http.client.HTTPConnection(*Proxy.target)) as server:
             try:
                 server.request(self.command, self.path, body, dict(self.headers))
-                found = server.getresponse()
-                content = found.read()
-            except ConnectionError:  # of a request that nobody waits for, at the tests' end
+                response = server.getresponse()
+                content = response.read()
+            except ConnectionError:  # at the end of the tests, when nobody waits for the answer
                 return
-        self.send_response(found.status)
-        for name, value in found.getheaders():
+        self.send_response(response.status)
+        for name, value in response.getheaders():
             if name.lower() not in ("transfer-encoding", "content-length", "connection"):
                 self.send_header(name, value)
-        size = found.getheader("content-length") if self.command == "HEAD" else len(content)
+        size = response.getheader("content-length") if self.command == "HEAD" else len(content)
         self.send_header("content-length", str(size))
         self.end_headers()
         self.wfile.write(content)
@@ -50,9 +50,9 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True
 
 
-@pytest.fixture(scope="session")  # clients of it are kept as long
+@pytest.fixture(scope="session")  # because s3fs caches its clients
 def bucket():
-    """An S3 server behind the proxy; the address of a bucket there."""
+    """Starts an S3 server behind the proxy, and yields the address of a bucket there."""
     moto = pytest.importorskip("moto.server")
     import boto3
 
@@ -66,7 +66,7 @@ def bucket():
         for name in "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY":
             patch.setenv(name, "any")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_MAX_ATTEMPTS", "2")  # of 5, each later than the one before
+        patch.setenv("AWS_MAX_ATTEMPTS", "2")  # not 5, with growing delays
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
         with contextlib.closing(boto3.client("s3")) as client:
             client.create_bucket(Bucket="bucket")

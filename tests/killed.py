@@ -1,10 +1,10 @@
-"""Trains as `python -m train` does, and kills itself at a moment of its work:
+"""Trains like `python -m train`, and kills itself with SIGKILL at a chosen moment:
 
-    python -m tests.killed WHAT SAVE NUMBER ARGUMENTS...
+    python -m tests.killed KIND SAVE NUMBER ARGUMENTS...
 
-at the NUMBERth moment of the kind WHAT, in this start's SAVEth save, both counted from 1. For a
-`row` of the metrics, NUMBER is its step; for a `read`, SAVE is 0. One that lives to its end prints
-how many moments of each kind a save had at most.
+The moment is number NUMBER of kind KIND in this start's save number SAVE, both counted from 1. For
+a `row` of the metrics, NUMBER is its step. For a `read`, SAVE is 0. A process that reaches its end
+prints the largest number of moments of each kind in any save.
 """
 
 import collections
@@ -28,27 +28,28 @@ from runtime import storage
 from runtime.checkpoint import Checkpoints
 from runtime.run import Run
 
-WHAT, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
-saves, lock = [collections.Counter()], threading.Lock()  # moments of each save, and before
+KIND, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
+saves = [collections.Counter()]  # moments before the first save, and in each save
+lock = threading.Lock()
 
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def moment(what):
+def moment(kind):
     with lock:
-        saves[-1][what] += 1
-        if (what, len(saves) - 1, saves[-1][what]) == (WHAT, SAVE, NUMBER):
+        saves[-1][kind] += 1
+        if (kind, len(saves) - 1, saves[-1][kind]) == (KIND, SAVE, NUMBER):
             die()
 
 
-def before(owner, name, what):
-    """Each call becomes a moment."""
+def before(owner, name, kind):
+    """Makes each call of a function a moment."""
     function = getattr(owner, name)
 
     def call(*args, **kwargs):
-        moment(what)
+        moment(kind)
         return function(*args, **kwargs)
 
     setattr(owner, name, call)
@@ -82,7 +83,7 @@ def remove_by_moments(path):
 
 
 def log_half(self, row):
-    if WHAT == "row" and row["step"] == NUMBER:
+    if KIND == "row" and row["step"] == NUMBER:
         if self.first_host:
             with (self.folder / "metrics.jsonl").open("a") as metrics:
                 metrics.write(f'{{"step": {NUMBER}, "lo')
@@ -103,10 +104,10 @@ if __name__ == "__main__":
     storage.remove, Run.write = remove_by_moments, log_half
     jax.distributed.initialize = initialize_and_say
     before(ArrayImpl, "copy_to_host_async", "copy")
-    before(pathlib.Path, "replace", "rename")  # of what zarr has written under another name
+    before(pathlib.Path, "replace", "rename")  # zarr writes under a temporary name
     before(storage, "read", "read")
-    # On a CPU each host's programs have keys of their own, and JAX has only the first one write to
-    # the cache: here all do, as a start's time is the test's.
+    # On a CPU each host's programs have different cache keys, and JAX lets only the first host
+    # write to the cache. Here all hosts write, so that each start is fast.
     compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     train.main()
     most = functools.reduce(operator.or_, saves)

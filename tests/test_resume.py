@@ -56,7 +56,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     assert before == written()
 
     out, message = train_here(capsys, monkeypatch, *run, "model.d_ff=80")
-    assert "is of another model: model.d_ff is 40 there, 80 here" in message
+    assert "has a different model: model.d_ff is 40 in the checkpoint but 80 here" in message
     assert before == written()
 
     out, message = train_here(capsys, monkeypatch, *run, "mesh={d: 1, t: 4}", "training.steps=4")

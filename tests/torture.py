@@ -1,11 +1,12 @@
-"""Kills a run on two hosts again and again, and sees whether it ends as one that was not killed.
+"""Kills a run on two hosts many times, and compares it with an uninterrupted run.
 
     python -m tests.torture --kills 50 --seed 0
 
-By SIGKILL, at moments drawn from the seed: at a write, a rename or a removal of a save, around the
-mark that makes it complete, at the copy before it, at a row of the metrics, while a checkpoint is
-read, or at any time; of both hosts, or of one alone, where the other has to end by itself. After
-each kill everything that counts as complete must be the uninterrupted run's, bit for bit.
+Each kill is a SIGKILL at a moment drawn from the seed: at a write, a rename or a removal of a save,
+just before or after the mark that makes the save complete, at the copy before it, at a row of the
+metrics, while a checkpoint is read, or at any time. It hits both hosts, or one of them, and then
+the other host has to exit by itself. After each kill, all complete checkpoints and metrics must
+equal the uninterrupted run's, bit for bit.
 """
 
 import argparse
@@ -35,19 +36,19 @@ ARGUMENTS = [
     "heartbeat_timeout_seconds=10",
     "training.steps_for_lr=100",  # one program for any number of steps
 ]
-# A start's time is the test's: programs are compiled quickly, and each of them is cached.
+# Most of the test's time goes into starts, so programs are compiled quickly and always cached.
 QUICK = {
     "flags": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
-LIMIT = 120  # seconds for a start to come to its moment, and for a host to notice the other's death
+LIMIT = 120  # seconds until a start must reach its moment, or a host must notice a lost host
 NEVER = "never 0 0"
 IN_SAVE = ("write", "rename", "copy", "mark", "marked", "removal")
 KINDS = [
     *("write", "time", "row", "removal", "rename", "time", "mark", "row", "write", "read"),
     *("copy", "time", "write", "row", "marked", "time", "rename", "removal", "write", "time"),
 ]
-# How a host ends when another one is lost: its exit code, and what it says.
+# The ways in which a host may exit when the other is lost: the exit code and the message.
 ENDS = {
     "train's error": (1, r"error: a step failed, perhaps because another host was lost: "),
     "JAX's abort": (-6, r"Terminating process because the JAX distributed service detected fatal"),
@@ -55,12 +56,13 @@ ENDS = {
 
 
 class Hosts:
-    """A start of a run on two hosts, of two devices each. Leaving the `with` block kills it."""
+    """A start of a run on two hosts with two devices each. Leaving the `with` block kills it."""
 
     def __init__(
         self, texts: pathlib.Path, cache: pathlib.Path, arguments: list[str], moments=(NEVER, NEVER)
     ):
-        """What host i prints goes to `<texts>.<i>`; `moments` are for tests/killed.py."""
+        """Starts the hosts. The output of host i goes to `<texts>.<i>`, and `moments` to
+        tests/killed.py."""
 
         def command(i: int) -> list[str]:
             return ["-m", "tests.killed", *moments[i].split(), *arguments]
@@ -81,45 +83,48 @@ class Hosts:
         return pathlib.Path(f"{self.texts}.{host}").read_text()
 
     def wait(self, limit: float = 5 * LIMIT) -> list[int]:
-        """Their exit codes. Raises subprocess.TimeoutExpired."""
+        """Waits for the hosts, and returns their exit codes. Raises subprocess.TimeoutExpired."""
         return [process.wait(limit) for process in self.processes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    what: str  # a kind of moment of tests/killed.py, or time
-    host: int  # that dies there
-    alone: bool  # or the other one is killed too
-    save: int = 0  # of its start
-    part: float = 0.0  # of the moments of its kind, or the time, that are over
+    """One start of the run, and the moment at which it is killed."""
+
+    kind: str  # of moment, as in tests/killed.py, or time
+    host: int  # that is killed at the moment
+    alone: bool  # or the other host is killed, too
+    save: int = 0  # number of the save in this start
+    part: float = 0.0  # fraction of the moments of this kind, or of the time, before the kill
 
 
 def draw(rng: random.Random, count: int) -> list[Kill]:
+    """Returns random kills."""
     kinds = list(itertools.islice(itertools.cycle(KINDS), count))
     rng.shuffle(kinds)
     kills = []
-    for what in kinds:
-        host = 0 if what in ("mark", "marked", "removal") else rng.randrange(2)
-        save = rng.randint(1, 3) if what in IN_SAVE else 0
-        kills.append(Kill(what, host, rng.random() < 0.5, save, rng.random()))
-    # The first ones in saves, so that the others find a checkpoint.
+    for kind in kinds:
+        host = 0 if kind in ("mark", "marked", "removal") else rng.randrange(2)
+        save = rng.randint(1, 3) if kind in IN_SAVE else 0
+        kills.append(Kill(kind, host, rng.random() < 0.5, save, rng.random()))
+    # The first two are in saves, so that a checkpoint exists for the others.
     kills[:2] = [Kill("write", 0, False, 1, rng.random()), Kill("write", 1, True, 2, rng.random())]
     return kills[:count]
 
 
 def complete(run: pathlib.Path) -> dict[int, pathlib.Path]:
-    """A run's complete checkpoints, by step; told without the code that is tested."""
-    found = {}
+    """Returns a run's complete checkpoints by step, found without the code under test."""
+    paths = {}
     for path in sorted(run.glob("checkpoints/*/zarr.json")):
         attributes = json.loads(path.read_text())["attributes"]
         if attributes.get("write_completed") is True:
-            assert attributes["step"] not in found, f"two of step {attributes['step']}"
-            found[attributes["step"]] = path.parent
-    return found
+            assert attributes["step"] not in paths, f"two of step {attributes['step']}"
+            paths[attributes["step"]] = path.parent
+    return paths
 
 
 def content(checkpoint: pathlib.Path) -> dict[str, bytes]:
-    """All files but those that tell of the run that wrote it."""
+    """Returns the files of a checkpoint, except those that describe the run that wrote it."""
     files = {str(p.relative_to(checkpoint)): p for p in checkpoint.rglob("*") if p.is_file()}
     return {
         name: path.read_bytes()
@@ -129,7 +134,7 @@ def content(checkpoint: pathlib.Path) -> dict[str, bytes]:
 
 
 class Torture:
-    """An uninterrupted run in `<root>/whole`, and one to be killed in `<root>/killed`."""
+    """An uninterrupted run in `<root>/whole`, and the run to be killed in `<root>/killed`."""
 
     def __init__(self, root: pathlib.Path, cache: pathlib.Path, steps: int, keep_last: int):
         self.root, self.cache, self.keep_last = root, cache, keep_last
@@ -138,7 +143,7 @@ class Torture:
         (root / "texts").mkdir()
         self.problems: list[str] = []
         self.ends: collections.Counter[str] = collections.Counter()
-        self.slowest = 0.0  # seconds until a host ended by itself
+        self.slowest = 0.0  # seconds until a host exited by itself, at most
         self.newest, self.seen = 0, {0}
         with self.start("whole", "paths.model_name=whole") as hosts:
             assert hosts.wait() == [0, 0], hosts.text(0) + hosts.text(1)
@@ -150,9 +155,9 @@ class Torture:
         self.rows, self.checkpoints = rows(self.whole), complete(self.whole)
         assert [row["step"] for row in self.rows] == list(range(steps))
         assert self.rows[-1]["loss"] < self.rows[0]["loss"] - 0.1
-        one = self.checkpoints[steps]
-        self.arrays = len(arrays(one))
-        self.entries = 1 + sum(1 for _ in one.rglob("*"))  # to be removed
+        last = self.checkpoints[steps]
+        self.arrays = len(arrays(last))
+        self.entries = 1 + sum(1 for _ in last.rglob("*"))  # that a removal deletes
 
     def start(self, name: str, *arguments: str, moments=(NEVER, NEVER)) -> Hosts:
         texts = self.root / "texts" / name
@@ -160,25 +165,25 @@ class Torture:
 
     @staticmethod
     def _until_first_step(text: str) -> float:
-        """Seconds of a start; the imports are a second or two."""
-        found = re.search(r"time to first step: ([\d.]+) s", text)
-        return float(found[1]) + 1.5 if found else 0
+        """Returns the seconds from the start to the first step, with about 1.5 s of imports."""
+        match = re.search(r"time to first step: ([\d.]+) s", text)
+        return float(match[1]) + 1.5 if match else 0
 
     def aim(self, kill: Kill) -> tuple[str, str]:
-        """A kill's moment for tests/killed.py, and in words."""
-        if kill.what == "time":
+        """Returns a kill's moment, as tests/killed.py takes it and in words."""
+        if kill.kind == "time":
             return NEVER, f"{kill.part:.2f} of the time"
         counts = {**self.moments[kill.host], "read": self.arrays, "removal": self.entries, "row": 9}
-        save, number = kill.save, 1 + int(kill.part * counts[kill.what])
-        if kill.what == "row":
+        save, number = kill.save, 1 + int(kill.part * counts[kill.kind])
+        if kill.kind == "row":
             number += self.newest - 1
-        if kill.what == "removal":  # the first one that there is
+        if kill.kind == "removal":  # the first save that removes one
             save = max(1, self.keep_last + 1 - len(complete(self.run)))
-        words = f"{kill.what} {number}" + (f" of save {save}" if save else "")
-        return f"{kill.what} {save} {number}", words
+        words = f"{kill.kind} {number}" + (f" of save {save}" if save else "")
+        return f"{kill.kind} {save} {number}", words
 
     def kill(self, number: int, kill: Kill) -> str:
-        """Starts the run and kills it; what the first host said."""
+        """Starts the run and kills it. Returns the first host's output."""
         moment, words = self.aim(kill)
         moments = [moment if host == kill.host else NEVER for host in range(2)]
         before = len(self.problems)
@@ -187,10 +192,10 @@ class Torture:
             moments=moments,
         ) as hosts:  # fmt: skip
             victim, other = (hosts.processes[i] for i in (kill.host, 1 - kill.host))
-            if kill.what == "time":
+            if kill.kind == "time":
                 self._at_time(hosts, kill)
             if not self._ends(victim) or victim.returncode != -signal.SIGKILL:
-                self.problems.append(f"kill {number}: it ended by {victim.returncode} before")
+                self.problems.append(f"kill {number}: it had exited with {victim.returncode}")
             died, end = time.monotonic(), "both"
             if kill.alone:
                 end = self._end(other, hosts, 1 - kill.host)
@@ -199,7 +204,7 @@ class Torture:
         texts = [hosts.text(host) for host in range(2)]
         self.check(number, texts)
         print(
-            f"kill {number}: {words}, {end}; the next start is to resume at {self.newest}",
+            f"kill {number}: {words}, {end}; the next start must resume at {self.newest}",
             flush=True,
         )
         if len(self.problems) > before:
@@ -207,22 +212,22 @@ class Torture:
         return texts[0]
 
     def _at_time(self, hosts: Hosts, kill: Kill) -> None:
-        """One host alone isn't killed before both have found each other: the other would wait for
-        five minutes, as a cluster's hosts may come late."""
-        victim, begun = hosts.processes[kill.host], time.monotonic()
+        """Kills the host at a fraction of the usual time. If it is killed alone, waits first until
+        both hosts are connected: without that, the other would wait for it for five minutes."""
+        victim, begin = hosts.processes[kill.host], time.monotonic()
         while kill.alone and not all("connected\n" in hosts.text(host) for host in range(2)):
-            if victim.poll() is not None or time.monotonic() > begun + LIMIT:
+            if victim.poll() is not None or time.monotonic() > begin + LIMIT:
                 return
             time.sleep(0.01)
         until = time.monotonic() + 1.5 * kill.part * self.seconds
         while time.monotonic() < until and victim.poll() is None:
-            if len(self._lines()) > self.newest + 12:  # on a quick day
+            if len(self._lines()) > self.newest + 12:  # so fast that it might end before
                 break
             time.sleep(0.01)
         victim.kill()
 
     def _lines(self) -> list[str]:
-        """Of the metrics, whole ones."""
+        """Returns the complete lines of the metrics."""
         path = self.run / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -235,19 +240,19 @@ class Torture:
             return False
 
     def _end(self, process: subprocess.Popen, hosts: Hosts, host: int) -> str:
-        """How a host ends by itself."""
+        """Waits until a host exits by itself, and returns in which of the ways in ENDS."""
         if not self._ends(process):
-            self.problems.append(f"host {host} was still there {LIMIT} s after the other")
+            self.problems.append(f"host {host} was still running {LIMIT} s after the other")
             return "never"
-        for name, (code, says) in ENDS.items():
-            if process.returncode == code and re.search(says, hosts.text(host)):
+        for name, (code, message) in ENDS.items():
+            if process.returncode == code and re.search(message, hosts.text(host)):
                 self.ends[name] += 1
                 return name
-        self.problems.append(f"host {host} ended by {process.returncode}, without a clear message")
+        self.problems.append(f"host {host} exited with {process.returncode} and no message")
         return f"exit {process.returncode}"
 
     def check(self, number: int, texts: list[str]) -> None:
-        """What is on disk after a start, and what the start said."""
+        """Checks the files and the output after a start."""
 
         def must(fact: bool, text: str) -> None:
             if not fact:
@@ -257,13 +262,13 @@ class Torture:
         if resumed := re.search(r"^resumed at step (\d+) from ", texts[0], re.MULTILINE):
             must(int(resumed[1]) == self.newest, f"{resumed[0]}, not {self.newest}")
         for text in texts:
-            found = re.search("Traceback|is damaged|is complete:|no checkpoint to resume", text)
-            must(not found or not self.newest, f"it said {found and found[0]}")
-        there = complete(self.run)
-        newest = max(there, default=0)
+            match = re.search("Traceback|is damaged|is complete:|no checkpoint to resume", text)
+            must(not match or not self.newest, f"it printed {match and match[0]}")
+        checkpoints = complete(self.run)
+        newest = max(checkpoints, default=0)
         must(newest >= self.newest, f"the newest was {self.newest}, is {newest}")
-        must(len(there) <= self.keep_last + 1, f"there are {len(there)} checkpoints")
-        for step, path in there.items():
+        must(len(checkpoints) <= self.keep_last + 1, f"there are {len(checkpoints)} checkpoints")
+        for step, path in checkpoints.items():
             must(content(path) == content(self.checkpoints[step]), f"{path} differs")
         lines = [json.loads(line) for line in self._lines()]
         must(len(lines) >= newest, f"{len(lines)} rows, with a checkpoint of {newest} steps")
@@ -272,12 +277,12 @@ class Torture:
         self.seen.add(newest)
 
     def parts(self) -> list[str]:
-        """Checkpoints whose removal was begun, and not ended. What was never complete stays."""
+        """Returns the checkpoints whose removal was begun but not finished."""
         files = self.run.glob("checkpoints/*/zarr.json")
         return sorted(file.parent.name for file in files if '"removed"' in file.read_text())
 
     def finish(self) -> None:
-        """Goes on to the end, and compares."""
+        """Resumes the run until its end, and compares it with the uninterrupted run."""
         with self.start(
             "end", "paths.model_name=killed", f"checkpoints.keep_last={self.keep_last}"
         ) as hosts:
@@ -286,7 +291,7 @@ class Torture:
         ends = [max(complete(run).items()) for run in (self.run, self.whole)]
         expected = sorted(self.checkpoints)[-self.keep_last :]
         for same, text in [
-            (codes == [0, 0], f"the last start ended by {codes}"),
+            (codes == [0, 0], f"the last start exited with {codes}"),
             (rows(self.run) == self.rows, "the metrics differ at the end"),
             (ends[0][0] == ends[1][0], f"the last checkpoint is of step {ends[0][0]}"),
             (arrays(ends[0][1]) == arrays(ends[1][1]), "the arrays differ at the end"),
@@ -298,39 +303,40 @@ class Torture:
                 print(f"PROBLEM: {text}")
 
 
-def untimed(found: list[dict]) -> list[dict]:
+def untimed(lines: list[dict]) -> list[dict]:
+    """Returns lines of the metrics without their timings."""
     timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in found]
+    return [{k: v for k, v in row.items() if k not in timed} for row in lines]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    begun = time.monotonic()
-    kills = draw(random.Random(asked.seed), asked.kills)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    kills = draw(random.Random(args.seed), args.kills)
     root = pathlib.Path(tempfile.mkdtemp(prefix="torture-"))
-    print(f"{root} has the runs, and what each start printed")
-    torture = Torture(root, root / "compiled", steps=40 + 3 * asked.kills, keep_last=3)
-    print(f"uninterrupted: {len(torture.rows)} steps, {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"{root} holds the runs and the output of each start")
+    torture = Torture(root, root / "compiled", steps=40 + 3 * args.kills, keep_last=3)
+    print(f"uninterrupted: {len(torture.rows)} steps, {time.monotonic() - begin:.0f} s", flush=True)
     for number, kill in enumerate(kills, 1):
         torture.kill(number, kill)
     torture.finish()
-    kinds = collections.Counter(kill.what for kill in kills)
+    kinds = collections.Counter(kill.kind for kill in kills)
     alone = sum(kill.alone for kill in kills)
     in_save = sum(kinds[kind] for kind in IN_SAVE)
     print(
-        f"{len(kills)} kills, seed {asked.seed}, {time.monotonic() - begun:.0f} s\n"
+        f"{len(kills)} kills, seed {args.seed}, {time.monotonic() - begin:.0f} s\n"
         f"  in a save: {in_save}; by kind: {dict(sorted(kinds.items()))}\n"
-        f"  of one host alone: {alone}; the other ended by {dict(torture.ends)}, "
+        f"  of one host alone: {alone}; the other ended with {dict(torture.ends)}, "
         f"within {torture.slowest:.1f} s\n"
-        f"  different steps resumed at: {len(torture.seen)}\n"
+        f"  different steps resumed from: {len(torture.seen)}\n"
         f"  problems: {len(torture.problems)}"
     )
     if torture.problems:
         sys.exit("\n".join(torture.problems))
-    print("it ended as the uninterrupted run, bit for bit")
+    print("the killed run equals the uninterrupted run, bit for bit")
     shutil.rmtree(root)
 
 

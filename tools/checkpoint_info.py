@@ -1,10 +1,10 @@
-"""What is in a checkpoint, by what it was written, and whether it is whole.
+"""Checks checkpoints for damage, and prints the arrays and the config of the last one.
 
     python -m tools.checkpoint_info runs/synthetic/checkpoints
     python -m tools.checkpoint_info runs/synthetic/checkpoints/00000050.1795192492123
 
-Reads all of each one, and names each array that is damaged. The arrays and the config are shown of
-the last one.
+Reads every checkpoint completely, and names each damaged array. Exits with 1 if there is damage or
+no complete checkpoint.
 """
 
 import argparse
@@ -16,46 +16,47 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from runtime import storage
-from runtime.checkpoint import Checkpoint, listed, show_entry
+from runtime.checkpoint import Checkpoint, list_checkpoints, show_entry
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 
 
-def damage(found: Checkpoint) -> Iterator[str]:
-    """Reads all of a checkpoint; the first problem of each array that has one."""
-    for name in found.about["arrays"]:
+def damage(checkpoint: Checkpoint) -> Iterator[str]:
+    """Reads a whole checkpoint. Yields the first problem of each damaged array."""
+    for name in checkpoint.metadata["arrays"]:
         try:
-            storage.check(found.array(name))
+            storage.check(checkpoint.array(name))
         except DamageError as error:
             yield str(error)
 
 
-def describe(found: Checkpoint) -> tuple[str, bool]:
-    """A line, and whether it is complete: its attributes are there."""
-    when = datetime.datetime.fromtimestamp(found.start / 1000).isoformat(" ", "seconds")
-    line = f"{found.path}: step {found.step:,}, by the run started {when}"
-    if not found.counts:
-        about = found.attributes or {"write_failed": "it has no attributes"}
-        reason = f": {about['write_failed']}" if "write_failed" in about else ""
-        return f"{line}; not complete{reason}", False
+def describe(checkpoint: Checkpoint) -> tuple[str, bool]:
+    """Returns a line on a checkpoint, and whether it is complete with readable attributes."""
+    when = datetime.datetime.fromtimestamp(checkpoint.start / 1000).isoformat(" ", "seconds")
+    line = f"{checkpoint.path}: step {checkpoint.step:,}, written by the run started {when}"
+    if not checkpoint.may_be_complete:
+        attributes = checkpoint.attributes or {"write_failed": "it has no attributes"}
+        reason = f": {attributes['write_failed']}" if "write_failed" in attributes else ""
+        return f"{line}; incomplete{reason}", False
     try:
-        problems = list(damage(found))
+        problems = list(damage(checkpoint))
     except DamageError as error:
         return f"{line}; DAMAGED: {error}", False
-    return f"{line}; " + ("DAMAGED: " + "; ".join(problems) if problems else "whole"), True
+    return f"{line}; " + ("DAMAGED: " + "; ".join(problems) if problems else "intact"), True
 
 
 def show(checkpoint: Checkpoint) -> None:
-    about = checkpoint.about
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    """Prints the arrays and the config of a checkpoint."""
+    metadata = checkpoint.metadata
+    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
     total = 0
-    for name, entry in about["arrays"].items():
+    for name, entry in metadata["arrays"].items():
         size = math.prod(entry["shape"]) * jnp.dtype(entry["dtype"]).itemsize
         total += size
         print(f"  {name:32} {show_entry(entry):44} {size:15,} bytes in {entry['chunks']:,} chunks")
-    print(f"  {total:,} bytes, written by {about['hosts']} hosts with {versions}\n")
-    print(about["config"].rstrip())
+    print(f"  {total:,} bytes in total, written by {metadata['hosts']} host(s) with {versions}\n")
+    print(metadata["config"].rstrip())
 
 
 def main() -> None:
@@ -64,18 +65,18 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", help="a folder or bucket of checkpoints, or one of them")
-    path, last, whole = parser.parse_args().path, None, True
+    parser.add_argument("path", help="a folder or bucket of checkpoints, or one checkpoint")
+    path, last, intact = parser.parse_args().path, None, True
     with user_errors():
-        for each in listed(path):
-            line, complete = describe(each)
+        for checkpoint in list_checkpoints(path):
+            line, complete = describe(checkpoint)
             print(line)
-            last, whole = each if complete else last, whole and "DAMAGED" not in line
-        if not last and whole:
+            last, intact = checkpoint if complete else last, intact and "DAMAGED" not in line
+        if not last and intact:
             raise UserError(f"{path} has no complete checkpoint")
     if last:
         show(last)
-    sys.exit(0 if whole else 1)
+    sys.exit(0 if intact else 1)
 
 
 if __name__ == "__main__":

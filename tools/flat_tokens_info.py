@@ -1,8 +1,9 @@
-"""What is in a dataset of flat tokens, whether it is whole, and some of its documents as text.
+"""Checks a dataset of flat tokens, and prints its sizes and some documents as text.
 
     python -m tools.flat_tokens_info stdlib.zarr --decode 2
 
-Reads all of it. A split that breaks a rule of the format is named with the first one.
+Reads the whole dataset. If a split breaks a rule of the format, prints the first broken rule and
+exits with 1.
 """
 
 import argparse
@@ -13,11 +14,11 @@ import numpy as np
 from data.flat_tokens import SPLITS, FlatTokens, FlatTokensError, tokenizer_of
 from data.text import Tokenizer
 
-SHOWN = 400  # characters of a document
+MAX_CHARACTERS = 400  # printed of a document
 
 
 def describe(dataset: FlatTokens) -> str:
-    """Raises FlatTokensError for what isn't whole."""
+    """Returns a line on a split. Raises FlatTokensError if it breaks a rule of the format."""
     dataset.validate()
     lengths = np.diff(dataset.starts(0, dataset.sequence_count))
     arrays = dataset.tokens, dataset.seq_starts
@@ -25,42 +26,42 @@ def describe(dataset: FlatTokens) -> str:
     return (
         f"{dataset.name}: {dataset.token_count:,} tokens, ids up to {dataset.max_token_id}; "
         f"{dataset.sequence_count:,} documents of {lengths.min():,} to {lengths.max():,} tokens, "
-        f"half of them up to {int(np.median(lengths)):,}; {stored / 1e6:,.1f} MB on disk, "
-        f"{size / stored:.1f} times less than in memory; whole"
+        f"median {int(np.median(lengths)):,}; {stored / 1e6:,.1f} MB on disk, "
+        f"compressed {size / stored:.1f} times; intact"
     )
 
 
 def show(dataset: FlatTokens, count: int, tokenizer: str, id_offset: int) -> None:
-    """Prints documents from all over the split."""
+    """Prints `count` documents, evenly spaced over the split."""
     decoder = Tokenizer(tokenizer, id_offset)
     for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int).tolist():
         ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
         text = decoder.decode(ids)
-        end = "" if len(text) <= SHOWN else " ..."
-        print(f"--- document {number}, {len(ids):,} tokens\n{text[:SHOWN]}{end}")
+        end = "" if len(text) <= MAX_CHARACTERS else " ..."
+        print(f"--- document {number}, {len(ids):,} tokens\n{text[:MAX_CHARACTERS]}{end}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.flat_tokens_info", description=__doc__)
     parser.add_argument("path")
-    parser.add_argument("--decode", type=int, default=0, metavar="N", help="documents of a split")
-    parser.add_argument("--tokenizer", help="if the dataset doesn't say by which it was made")
-    parser.add_argument("--id_offset", type=int, default=0, help="the same")
-    given, whole = parser.parse_args(), True
+    parser.add_argument("--decode", type=int, default=0, metavar="N", help="documents per split")
+    parser.add_argument("--tokenizer", help="if the dataset doesn't record its tokenizer")
+    parser.add_argument("--id_offset", type=int, default=0, help="the offset, with --tokenizer")
+    args, intact = parser.parse_args(), True
     for split in SPLITS:
         try:
-            dataset = FlatTokens(given.path, split)
+            dataset = FlatTokens(args.path, split)
             print(describe(dataset))
-            if given.decode:
-                named = (given.tokenizer, given.id_offset) if given.tokenizer else None
-                named = named or tokenizer_of(given.path)
-                if not named:
-                    parser.error("the dataset doesn't say by which tokenizer it was made: add one")
-                show(dataset, given.decode, *named)
+            if args.decode:
+                tokenizer = (args.tokenizer, args.id_offset) if args.tokenizer else None
+                tokenizer = tokenizer or tokenizer_of(args.path)
+                if not tokenizer:
+                    parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
+                show(dataset, args.decode, *tokenizer)
         except (FlatTokensError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            whole = False
-    sys.exit(not whole)
+            intact = False
+    sys.exit(not intact)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
     unfinished = folder / "config.json.unfinished"
     unfinished.write_text(json.dumps(config, indent=2) + "\n")
     unfinished.replace(folder / "config.json")
-    step = source.about["step"]
+    step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
 
 

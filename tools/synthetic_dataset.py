@@ -1,12 +1,12 @@
-"""Writes a flat-tokens dataset of four tasks that a small model can learn, the same for a seed.
+"""Writes a flat-tokens dataset of four tasks that a small model can learn. A seed fixes all of it.
 
     python -m tools.synthetic_dataset data/synthetic.zarr
 
 Each sequence starts with the id of its task:
 
-    1  copy       noise, in which every token repeats the one 8 before it
+    1  copy       random tokens, repeated with period 8
     2  reverse    words of 8 random tokens, each followed by its reversal
-    3  distance   a token that says k, then noise that repeats itself at distance k
+    3  distance   a token that encodes k, then random tokens, repeated with period k
     4  mixture    tokens drawn from one of 8 fixed distributions
 """
 
@@ -19,19 +19,19 @@ from data.flat_tokens import Writer
 from runtime.errors import user_errors
 
 TASKS = 4
-DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES say a distance
+DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES encode a distance
 FIRST_SYMBOL = TASKS + DISTANCES + 1
 COPY_DISTANCE = WORD = 8
 MIXTURES = 8
 
 
 def repeat_at(distance: int, symbols: np.ndarray) -> np.ndarray:
-    """The first `distance` symbols, over and over, to the same length."""
+    """Returns an array of the same length that repeats the first `distance` symbols."""
     return np.resize(symbols[:distance], len(symbols))
 
 
 def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
-    """One sequence of `length` ids below `vocab`, of a random task."""
+    """Returns one sequence of `length` ids below `vocab` from a random task."""
     task = int(rng.integers(1, TASKS + 1))
     symbols = rng.integers(FIRST_SYMBOL, vocab, length)
     head = [task]
@@ -45,7 +45,7 @@ def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
         head.append(TASKS + distance)
         symbols = repeat_at(distance, symbols)
     else:
-        # The m-th distribution: Zipf's, over the symbols shifted by the m-th part of their range.
+        # Distribution m is Zipf's, over the symbols shifted by m / MIXTURES of their range.
         count = vocab - FIRST_SYMBOL
         shift = int(rng.integers(MIXTURES)) * count // MIXTURES
         rank = np.exp(rng.random(length) * np.log(count)).astype(np.int64) - 1
@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.vocab <= FIRST_SYMBOL + MIXTURES or args.length < 2 or args.seed < 0:
         parser.error(
-            f"--vocab above {FIRST_SYMBOL + MIXTURES}, --length 2 or more, --seed 0 or more"
+            f"--vocab must be above {FIRST_SYMBOL + MIXTURES}, --length 2 or more, --seed 0 or more"
         )
     for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
         rng = np.random.default_rng([args.seed, len(split)])

@@ -1,4 +1,4 @@
-"""The format: what is written reads back, storage format 2 too, and what isn't whole is refused."""
+"""The flat-tokens format: writing and reading back, both storage formats, and refused datasets."""
 
 import numpy as np
 import pytest
@@ -44,23 +44,23 @@ ids = st.integers(1, 2**31 - 1)
 def test_a_writer_goes_on_from_where_another_flushed(
     tmp_path_factory, sequences, chunk, pieces, lost_work
 ):
-    """Whatever was written after that, up to when it was killed."""
+    """Tokens that the first writer wrote after its last flush are discarded."""
     path = str(tmp_path_factory.mktemp("flat") / "x.zarr")
-    written, left = None, list(sequences)
+    written, remaining = None, list(sequences)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data.flat_tokens, "CHUNK", chunk)
         for piece in pieces:
             writer = Writer(path, "train", written)
-            for sequence in left[:piece]:
+            for sequence in remaining[:piece]:
                 writer.append(sequence)
-            written, left = writer.flush(), left[piece:]
+            written, remaining = writer.flush(), remaining[piece:]
             if lost_work:
                 writer.extend(np.arange(2, 41, dtype=np.uint32), np.array([30, 9]))
                 writer.flush()
         with Writer(path, "train", written) as writer:
-            if left:
-                lengths = np.array([len(part) for part in left])
-                tokens = encode(np.concatenate(left), np.cumsum(lengths) - lengths)
+            if remaining:
+                lengths = np.array([len(part) for part in remaining])
+                tokens = encode(np.concatenate(remaining), np.cumsum(lengths) - lengths)
                 writer.extend(tokens, lengths)
     dataset = FlatTokens(path, "train")
     dataset.validate()
@@ -75,8 +75,8 @@ def test_a_writer_goes_on_from_where_another_flushed(
 @given(st.lists(ids, min_size=1))
 def test_encoding_is_reversible(sequence):
     starts = np.arange(0, len(sequence), 3)
-    found, is_start = decode(encode(np.asarray(sequence), starts))
-    assert found.tolist() == sequence
+    decoded, is_start = decode(encode(np.asarray(sequence), starts))
+    assert decoded.tolist() == sequence
     assert np.flatnonzero(is_start).tolist() == starts.tolist()
 
 
@@ -88,7 +88,7 @@ def test_arrays_of_another_type_or_length_are_refused():
 
 
 def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, **types):
-    """A split written with zarr alone; `largest=None` leaves the attribute out."""
+    """Writes a split with zarr alone; `largest=None` leaves out the attribute max_token_id."""
     group = zarr.open_group(str(path), mode="w", zarr_format=zarr_format).create_group("train")
     for name, values, dtype in (
         ("encoded_tokens", tokens, np.uint32),
@@ -162,7 +162,7 @@ def test_an_interrupted_write_is_no_dataset(tmp_path):
         raise KeyboardInterrupt
     with pytest.raises(FlatTokensError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
-    write(tmp_path / "x.zarr", [[7, 8]])  # what is unfinished is replaced
+    write(tmp_path / "x.zarr", [[7, 8]])  # replaces the unfinished split
     assert FlatTokens(str(tmp_path / "x.zarr"), "train").read(0, 2)[0].tolist() == [7, 8]
     with pytest.raises(FlatTokensError), Writer(str(tmp_path / "y.zarr"), "train"):
         pass

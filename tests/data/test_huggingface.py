@@ -1,4 +1,4 @@
-"""Batches of a streamed dataset: every token once, in order, also after a stop."""
+"""Batches of a streamed dataset: every token once and in order, also in a resumed run."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ LENGTH = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four files of documents, some of which are empty; a shard each."""
+    """A folder of four files, one shard each, in which some documents are empty."""
     folder, rng = tmp_path_factory.mktemp("stream"), np.random.default_rng(0)
     for i, count in enumerate([30, 7, 21, 40]):
         texts = [f"{i}{j:02d}" + "abcdefghi" * int(rng.integers(0, 4)) for j in range(count)]
@@ -67,7 +67,7 @@ def flat(batches):
 
 
 def expected(texts):
-    """Ids and starts of one text after another, without an import of ours."""
+    """Returns the ids and starts of texts, end to end, without using the code under test."""
     ids = [byte + 1 for text in texts for byte in text.encode()]
     starts = [i == 0 for text in texts for i in range(len(text))]
     return np.array(ids), np.array(starts)
@@ -84,9 +84,9 @@ def test_each_token_once_and_then_from_the_start(folder):
 
 
 def in_turns(*lanes):
-    """Five texts of each lane in turn."""
+    """Returns the texts of the lanes in reading order: five of each lane in turn."""
     units = [[lane[i : i + 5] for i in range(0, len(lane), 5)] for lane in lanes]
-    turns = [unit for each in itertools.zip_longest(*units) for unit in each if unit]
+    turns = [unit for turn in itertools.zip_longest(*units) for unit in turn if unit]
     return list(itertools.chain(*turns))
 
 
@@ -107,18 +107,18 @@ def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder, documents_a
     for stop in *range(1, 60, 9), 58:
         again = open_loader(folder, sequences_packed_per_batch=documents_at_a_time)
         again.position = positions[stop]
-        for (_, found), wanted in zip(again.from_step(stop, 60), batches[stop:], strict=True):
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), wanted)
+        for (_, batch), wanted in zip(again.from_step(stop, 60), batches[stop:], strict=True):
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), wanted)
 
 
 def test_batches_that_are_left_out(folder):
     every = [jax.device_get(batch) for _, batch in open_loader(folder).from_step(0, 9)]
     opened = open_loader(folder, skip=(1, 2))
-    found = list(opened.from_step(0, 3))
+    batches = list(opened.from_step(0, 3))
     again = open_loader(folder, skip=(1, 2, 6))
     again.position = opened.position
-    found += again.from_step(3, 5)
-    for (_, batch), number in zip(found, [0, 3, 4, 5, 7], strict=True):
+    batches += again.from_step(3, 5)
+    for (_, batch), number in zip(batches, [0, 3, 4, 5, 7], strict=True):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), every[number])
     with pytest.raises(StreamError, match="skip_steps lacks a batch that the run already skipped"):
         again = open_loader(folder, skip=(1,))
@@ -127,19 +127,19 @@ def test_batches_that_are_left_out(folder):
 
 
 def test_hosts_read_shards_of_their_own_and_go_on(folder):
-    """Two hosts of two workers; each has half of every batch's rows."""
+    """Runs two hosts of two workers each. Each host has half of every batch's rows."""
     config = vars(open_loader(folder).config) | {"num_workers": 2}
-    asked = {"config": config, "shape": (4, LENGTH, 300), "mesh": {"d": 4, "t": 2}}
-    before, positions = batches_on_hosts(2, **asked, steps=(0, 5))
-    after, _ = batches_on_hosts(2, **asked, steps=(5, 9), positions=positions)
+    request = {"config": config, "shape": (4, LENGTH, 300), "mesh": {"d": 4, "t": 2}}
+    before, positions = batches_on_hosts(2, **request, steps=(0, 5))
+    after, _ = batches_on_hosts(2, **request, steps=(5, 9), positions=positions)
     rows = np.stack([*before, *after])
     for host, (a, b) in enumerate([(0, 1), (2, 3)]):
         units = [
             [part[i : i + 5] for i in range(0, len(part), 5)] for part in documents(folder, (a, b))
         ]
         turns = [unit for pair in itertools.zip_longest(*units) for unit in pair if unit]
-        found = rows[:, 2 * host : 2 * host + 2].ravel()
-        np.testing.assert_array_equal(found, expected(itertools.chain(*turns))[0][: len(found)])
+        ids = rows[:, 2 * host : 2 * host + 2].ravel()
+        np.testing.assert_array_equal(ids, expected(itertools.chain(*turns))[0][: len(ids)])
 
 
 def arguments(folder, root, name):
@@ -152,7 +152,7 @@ def arguments(folder, root, name):
     ]  # fmt: skip
 
 
-@pytest.mark.slow  # the two hosts above do the same
+@pytest.mark.slow  # the test with two hosts covers the same
 def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
     folder, tmp_path, capsys, monkeypatch
 ):
@@ -163,9 +163,9 @@ def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
         out, message = train_here(capsys, monkeypatch, *stopped, "training.steps_for_lr=6")
         assert message == ""
     assert "resumed at step 4" in out
-    found, wanted = rows(tmp_path / "stopped"), rows(tmp_path / "whole")
-    del found[3]["validation_loss"]  # that of the first start's end
-    assert found == wanted
+    stopped, whole = rows(tmp_path / "stopped"), rows(tmp_path / "whole")
+    del stopped[3]["validation_loss"]  # computed because the first start ended here
+    assert stopped == whole
     ends = [max((tmp_path / n / "checkpoints").glob("00000006.*")) for n in ("stopped", "whole")]
     assert arrays(ends[0]) == arrays(ends[1])
 

@@ -1,4 +1,4 @@
-"""Which rows a batch holds: all of an epoch once, by step alone, on any mesh and host."""
+"""The rows of batches: each once per epoch, dependent only on the step, on any mesh and host."""
 
 import collections
 import itertools
@@ -22,7 +22,7 @@ LENGTH = 4
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """100 packed rows, whose tokens count up, in documents of 1 to 9 tokens."""
+    """A dataset of 100 packed rows whose tokens count up, in documents of 1 to 9 tokens."""
     path = str(tmp_path_factory.mktemp("loader") / "x.zarr")
     rng = np.random.default_rng(0)
     with Writer(path, "train") as writer:
@@ -48,7 +48,7 @@ def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), **changes):
 
 
 def row_numbers(ids):
-    """Which packed row each is, having checked that it is whole."""
+    """Returns the number of each packed row, after checking that its tokens are consecutive."""
     assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
     return ((ids[:, 0] - 1) // LENGTH).tolist()
 
@@ -97,7 +97,7 @@ def test_epochs_and_seeds_are_shuffled_differently(path):
 
 
 def test_a_shuffle_buffer_mixes_distant_blocks(path):
-    """The first 21 rows come from 3 blocks of 7, and not in their order."""
+    """The first 21 rows come from 3 blocks of 7 and are shuffled."""
     rows = first_rows(open_loader(path), 21)
     assert sorted(collections.Counter(row // 7 for row in rows).values()) == [7, 7, 7]
     assert rows != sorted(rows)
@@ -112,7 +112,7 @@ def test_starts_are_those_of_the_dataset(path):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_batch_depends_on_the_step_alone(path, packing):
-    """Whatever was read before, on whatever mesh, by however many hosts."""
+    """The batch is the same whatever was read before, on any mesh and number of hosts."""
     opened = open_loader(path, streams=2, sequence_packing=packing)
     in_turn = [jax.device_get(batch) for _, batch in opened.from_step(0, 9)]
     for mesh in (1, 1), (8, 1), (2, 4):
@@ -121,7 +121,7 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
             ((_, batch),) = fresh.from_step(step, step + 1)
             assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), in_turn[step])
-    # A host that holds rows 3 to 7 only.
+    # A host that holds only rows 3 to 6.
     ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, range(3, 7))
     np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
     np.testing.assert_array_equal(is_start, starts_of(in_turn[5])[3:7])
@@ -132,11 +132,13 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
 def test_it_tells_where_a_batch_is_from(path, streams, packing):
     opened = open_loader(path, streams=streams, sequence_packing=packing)
     dataset = opened.dataset
-    for number in 0, 7, 29:  # of some epochs
-        said = re.fullmatch(r"(.*/train): sequences ([\d, ]+) \((.*)\)", opened.origin(number))
-        assert said[1] == dataset.name and said[3].startswith("packed" if packing else "documents")
+    for number in 0, 7, 29:  # in several epochs
+        match = re.fullmatch(r"(.*/train): sequences ([\d, ]+) \((.*)\)", opened.origin(number))
+        assert match[1] == dataset.name and match[3].startswith(
+            "packed" if packing else "documents"
+        )
         ids, _ = opened.rows(number, range(8))
-        for row, sequence in zip(ids, map(int, said[2].split(", ")), strict=True):
+        for row, sequence in zip(ids, map(int, match[2].split(", ")), strict=True):
             start = sequence * LENGTH if packing else int(dataset.seq_starts[sequence])
             assert row[0] == dataset.read(start, start + 1)[0][0]
 
@@ -144,23 +146,23 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
 def test_batches_that_are_left_out(path):
     every = [batch.targets for _, batch in open_loader(path).from_step(0, 9)]
     opened = open_loader(path, skip=(5, 2, 1, 2))
-    found = [batch.targets for _, batch in opened.from_step(0, 4)]
-    found += [batch.targets for _, batch in opened.from_step(4, 6)]
-    for batch, number in zip(found, [0, 3, 4, 6, 7, 8], strict=True):
+    batches = [batch.targets for _, batch in opened.from_step(0, 4)]
+    batches += [batch.targets for _, batch in opened.from_step(4, 6)]
+    for batch, number in zip(batches, [0, 3, 4, 6, 7, 8], strict=True):
         np.testing.assert_array_equal(batch, every[number])
 
 
 @pytest.mark.parametrize("hosts", slow_but_for([2], [2, 4]))
 def test_batches_do_not_depend_on_the_number_of_hosts(path, hosts):
     opened = open_loader(path, streams=2)
-    asked = {"config": vars(opened.config), "shape": (8, LENGTH, 1000), "mesh": {"d": 4, "t": 2}}
-    found, _ = batches_on_hosts(hosts, **asked, steps=(11, 15))
-    for batch, (_, wanted) in zip(found, opened.from_step(11, 15), strict=True):
+    request = {"config": vars(opened.config), "shape": (8, LENGTH, 1000), "mesh": {"d": 4, "t": 2}}
+    batches, _ = batches_on_hosts(hosts, **request, steps=(11, 15))
+    for batch, (_, wanted) in zip(batches, opened.from_step(11, 15), strict=True):
         np.testing.assert_array_equal(batch, wanted.targets)
 
 
 def record_reads(monkeypatch):
-    """The list of how many tokens each read takes, from now on."""
+    """Returns a list to which each read from now on appends its number of tokens."""
     lengths, read = [], FlatTokens.read_encoded
 
     def recorded(self, low, high):
@@ -218,19 +220,19 @@ def test_the_permutation_is_the_same_in_any_numpy():
 
 
 def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
-    asked = []
+    prepared = []
     monkeypatch.setattr(
         loader.Loader, "rows", lambda self, step, held, true=Loader.rows: (
-            asked.append(step),
+            prepared.append(step),
             true(self, step, held),
         )[1],
     )  # fmt: skip
     batches = open_loader(path).from_step(3, 6)
     next(batches)
     next(batches)
-    assert asked[:2] == [3, 4]
+    assert prepared[:2] == [3, 4]
     list(batches)
-    assert asked == [3, 4, 5], "none beyond the last"
+    assert prepared == [3, 4, 5], "no batch after the last step"
 
 
 REFUSED = {

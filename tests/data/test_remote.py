@@ -1,4 +1,4 @@
-"""Datasets on an S3 server, which also fails, is slow and goes away."""
+"""Datasets on an S3 server that may fail, be slow, or disappear."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.data.test_loader import open_loader
 
 @pytest.fixture
 def path(bucket):
-    """100 packed rows, whose tokens count up."""
+    """A dataset of 100 packed rows whose tokens count up."""
     Proxy.trouble = staticmethod(lambda method, path: None)
     path = f"{bucket}/{time.time_ns()}.zarr"
     with Writer(path, "train") as writer:
@@ -36,21 +36,21 @@ def test_a_dataset_is_written_and_read_there_as_on_disk(path, tmp_path):
 
 
 def test_answers_that_fail_or_are_late_are_asked_for_again(path):
-    wanted, asked = some_rows(path), set()
+    wanted, requests = some_rows(path), set()
 
     def trouble(method, path):
-        """Each request fails the first time, or is late."""
-        first = (method, path) not in asked
-        asked.add((method, path))
-        if first and len(asked) % 3 == 0:
+        """Makes each request fail or delays it the first time."""
+        first = (method, path) not in requests
+        requests.add((method, path))
+        if first and len(requests) % 3 == 0:
             time.sleep(0.5)
         elif first:
-            return 503 if len(asked) % 3 == 1 else 500
+            return 503 if len(requests) % 3 == 1 else 500
         return None
 
     Proxy.trouble = staticmethod(trouble)
     np.testing.assert_array_equal(some_rows(path), wanted)
-    assert len(asked) > 5
+    assert len(requests) > 5
 
 
 def test_a_server_that_fails_for_good_gets_one_message(path):

@@ -1,4 +1,4 @@
-"""A new source of tokens is a class and a line."""
+"""Adding a source of tokens takes a class and a line."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from tests.helpers import SMALL, edited, rows, train_here
 
 
 class Counting(Batches):
-    """Row i of batch n counts up from first + n + i."""
+    """Batches in which row i of batch n counts up from first + n + i."""
 
     first = 0
 
@@ -44,17 +44,17 @@ def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
     train = edited("train.py", ("from data.sources import", f"from {sources.__name__} import"))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
     arguments += ["training.steps=20", f"paths.root_working_dir={tmp_path}", "paths.model_name=r"]
-    given = "flat_tokens=null", "counting={first: 5}", "training.validation_interval=10"
-    _, message = train_here(capsys, monkeypatch, *arguments, *given, program=train.main)
+    overrides = "flat_tokens=null", "counting={first: 5}", "training.validation_interval=10"
+    _, message = train_here(capsys, monkeypatch, *arguments, *overrides, program=train.main)
     assert not message
     losses = [row["loss"] for row in rows(tmp_path / "r")]
     assert losses[-1] < losses[0] - 1, "it learns to count"
     assert "validation_loss" in rows(tmp_path / "r")[9]
-    _, message = train_here(capsys, monkeypatch, *arguments, given[1], program=train.main)
+    _, message = train_here(capsys, monkeypatch, *arguments, overrides[1], program=train.main)
     assert message.startswith(
         "error: set one of these, and leave the others null: flat_tokens, hf_dataset, counting"
     )
     _, message = train_here(
-        capsys, monkeypatch, *arguments, given[0], "counting={first: -5}", program=train.main
+        capsys, monkeypatch, *arguments, overrides[0], "counting={first: -5}", program=train.main
     )
     assert message == "error: counting.first=-5: it must be at least 0 and below 2147483648"

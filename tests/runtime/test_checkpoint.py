@@ -1,3 +1,5 @@
+"""Checkpoints: saving and restoring on any mesh, the format on disk, damage, other models."""
+
 import dataclasses
 import json
 import pathlib
@@ -46,7 +48,7 @@ class Tree:
 
 
 def values(seed=0):
-    """Any bits at all: NaNs with payloads, infinities, denormals, zeros of both signs."""
+    """Returns a tree of random bits: NaNs with payloads, infinities, denormals, signed zeros."""
     rng = np.random.default_rng(seed)
 
     def bits(*shape, dtype=np.float32):
@@ -64,8 +66,8 @@ def on_mesh(tree):
     return jax.tree.map(jax.device_put, tree, make_shardings(Tree))
 
 
-def assert_same_bits(found, wanted):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_same_bits(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(a), np.asarray(b)
         assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
@@ -73,8 +75,8 @@ def assert_same_bits(found, wanted):
 CONFIG = "model: {size: small, rope: 100}\n"
 
 
-def opened(path, hint=Tree, sizes=SIZES, **more):
-    return Checkpoints(str(path), hint, sizes, CONFIG, 4, **more)
+def opened(path, hint=Tree, sizes=SIZES, **options):
+    return Checkpoints(str(path), hint, sizes, CONFIG, 4, **options)
 
 
 def save(path, step=7, tree=None, hint=Tree, sizes=SIZES):
@@ -104,7 +106,7 @@ def test_what_one_mesh_writes_every_mesh_reads_bit_for_bit(written, tmp_path):
 
 
 def test_on_disk_is_what_the_page_says(tmp_path):
-    """Read by nothing but zarr, json and file names."""
+    """Checks a saved checkpoint with only zarr, json and file names."""
     with jax.set_mesh(mesh(4, 2)):
         path = save(tmp_path / "checkpoints")
     assert path.parent == tmp_path / "checkpoints" and re.fullmatch(r"00000007\.\d{13}", path.name)
@@ -132,11 +134,13 @@ def test_on_disk_is_what_the_page_says(tmp_path):
         assert group[name].metadata.to_dict()["codecs"][-1]["name"] == "crc32c"
         entry = about["arrays"][name]
         files = [p for p in (path / name / "c").rglob("*") if p.is_file()]
-        if not files:  # a scalar's one chunk is the file c itself
+        if not files:  # the only chunk of a scalar is the file c
             files = [path / name / "c"]
         assert len(files) == entry["chunks"] and tuple(entry["shape"]) == wanted.shape
         stored = sum(file.stat().st_size for file in files)
-        assert stored == wanted.nbytes + 4 * len(files), "each chunk once, and its checksum"
+        assert stored == wanted.nbytes + 4 * len(files), (
+            "every chunk is stored once, with its checksum"
+        )
     assert about["arrays"]["layers/w"] == {
         "dtype": "float32",
         "dimensions": ["layers", "M", "F"],
@@ -181,15 +185,15 @@ def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch, capsys):
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore("checkpoints")
     array, _, index = chunk.partition("/c")
-    said = capsys.readouterr().err
+    warning = capsys.readouterr().err
     place = index.strip("/").replace("/", ".") or 0
-    assert f"is damaged: {array}: chunk {place} can't be read: " in said
+    assert f"is damaged: {array}: chunk {place} can't be read: " in warning
     if chunk == "embed/c/1/2":
-        golden.check("checkpoints.txt", case, said.strip())
+        golden.check("checkpoints.txt", case, warning.strip())
 
 
 def test_no_way_that_zarr_reads_makes_a_missing_chunk_up(tmp_path):
-    """Nor one that gets round a store's `get`, which newer versions have."""
+    """Covers the codec pipeline of newer versions, which can bypass a store's `get`."""
     if not hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"):
         pytest.skip("zarr is too old")
     fused = {"codec_pipeline.path": "zarr.core.codec_pipeline.FusedCodecPipeline"}
@@ -253,10 +257,12 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
     with jax.set_mesh(mesh(4, 2)):
         path = save(tmp_path)
         (path / "embed/c/1/2").unlink()
-        found = opened(tmp_path).restore("layers")
-        assert_same_bits(found, values().layers)
-        assert jax.tree.map(lambda leaf: leaf.sharding, found) == make_shardings(Tree).layers
-        with pytest.raises(CheckpointError, match="layers/step is missing there, uint32"):
+        layers = opened(tmp_path).restore("layers")
+        assert_same_bits(layers, values().layers)
+        assert jax.tree.map(lambda leaf: leaf.sharding, layers) == make_shardings(Tree).layers
+        with pytest.raises(
+            CheckpointError, match="layers/step is missing in the checkpoint but uint32"
+        ):
             opened(tmp_path, OtherLayers).restore("layers")
         (path / "layers/w/c/0/1/1").unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
@@ -275,17 +281,17 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         ten = written(first, 10, tree)
         with pytest.raises(CheckpointError, match=re.escape(ten.name)):
             written(first, 10, tree)
-        # What a writer leaves that was killed, at first and later; damage; and what isn't ours.
+        # Left by writers that were killed early and late; damage; entries that aren't checkpoints.
         (tmp_path / "00000015.1").mkdir()
         shutil.copytree(ten, tmp_path / "00000020.1")
         zarr.open_group(tmp_path / "00000020.1").attrs.update({"write_completed": False})
         zarr.open_group(tmp_path / "notes").create_group("x")
         (tmp_path / "00000022.1").write_text("")
         second = opened(tmp_path)
-        time.sleep(0.002)  # their names tell milliseconds apart
+        time.sleep(0.002)  # names have a resolution of a millisecond
         third = opened(tmp_path)
         assert pathlib.Path(second.newest.path) == ten and second.newest.step == 10
-        # Two starts don't write to one place, and the later one's counts.
+        # Two starts write to different groups, and the one of the later start is the newest.
         assert len({first.start, second.start, third.start}) == 3
         written(third, 10, tree)
         written(second, 10, tree)
@@ -300,11 +306,12 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
         monkeypatch.chdir(tmp_path / "b")
         first = pathlib.Path(first.name).resolve()
         for path in str(first), f"{first}/", first.name, f"./{first.name}":
-            found = opened(path)
-            assert found.newest.step == 5 and pathlib.Path(found.newest.path).resolve() == first
-            assert runtime.checkpoint.newest(path).which == found.newest.which
+            checkpoints = opened(path)
+            newest = checkpoints.newest
+            assert newest.step == 5 and pathlib.Path(newest.path).resolve() == first
+            assert runtime.checkpoint.newest(path).order == newest.order
         assert_same_bits(opened(first.name).restore(), values())
-        assert [one.step for one in runtime.checkpoint.listed(".")] == [5, 6]
+        assert [one.step for one in runtime.checkpoint.list_checkpoints(".")] == [5, 6]
 
 
 CONFIGS = {
@@ -326,7 +333,7 @@ def test_a_config_of_another_schema_is_refused(text, tmp_path):
         written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
         known = Checkpoints(str(tmp_path), Tree, SIZES, "model: {size: 3}", 4)
         written(known, 8, on_mesh(values()))
-    *_, other, one = runtime.checkpoint.listed(str(tmp_path))
+    *_, other, one = runtime.checkpoint.list_checkpoints(str(tmp_path))
     assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
     with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {CONFIGS[text]}"):
         other.config(Section, "model", {"rope": 2})
@@ -341,7 +348,7 @@ def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
     for text in "compiled_step: x\nmodel: {size: 3, rope: 2}", "model: {size: 3, rope: 2, gate: 1}":
         with jax.set_mesh(mesh(4, 2)):
             written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
-    one, other = runtime.checkpoint.listed(str(tmp_path))
+    one, other = runtime.checkpoint.list_checkpoints(str(tmp_path))
     assert one.config(Whole) == Whole(Section(3, 2))
     with pytest.raises(CheckpointError, match="Key 'gate' not in 'Section'"):
         other.config(Whole)
@@ -368,9 +375,12 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
 
 
 DESCRIPTIONS = {
-    "cut short": (lambda text: text[:40], "its description can't be read: "),
-    "missing": (None, "its description can't be read: "),
-    "of another shape": (lambda text: text.replace("24", "25"), "its description isn't what was"),
+    "cut short": (lambda text: text[:40], "its zarr.json can't be read: "),
+    "missing": (None, "its zarr.json can't be read: "),
+    "of another shape": (
+        lambda text: text.replace("24", "25"),
+        "its zarr.json was changed since it was",
+    ),
     "of chunks elsewhere": (
         lambda text: text.replace('"separator": "/"', '"separator": "."'),
         "chunk 0.0.0 can't be read: it is missing",
@@ -405,7 +415,7 @@ ATTRIBUTES = {
 
 @pytest.mark.parametrize("change", ATTRIBUTES)
 def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
-    """Not a checkpoint that is none: a run would begin anew without a word."""
+    """Damage must not hide a checkpoint: a run would silently start from scratch."""
     monkeypatch.chdir(tmp_path)
     with jax.set_mesh(mesh(4, 2)):
         tree = on_mesh(values())
@@ -416,16 +426,20 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         assert file.read_text() != text
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest.step == 7
-        if change != "of a group of another kind":  # which is found once its arrays are read
-            with pytest.raises(DamageError, match=f"^{file} isn't what was written; without"):
+        if change != "of a group of another kind":  # found only when arrays are read
+            with pytest.raises(
+                DamageError, match=f"^{file} was changed since it was written; delete"
+            ):
                 keeping.check_model()
         assert_same_bits(keeping.restore(), values())
         assert keeping.newest.step == 5
-        said = capsys.readouterr().err
-        assert said.startswith(f"warning: {file.parent} is damaged: ") and said.count("\n") == 1
+        warning = capsys.readouterr().err
+        assert (
+            warning.startswith(f"warning: {file.parent} is damaged: ") and warning.count("\n") == 1
+        )
         written(keeping, 6, tree)
-        left = {path.name.split(".")[0] for path in pathlib.Path("checkpoints").iterdir()}
-        assert left == {"00000006", "00000007"}, "a damaged one is none that is kept"
+        names = {path.name.split(".")[0] for path in pathlib.Path("checkpoints").iterdir()}
+        assert names == {"00000006", "00000007"}, "a damaged one doesn't count toward keep_last"
         shutil.rmtree(next(pathlib.Path("checkpoints").glob("00000006.*")))
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore("checkpoints")
@@ -436,15 +450,15 @@ def test_chunks_divide_a_shard_evenly_and_fit(shard, itemsize):
     chunk = chunk_shape(tuple(shard), itemsize)
     assert all(length % part == 0 for length, part in zip(shard, chunk, strict=True))
     size = itemsize * int(np.prod(chunk, dtype=object))
-    assert size <= CHUNK_BYTES or all(n % 2 for n in chunk), "it could be cut more"
+    assert size <= CHUNK_BYTES or all(n % 2 for n in chunk), "it could be halved again"
     halves = 2 * size <= CHUNK_BYTES
-    assert chunk == tuple(shard) or not halves, "it is cut more than it has to be"
+    assert chunk == tuple(shard) or not halves, "it is halved more than necessary"
 
 
 def test_how_a_large_part_is_cut():
     assert chunk_shape((8, 2048, 8192), 4) == (1, 2048, 8192)
     assert chunk_shape((8, 512, 8192), 4) == (4, 512, 8192)
     assert chunk_shape((7, 1024), 4) == (7, 1024)
-    # A first dimension that can't be cut leaves it to the second, and is no reason for crumbs.
+    # If the first dimension is odd, the second one is halved, no further than necessary.
     assert chunk_shape((32003, 4096), 4) == (32003, 512)
     assert chunk_shape((100000007,), 4) == (100000007,)

@@ -1,5 +1,5 @@
-"""Writes that fail, full disks and damage, everywhere they can be: what looks like a complete
-checkpoint is one, or is found out."""
+"""Failed writes, full disks and damage at every possible place: a checkpoint that looks complete
+is complete, or its damage is found."""
 
 import concurrent.futures
 import os
@@ -56,19 +56,19 @@ def keeping(keep_last=0, keep_every=0, stop_on_error=True):
     return CheckpointsConfig("", keep_last, keep_every, stop_on_error)
 
 
-def opened_tiny(path, *more):
-    return Checkpoints(str(path), Tiny, TINY, CONFIG, 4, *more)
+def opened_tiny(path, *options):
+    return Checkpoints(str(path), Tiny, TINY, CONFIG, 4, *options)
 
 
 def end(checkpoints):
-    """As `wait`, which would wait for ever for a save that hangs."""
+    """Waits for the pending save, and fails if it hangs."""
     done, _ = concurrent.futures.wait([checkpoints.saving], timeout=60)
     assert done, "the save hangs"
     checkpoints.wait()
 
 
 def saved(checkpoints, step, tree):
-    """Where, and the error, if there was one."""
+    """Saves a tree. Returns the checkpoint's path and the error, or an empty string."""
     checkpoints.save(step, tree)
     path = checkpoints._path(step, checkpoints.start)
     try:
@@ -78,9 +78,9 @@ def saved(checkpoints, step, tree):
     return path, ""
 
 
-def same_bits(found, wanted):
+def same_bits(actual, expected):
     try:
-        assert_same_bits(found, wanted)
+        assert_same_bits(actual, expected)
     except AssertionError:
         return False
     return True
@@ -88,11 +88,11 @@ def same_bits(found, wanted):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Counts the files that zarr writes, and calls `fault` in place of number `failing`."""
+    """Records the files that zarr writes, and calls `fault` instead of write number `failing`."""
     put, writes = zarr.storage._local._put, types.SimpleNamespace(failing=0, fault=None, files=[])
 
     def put_or_fault(path, value, exclusive=False):
-        if not (exclusive and path.exists()):  # that writes nothing
+        if not (exclusive and path.exists()):  # which writes nothing
             writes.files.append(path)
             if len(writes.files) == writes.failing:
                 return writes.fault(lambda value: put(path, value, exclusive), value)
@@ -103,7 +103,8 @@ def writes(monkeypatch):
 
 
 def cut(put, value):
-    """What is left of the chunk that starts with zeros is the checksum of no bytes at all."""
+    """Truncates a file to 4 bytes. For the chunk that starts with zeros, those are the valid
+    checksum of an empty chunk."""
     put(value[:4])
 
 
@@ -116,13 +117,13 @@ def lost(put, value):
     pass
 
 
-NEW, OLD_AS_SAID, OLD_AS_FOUND = "the new one", "the old one, as the save said", "as restore found"
+NEW, OLD_AFTER_ERROR, OLD_AFTER_WARNING = "new", "old, the save failed", "old, restore warned"
 
 # What is restored, over all the writes that are hit.
 OUTCOMES = {
-    cut: {NEW, OLD_AS_SAID, OLD_AS_FOUND},
-    cut_with_an_error: {OLD_AS_SAID},
-    lost: {NEW, OLD_AS_SAID, OLD_AS_FOUND},
+    cut: {NEW, OLD_AFTER_ERROR, OLD_AFTER_WARNING},
+    cut_with_an_error: {OLD_AFTER_ERROR},
+    lost: {NEW, OLD_AFTER_ERROR, OLD_AFTER_WARNING},
 }
 
 
@@ -130,12 +131,12 @@ OUTCOMES = {
 def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
     fault, writes, one_device, tmp_path, capsys
 ):
-    """The new one whole; or the one before, and the save said so, or there is a warning now."""
+    """Either the new checkpoint is restored, or the old one after an error or with a warning."""
     old = test_checkpoint.values(0)
     test_checkpoint.save(tmp_path, 1, on_mesh(old))
     total, writes.fault = len(writes.files), fault
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
-    assert set(files) == set(writes.files), "no file comes about in another way"
+    assert set(files) == set(writes.files), "no file is written in another way"
     outcomes = set()
     for number in range(1, total + 1):
         new = test_checkpoint.values(number)
@@ -143,28 +144,29 @@ def test_whichever_write_goes_wrong_nothing_else_than_a_save_is_restored(
         path, error = saved(opened(tmp_path), 2, on_mesh(new))
         assert len(writes.files) >= number
         writes.failing, _ = 0, capsys.readouterr()
-        found, said = restore(tmp_path), capsys.readouterr().err
-        if same_bits(found, new):
-            assert (error, said) == ("", "")
+        tree, warning = restore(tmp_path), capsys.readouterr().err
+        if same_bits(tree, new):
+            assert (error, warning) == ("", "")
             outcomes.add(NEW)
         else:
-            assert_same_bits(found, old)
-            if said or not error:
-                assert said.startswith(f"warning: {path} is damaged: ") and said.count("\n") == 1
+            assert_same_bits(tree, old)
+            if warning or not error:
+                assert warning.startswith(f"warning: {path} is damaged: ")
+                assert warning.count("\n") == 1
             if error:
                 assert error.startswith(f"{path} can't be written: ") and "\n" not in error
-            outcomes.add(OLD_AS_SAID if error else OLD_AS_FOUND)
+            outcomes.add(OLD_AFTER_ERROR if error else OLD_AFTER_WARNING)
         shutil.rmtree(path)
     assert outcomes == OUTCOMES[fault]
 
 
 def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_device, tmp_path):
-    """The caller goes on, donates the arrays to a step, and deletes what that made, while a write
-    waits. On a CPU what is written is a view of the arrays' memory, which JAX has to spare."""
-    gone_on = threading.Event()
+    """The caller donates the arrays to a step and deletes the results while a write is delayed. On
+    a CPU the save writes from a view of the arrays' memory, which JAX must not reuse."""
+    step_done = threading.Event()
 
     def late(put, value):
-        assert gone_on.wait(60)
+        assert step_done.wait(60)
         put(value)
 
     def inverted(leaf):
@@ -183,42 +185,42 @@ def test_a_save_has_the_arrays_of_its_time_however_late_it_writes(writes, one_de
     for number in range(1, total + 1):
         tree, wanted = on_mesh(test_checkpoint.values(number)), test_checkpoint.values(number)
         writes.failing, writes.files[:] = number, []
-        gone_on.clear()
+        step_done.clear()
         checkpoints = opened(tmp_path)
         checkpoints.save(2, tree)
         tree = jax.block_until_ready(step(tree))
         for leaf in jax.tree.leaves(tree):
             leaf.delete()
         assert not checkpoints.saving.done()
-        gone_on.set()
+        step_done.set()
         end(checkpoints)
         assert_same_bits(restore(tmp_path), wanted)
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_device, tmp_path):
-    said, failed = [], []
+    messages, failed = [], []
     policy = keeping(stop_on_error=stops)
-    checkpoints = opened_tiny(tmp_path, policy, said.append, lambda: failed.append(1))
+    checkpoints = opened_tiny(tmp_path, policy, messages.append, lambda: failed.append(1))
     checkpoints.save(1, tiny_on_mesh(1))
     end(checkpoints)
     total, writes.fault = len(writes.files), cut_with_an_error
     for step, number in enumerate([1, total // 2, total], 2):
         writes.failing, writes.files[:] = number, []
-        said.clear()
+        messages.clear()
         failed.clear()
         checkpoints.save(step, tiny_on_mesh(step))
         if stops:
             with pytest.raises(CheckpointError, match=r"can't be written: .*Input/output error"):
                 end(checkpoints)
-            assert (failed, said) == ([1], [])
+            assert (failed, messages) == ([1], [])
         else:
             end(checkpoints)
-            (line,) = said
+            (line,) = messages
             assert line.startswith(f"warning: {tmp_path}/{step:08d}.") and "\n" not in line
-            assert "Input/output error" in line and line.endswith("; the run goes on")
+            assert "Input/output error" in line and line.endswith("; the run continues")
             assert not failed
-        checkpoints.wait()  # of which there is nothing more to say
+        checkpoints.wait()  # the error was reported once already
         assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1))
     writes.failing = 0
     checkpoints.save(9, tiny_on_mesh(9))
@@ -243,33 +245,33 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_gets_one_message(small_disk, one_device):
-    """With space for so many pages: none, a few more each time, and at last for all of it."""
-    old, number, messages = test_checkpoint.values(0), 0, []
+    """Saves with no free page, then a few more each time, until the checkpoint fits."""
+    old, number, errors = test_checkpoint.values(0), 0, []
     test_checkpoint.save(small_disk, 1, on_mesh(old))
     filler = small_disk / "filler"
     while True:
         free = os.statvfs(small_disk)
         filler.write_bytes(bytes((free.f_bavail - number) * free.f_frsize))
         new = test_checkpoint.values(number + 1)
-        said = []
-        checkpoints = opened(small_disk, say=said.append)
+        messages = []
+        checkpoints = opened(small_disk, say=messages.append)
         path, error = saved(checkpoints, 2, on_mesh(new))
         if not error:
             break
         assert error.startswith(f"{path} can't be written: ") and "No space left" in error
-        assert not said
-        messages.append(error)
+        assert not messages
+        errors.append(error)
         assert_same_bits(restore(small_disk), old)
         shutil.rmtree(path, ignore_errors=True)
         filler.unlink()
         number += 3
-    assert len(messages) > 5
+    assert len(errors) > 5
     assert_same_bits(restore(small_disk), new)
 
 
 def check_flips(folder, capsys, count=None):
-    """Flips a bit of so many of the newest checkpoint's bytes, rather of small files, or of all,
-    one at a time."""
+    """Flips a bit of each byte of the newest checkpoint, one byte at a time, and restores. If
+    `count` is given, tries only that many bytes, drawn with a preference for small files."""
     rng = np.random.default_rng(0)
     (path,) = folder.glob("00000002.*")
     files = sorted(p for p in path.rglob("*") if p.is_file())
@@ -282,15 +284,15 @@ def check_flips(folder, capsys, count=None):
         flipped = content[place] ^ 1 << rng.integers(8)
         file.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
         capsys.readouterr()
-        found, said = restore(folder, Tiny, TINY), capsys.readouterr().err
-        told, _ = checkpoint_info.describe(Checkpoint(str(path)))
-        if same_bits(found, tiny(2)):
-            assert said == "" and told.endswith("; whole"), (file, place, said, told)
+        tree, warning = restore(folder, Tiny, TINY), capsys.readouterr().err
+        line, _ = checkpoint_info.describe(Checkpoint(str(path)))
+        if same_bits(tree, tiny(2)):
+            assert warning == "" and line.endswith("; intact"), (file, place, warning, line)
         else:
-            assert_same_bits(found, tiny(1))
-            assert said.startswith(f"warning: {path} is damaged: "), (file, place, said)
-            assert not told.endswith("; whole"), (file, place, told)
-        outcomes.append((file.name, same_bits(found, tiny(2))))
+            assert_same_bits(tree, tiny(1))
+            assert warning.startswith(f"warning: {path} is damaged: "), (file, place, warning)
+            assert not line.endswith("; intact"), (file, place, line)
+        outcomes.append((file.name, same_bits(tree, tiny(2))))
         file.write_bytes(content)
     assert_same_bits(restore(folder, Tiny, TINY), tiny(2))
     return outcomes
@@ -303,7 +305,7 @@ def two_tiny_ones(one_device, tmp_path):
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore")  # or one of zarr's is taken for the error that there isn't
+@pytest.mark.filterwarnings("ignore")  # else a warning of zarr's would count as an error
 def test_any_flipped_bit_is_harmless_or_found(two_tiny_ones, capsys):
     outcomes = check_flips(two_tiny_ones, capsys, 150)
     assert {("zarr.json", True), ("zarr.json", False), ("c", False), ("0", False)} == set(outcomes)
@@ -327,10 +329,10 @@ def contents(folder):
 
 @pytest.mark.parametrize("keep_last, keep_every", KEPT)
 def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_device, tmp_path):
-    begun, other = tmp_path / "00000001.1", tmp_path / "notes"
-    for path in begun, other, tmp_path / "00000002.1.copy", tmp_path / "2.1":
+    unfinished, other = tmp_path / "00000001.1", tmp_path / "notes"
+    for path in unfinished, other, tmp_path / "00000002.1.copy", tmp_path / "2.1":
         zarr.create_group(path).create_array("step", shape=(), dtype="u4")[...] = 1
-        zarr.open_group(path).attrs.update({"step": 1, "write_completed": path != begun})
+        zarr.open_group(path).attrs.update({"step": 1, "write_completed": path != unfinished})
     zarr.create_group(tmp_path / "00000003.1", attributes={"write_failed": "No space left"})
     (tmp_path / "00000004.1").mkdir()
     (tmp_path / "00000005.1").write_text("")
@@ -342,7 +344,7 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
     assert foreign.items() <= contents(tmp_path).items()
     names = {p.name for p in tmp_path.iterdir()} - {p.name for p in foreign}
     assert sorted(int(name.split(".")[0]) for name in names) == KEPT[keep_last, keep_every]
-    for name in names:  # whole, each of them
+    for name in names:  # each is intact
         step = int(name.split(".")[0])
         assert_same_bits(restore(tmp_path / name, Tiny, TINY), tiny(step))
 
@@ -361,32 +363,32 @@ def test_what_is_newer_and_damaged_is_not_one_of_those_kept(two_tiny_ones):
 
 
 def test_a_save_whose_removals_fail_is_one_all_the_same(two_tiny_ones, monkeypatch):
-    """Where what is there can't be listed. The other ways are below."""
+    """The folder can't be listed. The next test covers the other failures."""
 
     def fail(path):
         raise OSError(f"{path} can't be opened: slow down")
 
-    said = []
-    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1), said.append)
+    messages = []
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1), messages.append)
     monkeypatch.setattr(storage, "names", fail)
     path, error = saved(checkpoints, 3, tiny_on_mesh(3))
     monkeypatch.undo()
-    warning, last = said
-    assert warning.startswith(f"warning: not all that is old in {two_tiny_ones} can be removed: ")
+    warning, last = messages
+    assert warning.startswith(f"warning: can't remove old checkpoints in {two_tiny_ones}: ")
     assert "slow down" in warning and (error, last) == ("", f"saved {path}")
     assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(3))
     assert len(list(two_tiny_ones.iterdir())) == 3
 
 
 class Killed(BaseException):
-    """From here on this process does nothing."""
+    """Stands for SIGKILL: from here on this process does nothing."""
 
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
     kills, two_tiny_ones, tmp_path_factory, monkeypatch, capsys
 ):
-    """At each file and folder that it removes, and at first."""
+    """The failure comes at the start, and at each file and folder that is removed."""
     count, failing, armed, failed = 0, 0, False, False
 
     def or_fail(call):
@@ -409,10 +411,10 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
     for name in "unlink", "remove", "rmdir":
         monkeypatch.setattr(os, name, or_fail(getattr(os, name)))
     while True:
-        folder, said = tmp_path_factory.mktemp("copy") / "checkpoints", []
+        folder, messages = tmp_path_factory.mktemp("copy") / "checkpoints", []
         shutil.copytree(two_tiny_ones, folder)
         first, second = sorted(folder.iterdir())
-        checkpoints = opened_tiny(folder, keeping(keep_last=2), said.append)
+        checkpoints = opened_tiny(folder, keeping(keep_last=2), messages.append)
         count, killed, failed = 0, False, False
         checkpoints.save(3, tiny_on_mesh(3))
         try:
@@ -423,17 +425,17 @@ def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
         if count <= failing:
             break
         assert killed == kills
-        assert len(said) == (0 if killed else 2)
-        assert killed or said[0].endswith("can be removed: OSError(5, 'Input/output error')")
+        assert len(messages) == (0 if killed else 2)
+        assert killed or messages[0].endswith(": OSError(5, 'Input/output error')")
         capsys.readouterr()
         assert_same_bits(restore(folder, Tiny, TINY), tiny(3))
         assert capsys.readouterr().err == ""
         assert_same_bits(restore(second, Tiny, TINY), tiny(2))
         if first.exists():
             assert opened_tiny(first).newest.step == 0
-        if (first / "zarr.json").exists():  # else nothing is left that says what it was
+        if (first / "zarr.json").exists():  # else nothing is left to recognize it by
             _, error = saved(opened_tiny(folder, keeping(keep_last=3)), 4, tiny_on_mesh(4))
-            assert not error and not first.exists(), "the next save ends what was begun"
+            assert not error and not first.exists(), "the next save finishes the removal"
         failing += 1
     assert failing > 10
     assert not first.exists() and second.exists()
@@ -473,20 +475,21 @@ def test_checkpoints_in_a_bucket(remote, capsys):
         else:
             store.rm_file(f"{inner}/{name}")
         assert_same_bits(restore(remote, Tiny, TINY), tiny(2))
-        said = capsys.readouterr().err
-        assert said.startswith(f"warning: {newest} is damaged: ") and said.count("\n") == 1, said
+        warning = capsys.readouterr().err
+        assert warning.startswith(f"warning: {newest} is damaged: "), warning
+        assert warning.count("\n") == 1
         store.pipe_file(f"{inner}/{name}", content)
 
 
 def test_what_a_bucket_fails_to_do_is_tried_again(remote):
-    asked, failed = set(), []
+    requests, failed = set(), []
 
     def trouble(method, path):
-        """Of what is asked for the first time, some fails, and some is late."""
-        if (method, path) in asked:
+        """Makes some requests fail and delays some, the first time they are made."""
+        if (method, path) in requests:
             return None
-        asked.add((method, path))
-        number = sum(method == other for other, _ in asked)
+        requests.add((method, path))
+        number = sum(method == other for other, _ in requests)
         if number % 20 == 1:
             time.sleep(0.3)
         if number % 20 == 3:
@@ -512,10 +515,10 @@ def test_a_bucket_that_fails_for_good_gets_one_message(remote, capsys):
     path, error = saved(checkpoints, 2, tiny_on_mesh(2))
     assert error.startswith(f"{path} can't be written: half: ") and "Unavailable" in error
     for part, name in ("half/c/0/0", "half: chunk 0.0"), ("half/zarr.json", "half"):
-        fails(part)  # it isn't taken for a damaged one
+        fails(part)  # this must not count as damage
         with pytest.raises(OSError, match=rf"^{remote}/.*: {name}.* can't be read: .*Unavailable"):
             reader.restore()
-    fails("00000001.")  # it isn't taken for one that isn't there
+    fails("00000001.")  # this must not count as a missing checkpoint
     with pytest.raises(OSError, match=rf"^{remote}/00000001\.\d+ can't be opened: .*Unavailable$"):
         opened_tiny(remote)
     fails("")

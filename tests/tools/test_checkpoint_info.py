@@ -1,4 +1,4 @@
-"""What the tool says of checkpoints that are whole, and of ones that aren't."""
+"""The tool's output for intact and damaged checkpoints."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ class Tree:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints of steps 1 and 2."""
+    """A folder with checkpoints of steps 1 and 2."""
     path = tmp_path_factory.mktemp("saved")
     with jax.set_mesh(mesh(4, 2)):
         zeros = Tree(jnp.uint32(0), jnp.zeros((8, 4)), jnp.zeros((4, 8), jnp.bfloat16))
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
-    """A folder to work in, with a copy of them in `some`."""
+    """Changes to a new folder, and copies the checkpoints to `some` in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
@@ -58,7 +58,7 @@ LAST = f"00000002.{START}"
 
 
 def info(capsys, monkeypatch, path):
-    """What it prints, all of it, and its exit code."""
+    """Returns the tool's standard output, standard error and exit code."""
     monkeypatch.setattr(sys, "argv", ["checkpoint_info", path])
     with pytest.raises(SystemExit) as stop:
         checkpoint_info.main()
@@ -87,7 +87,7 @@ def without_mark(path):
 
 
 def one(how):
-    """Done to the last checkpoint, the only one."""
+    """Makes a case that removes all but the last checkpoint, and applies `how` to that."""
 
     def change(folder):
         shutil.rmtree(folder / f"00000001.{START}")
@@ -105,7 +105,7 @@ def failed(path):
     set_attributes(path, write_completed=False, write_failed="w: OSError(28, 'No space left')")
 
 
-# What is done to the folder first, the path that is given, and the exit code.
+# How the folder is changed, the path given to the tool, and the expected exit code.
 CASES = {
     "whole": (lambda folder: None, "some", 0),
     "one, by its own path": (lambda folder: None, f"some/{LAST}/", 0),
@@ -135,11 +135,11 @@ def test_what_it_says(case, folder, capsys, monkeypatch):
     prepare(folder)
     out, errors, code = info(capsys, monkeypatch, path)
     assert code == wanted and "Traceback" not in errors
-    said = re.sub(r"(?m)( with )python .*$", r"\1VERSIONS", out)
-    golden.check("checkpoint_info.txt", case, f"{said}{errors}exit code {code}")
+    text = re.sub(r"(?m)( with )python .*$", r"\1VERSIONS", out)
+    golden.check("checkpoint_info.txt", case, f"{text}{errors}exit code {code}")
 
 
 def test_the_versions_are_those_that_wrote(folder, capsys, monkeypatch):
     out, _, _ = info(capsys, monkeypatch, "some")
-    made = Checkpoint(f"some/{LAST}").about["versions"]
-    assert made["jax"] == jax.__version__ and f"jax {made['jax']}, " in out
+    versions = Checkpoint(f"some/{LAST}").metadata["versions"]
+    assert versions["jax"] == jax.__version__ and f"jax {versions['jax']}, " in out

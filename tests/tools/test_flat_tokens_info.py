@@ -1,4 +1,4 @@
-"""What the tool says of datasets that are whole, and of ones that aren't."""
+"""The tool's output for intact and damaged datasets."""
 
 import shutil
 import sys
@@ -22,7 +22,7 @@ def info(capsys, monkeypatch, *arguments):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Three documents a split, in chunks of 8 tokens or starts."""
+    """A dataset of twelve documents per split, in chunks of 8 tokens or starts."""
     monkeypatch.setattr(data.flat_tokens, "CHUNK", 8)
     for split in SPLITS:
         with Writer(str(tmp_path / "x.zarr"), split) as writer:
@@ -36,15 +36,15 @@ def path(tmp_path, monkeypatch):
 def test_a_whole_dataset(path, capsys, monkeypatch):
     out, errors, code = info(capsys, monkeypatch, path, "--decode=12", "--tokenizer=bytes_utf8")
     assert (errors, code) == ("", 0)
-    train = f"{path}/train: 31 tokens, ids up to 227; 12 documents of 1 to 10 tokens, half"
-    assert out.startswith(train) and out.count("whole\n") == 2
+    train = f"{path}/train: 31 tokens, ids up to 227; 12 documents of 1 to 10 tokens, median"
+    assert out.startswith(train) and out.count("intact\n") == 2
     assert out.count("--- document 1, 10 tokens\nnaïve ☃\n") == 2
 
 
 def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
-    assert "add one" in info(capsys, monkeypatch, path, "--decode=1")[1]
-    made = {"settings": {"tokenizer": "bytes_utf8", "id_offset": 0}}
-    zarr.open_group(path).attrs["conversion"] = made
+    assert "add --tokenizer" in info(capsys, monkeypatch, path, "--decode=1")[1]
+    conversion = {"settings": {"tokenizer": "bytes_utf8", "id_offset": 0}}
+    zarr.open_group(path).attrs["conversion"] = conversion
     assert "the first" in info(capsys, monkeypatch, path, "--decode=1")[0]
 
 
@@ -79,7 +79,7 @@ def test_damage_is_named(path, capsys, monkeypatch, what, how):
         how(path / what)
     out, errors, code = info(capsys, monkeypatch, path)
     assert code == 1 and errors.count("\n") == 1 and DAMAGE[what, how] in errors
-    assert out.count("whole\n") == 1, "the other split is"
+    assert out.count("intact\n") == 1, "the other split is intact"
 
 
 def test_what_is_not_there(path, capsys, monkeypatch):

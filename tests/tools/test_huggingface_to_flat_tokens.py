@@ -1,4 +1,4 @@
-"""The converter, through `datasets` and `transformers`, on local files and a server on loopback."""
+"""The converter, with real `datasets` and `transformers`, on local files and a loopback server."""
 
 import http.server
 import json
@@ -74,7 +74,7 @@ def jsonl(tmp_path):
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Eleven files, of 0 to 900 documents."""
+    """A pattern that matches eleven files of 0 to 900 documents."""
     folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
     for i, count in enumerate([300, 1, 900, 255, 256, 257, 40, 0, 512, 30, 700]):
         texts = [f"{i}.{j} " + "y" * int(rng.integers(0, 99)) for j in range(count)]
@@ -84,7 +84,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """What comes of them, without interruption."""
+    """The dataset that an uninterrupted conversion of the shards makes."""
     path = tmp_path_factory.mktemp("whole") / "x.zarr"
     tool.convert(settings(shards, path))
     return path
@@ -103,9 +103,9 @@ def runs(pid):
 
 
 def committed(path):
-    """How many tokens of a conversion would be there if it were killed."""
-    made = zarr.open_group(path, mode="r").attrs["conversion"]
-    return made["written"]["train"]["tokens"]
+    """Returns how many train tokens a conversion would keep if it were killed now."""
+    conversion = zarr.open_group(path, mode="r").attrs["conversion"]
+    return conversion["written"]["train"]["tokens"]
 
 
 def same(path, wanted):
@@ -120,19 +120,19 @@ def test_bytes_of_each_document(jsonl, tmp_path, capsys):
 
 
 def test_each_document_once_whatever_its_shard(shards, whole):
-    found = all_texts(whole)
+    texts = all_texts(whole)
     lines = [line for path in shards.parent.iterdir() for line in path.read_text().splitlines()]
-    assert found == sorted(json.loads(line)["body"] for line in lines)
-    assert len(texts_of(whole, "validation")) == -(-len(found) // 5)
+    assert texts == sorted(json.loads(line)["body"] for line in lines)
+    assert len(texts_of(whole, "validation")) == -(-len(texts) // 5)
 
 
 def test_the_number_of_processes_does_not_show(shards, whole, tmp_path):
     tool.convert(settings(shards, tmp_path / "x.zarr", processes=3))
     assert same(tmp_path / "x.zarr", whole)
-    made, wanted = (
+    actual, wanted = (
         zarr.open_group(path).attrs["conversion"] for path in (tmp_path / "x.zarr", whole)
     )
-    assert made == wanted
+    assert actual == wanted
 
 
 def all_texts(path):
@@ -148,7 +148,7 @@ def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path):
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, processes):
-    """By SIGKILL, in the middle of what it writes, and at the end of it."""
+    """Kills it with SIGKILL, once halfway and once near the end."""
     slowed = (
         "import time; from tools import huggingface_to_flat_tokens as tool;"
         "tool.COMMIT_SECONDS = 0; add = tool.Conversion.add;"
@@ -161,7 +161,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
         f"processes={processes}",
     ]
     command = [sys.executable, "-c", slowed, "--config-name=json_files", *wanted]
-    begun = []
+    counts = []
     for tokens in 15_000, 60_000:
         run = subprocess.Popen(command, cwd=ROOT)
         while run.poll() is None:
@@ -176,9 +176,9 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
         assert run.wait() == -signal.SIGKILL
         assert len(workers) >= (0 if processes == 1 else 2)
         while any(map(runs, workers)):
-            time.sleep(0.05)  # they end by themselves
-        begun.append(committed(tmp_path / "x.zarr"))
-    assert begun[0] < begun[1] < 130_000
+            time.sleep(0.05)  # they exit by themselves
+        counts.append(committed(tmp_path / "x.zarr"))
+    assert counts[0] < counts[1] < 130_000
     with pytest.raises(ValueError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
     with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
@@ -210,7 +210,7 @@ def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
 
 def test_ctrl_c(shards, tmp_path):
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "processes=1"]
-    # A job in the background ignores Ctrl-C, and so would what it starts.
+    # If pytest runs in the background, it ignores Ctrl-C, and its children would too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
@@ -223,7 +223,7 @@ def test_ctrl_c(shards, tmp_path):
 
 
 def test_a_full_disk(shards, whole, tmp_path):
-    """Here, a limit on the size of a file."""
+    """Simulates a full disk by a limit on the size of files."""
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]  # KiB
     full = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
@@ -238,13 +238,13 @@ def test_a_full_disk(shards, whole, tmp_path):
 def test_max_tokens_ends_with_the_document_that_reaches_it(shards, whole, tmp_path):
     for limit in 1, 12_345, 50_000:
         tool.convert(settings(shards, tmp_path / f"{limit}.zarr", max_tokens=limit))
-        found = documents(tmp_path / f"{limit}.zarr", "train")
-        assert found == documents(whole, "train")[: len(found)]
-        assert sum(map(len, found)) >= limit > sum(map(len, found[:-1]))
+        train = documents(tmp_path / f"{limit}.zarr", "train")
+        assert train == documents(whole, "train")[: len(train)]
+        assert sum(map(len, train)) >= limit > sum(map(len, train[:-1]))
 
 
 def test_a_validation_split_of_its_own(shards, whole, tmp_path):
-    """Limited as the other one is, and read to its end where there is no limit."""
+    """Applies max_tokens to it too, and reads all of it without max_tokens."""
     load = {
         "path": "json",
         "data_files": {"train": str(shards), "held": str(shards.parent / "0[3-9]*")},
@@ -271,7 +271,7 @@ def train_tokenizer(folder, special):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.enable_truncation(5)  # as some that are published do
+    tokenizer.enable_truncation(5)  # as some published tokenizers do
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=special[1] if special else None
     ).save_pretrained(folder)
@@ -289,16 +289,16 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
         ):
             tool.convert(settings(jsonl, tmp_path / "x.zarr", **wanted))
     tool.convert(settings(jsonl, tmp_path / "x.zarr", id_offset=offset, **wanted))
-    found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
+    rows = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
     again = {"tokenizer": str(tmp_path / "tokenizer/tokenizer.json"), "id_offset": offset}
     tool.convert(settings(jsonl, tmp_path / "y.zarr", **again))
     assert same(tmp_path / "y.zarr", tmp_path / "x.zarr"), "the file alone gives the same ids"
     ids = np.array(documents(tmp_path / "y.zarr", "validation")[0], np.uint32)
     assert Tokenizer(*again.values()).decode(ids) == TEXTS[0]
-    found = [[i - offset for i in ids] for ids in found]
-    assert sorted(tokenizer.decode(ids) for ids in found) == sorted(TEXTS)
-    assert not special or all(1 not in ids for ids in found), "no special tokens"
-    assert sum(map(len, found)) < sum(len(text.encode()) for text in TEXTS)
+    rows = [[i - offset for i in ids] for ids in rows]
+    assert sorted(tokenizer.decode(ids) for ids in rows) == sorted(TEXTS)
+    assert not special or all(1 not in ids for ids in rows), "no special tokens"
+    assert sum(map(len, rows)) < sum(len(text.encode()) for text in TEXTS)
 
 
 def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path):
@@ -309,19 +309,19 @@ def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path):
         tmp_path / "x.jsonl", tmp_path / "x.zarr", tokenizer=str(tmp_path / "tokenizer")
     )
     tool.convert(config)
-    found = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
-    assert min(min(ids) for ids in found) > 1
+    rows = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
+    assert min(min(ids) for ids in rows) > 1
 
 
 def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
-    """ByT5 has no Rust twin. Its ids are bytes plus 3."""
+    """Uses ByT5, which has no Rust implementation. Its ids are bytes plus 3."""
     (tmp_path / "byt5").mkdir()
     name = {"tokenizer_class": "ByT5Tokenizer"}
     (tmp_path / "byt5/tokenizer_config.json").write_text(json.dumps(name))
     tool.convert(settings(jsonl, tmp_path / "x.zarr", tokenizer=str(tmp_path / "byt5")))
     tool.convert(settings(jsonl, tmp_path / "y.zarr"))
-    found, wanted = (documents(tmp_path / name, "train") for name in ("x.zarr", "y.zarr"))
-    assert found == [[i + 2 for i in ids] for ids in wanted]
+    rows, wanted = (documents(tmp_path / name, "train") for name in ("x.zarr", "y.zarr"))
+    assert rows == [[i + 2 for i in ids] for ids in wanted]
 
 
 def test_a_missing_output_and_an_existing_one(jsonl, tmp_path, capsys, monkeypatch):
@@ -401,7 +401,7 @@ def test_a_single_document_makes_no_dataset(tmp_path):
 
 
 class Gate(http.server.BaseHTTPRequestHandler):
-    """A hub whose datasets are all gated."""
+    """A hub that gates all its datasets."""
 
     def do_GET(self):
         self.send_response(403)
@@ -418,14 +418,14 @@ def test_a_gated_dataset(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate) as hub:
         threading.Thread(target=hub.serve_forever).start()
         here = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
-        found = subprocess.run(
+        run = subprocess.run(
             [*PROGRAM, *arguments("x", tmp_path / "x.zarr"), "load_dataset={path: some/secret}"],
             cwd=ROOT, capture_output=True, text=True,
             env=os.environ | here | {"HF_HUB_OFFLINE": "0"},
         )  # fmt: skip
         hub.shutdown()
-    assert found.returncode == 1 and "Traceback" not in found.stderr
-    assert "some/secret" in found.stderr and "gated" in found.stderr
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "some/secret" in run.stderr and "gated" in run.stderr
     assert not (tmp_path / "x.zarr").exists()
 
 

@@ -1,4 +1,4 @@
-"""The synthetic tasks are what they say, and the dataset shipped is what the tool writes."""
+"""The synthetic tasks are as described, and the tool writes the dataset in the repository."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_reverse_reverses_each_word():
     for start in range(0, 56 - 2 * WORD + 1, 2 * WORD):
         word, reversal = rows[:, start : start + WORD], rows[:, start + WORD : start + 2 * WORD]
         assert (word[:, ::-1] == reversal).all()
-    assert (rows[:, 0] != rows[:, 16]).any(), "each pair has a word of its own"
+    assert (rows[:, 0] != rows[:, 16]).any(), "each pair has a different word"
 
 
 def test_distance_repeats_at_the_distance_it_states():
