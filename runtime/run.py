@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import functools
 import importlib.metadata
 import json
 import math
@@ -100,13 +99,11 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     return devices.make_mesh(axes)
 
 
-def compile_step(
-    config: RunConfig, lowered: jax.stages.Lowered, **more: Any
-) -> jax.stages.Compiled:
-    """Compiles a program with the options of the mesh's chips, and these."""
+def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program with the compiler options of the mesh's chips."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
     options = devices.compiler_options(kind) if config.compiler_options else {}
-    return lowered.compile(compiler_options=options | more)
+    return lowered.compile(compiler_options=options)
 
 
 def say(text: str) -> None:
@@ -236,10 +233,11 @@ class Run:
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the step's program, and draws it if the config says so."""
-        again = functools.partial(compile_step, self.config, lowered)
-        self.program = again()
-        if self.config.hlo_svg:
-            say(f"drew {hlo.draw(again, self.folder / 'step')}")
+        if self.config.hlo_svg:  # so that lines are of this source, not of one in the cache
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        self.program = compile_step(self.config, lowered)
+        if self.config.hlo_svg and self.first_host:
+            say(f"drew {hlo.draw(str(self.program.as_text()), self.folder / 'step.svg')}")
         return self.program
 
     def begin(
