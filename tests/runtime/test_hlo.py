@@ -69,7 +69,7 @@ ENTRY %main (q: f32[2]) -> f32[] {
 )
 
 
-def test_an_op_name_for_short():
+def test_op_names_are_shortened():
     path = "jit(training_step)/shard_map"
     cases = {
         f"{path}/jvp(all_gather(V|t M|d -> V|t M))/all_gather": (
@@ -100,12 +100,12 @@ def test_the_names_in_a_compiled_program():
             return jnp.sin(product) + jnp.exp(product) * 2
 
     text = jax.jit(function).lower(jnp.ones((64, 64))).compile().as_text()
-    found = {hlo.describe(name) for name in hlo.op_names(text).values()}
-    assert "einsum_unreduced(M/t, M/t -> {U:t}): dot_general" in found
-    assert any(name.startswith("elementwise: ") for name in found)
+    names = {hlo.describe(name) for name in hlo.op_names(text).values()}
+    assert "einsum_unreduced(M/t, M/t -> {U:t}): dot_general" in names
+    assert any(name.startswith("elementwise: ") for name in names)
 
 
-def test_a_profile_says_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
+def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
     out, message = train_here(
         capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL, "training.steps=4",
         "profile=true", "hlo_svg=true",
@@ -124,12 +124,12 @@ def test_a_profile_says_the_type_string_of_each_op(tmp_path, capsys, monkeypatch
     assert len(ops) > 30
     names = [event["name"] for event in timed]
     for name, signature in ops:
-        op = {"gather": "all_gather"}.get(name, name)  # handed to train.py's layers
+        op = {"gather": "all_gather"}.get(name, name)  # passed to train.py's layers as `gather`
         assert any(name.startswith(f"{op}({signature})") for name in names), (op, signature)
     steps = [e["args"]["step_num"] for e in timed if e["name"] == "train"]
     assert [int(step) for step in steps] == [2, 3]
 
-    # Rows are as without a profile: the time it takes is none of a step's.
+    # Rows are the same as without a profile.
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
