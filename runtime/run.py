@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
-import functools
 import importlib.metadata
 import json
 import math
@@ -101,13 +100,11 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     return devices.make_mesh(axes)
 
 
-def compile_step(
-    config: RunConfig, lowered: jax.stages.Lowered, **extra_options: Any
-) -> jax.stages.Compiled:
-    """Compiles a program with the default options for the mesh's chips, plus `extra_options`."""
+def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program with the compiler options for the mesh's chips."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
     options = devices.compiler_options(kind) if config.compiler_options else {}
-    return lowered.compile(compiler_options=options | extra_options)
+    return lowered.compile(compiler_options=options)
 
 
 def say(text: str) -> None:
@@ -238,10 +235,11 @@ class Run:
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the training step, and draws it if the config asks for that."""
         say("compiling ...")
-        compiled = functools.partial(compile_step, self.config, lowered)
-        self.program = compiled()
-        if self.config.hlo_svg:
-            say(f"drew {hlo.draw(compiled, self.folder / 'step')}")
+        if self.config.hlo_svg:  # the drawn lines must be of this source, not of one in the cache
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        self.program = compile_step(self.config, lowered)
+        if self.config.hlo_svg and self.first_host:
+            say(f"drew {hlo.draw(str(self.program.as_text()), self.folder / 'step.svg')}")
         return self.program
 
     def begin(

@@ -321,8 +321,8 @@ class Ledger(NamedTuple):
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
-    """What each device of a mesh of these axes receives, computes and saves in a function under
-    `typed_shard_map`, given the jaxpr of its `jax.jit`. Arrays are saved if it takes a gradient."""
+    """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
+    saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
     for eqn, path, line, times in equations(live):

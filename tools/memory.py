@@ -1,3 +1,20 @@
+"""Predicts the peak memory that a traced function needs on each device.
+
+The compiler decides that in the end. The prediction walks the equations in order and applies rules
+that describe the buffers which XLA assigns in training steps for TPUs:
+
+- Matmuls, reductions, collectives, lookups and loops write their results to memory. Other results
+  are computed where they are used, once for each use, with three exceptions that are written too:
+  operands of collectives, sums of two results, and, except on v5e, operands of several matmuls.
+- A donated argument is overwritten. A result may also overwrite an operand of the same size that is
+  not used any more.
+- Stacked weights that a loop casts to a narrower type are cast before the loop, all layers at once.
+  Slices of a loop's arrays that an inner loop takes are copied for it.
+- Reductions of weight gradients over devices, except the first, are deferred to the end of the step
+  or of the backward loop's body. So are the matmuls that make these gradients: on v5e never; on v5p
+  if all collectives of the backward pass can be deferred; elsewhere if little is recomputed.
+"""
+
 import dataclasses
 import itertools
 import math
@@ -11,7 +28,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
 
-# What an equation is, by its primitive's name: the first pattern that fits.
+# Kind -> pattern of its primitives' names. The first that matches counts.
 KINDS = {
     "same": "reshape|squeeze|transpose|optimization_barrier|name|pcast|pvary|reduce_precision|copy",
     "loop": "scan|while|cond",
@@ -19,12 +36,12 @@ KINDS = {
     "scatter": "scatter.*|dynamic_update_slice",
     "reduce": "reduce.*|argmax|argmin",
 }
-KEYED = {*COLLECTIVES, "add_any"}  # whatever kind they are
+KEYED = {*COLLECTIVES, "add_any"}  # have a key, whatever their kind
 V5E, V5P = "TPU v5 lite", "TPU v5"
 
 
 class Buffer(NamedTuple):
-    """An array in memory at the worst moment. `key`, if it has one, finds it in `shapes`."""
+    """An array in memory at the peak. If it has a key, `shapes` has its shape by that."""
 
     line: str
     op: str
@@ -35,25 +52,25 @@ class Buffer(NamedTuple):
 
 
 class Memory(NamedTuple):
-    arguments: int  # bytes; the results overwrite what is donated of them
-    temporary: int  # bytes of all else, at the worst moment
-    buffers: list[Buffer]  # at that moment, the largest first
+    arguments: int  # bytes, including results, which overwrite donated arguments
+    temporary: int  # bytes of everything else at the peak
+    buffers: list[Buffer]  # of `temporary`, largest first
 
 
 def predict(jaxpr: Any, axes: dict[str, int], chip: Chip | None = None) -> Memory:
-    """What a function under `typed_shard_map` needs on each device of a mesh of these axes, from
-    the jaxpr of its `jax.jit`. Its results are taken to be those of its donated arguments."""
-    return _worst(_body(jaxpr, axes), chip.kind if chip else "")
+    """The memory that a function under `typed_shard_map` needs on each device of a mesh of these
+    axes, given the jaxpr of its `jax.jit`. Assumes that its results overwrite donated arguments."""
+    return _peak(_body(jaxpr, axes), chip.kind if chip else "")
 
 
 def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape of each array that has a key, by that. On another mesh and at other sizes an array
-    has the same key, as long as JAX makes the same products, sums and collectives of the source."""
+    """Key -> shape, for arrays that have a key. An array has the same key on another mesh and at
+    other sizes, as long as JAX traces the same matmuls, sums and collectives."""
 
     def walk(body: _Body) -> Iterator[_Array]:
         yield from body.arguments
         for step in body.steps:
-            yield from (*step.taken, *step.made)
+            yield from (*step.operands, *step.results)
             for inner in step.bodies:
                 yield from walk(inner)
 
@@ -61,23 +78,24 @@ def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int,
 
 
 def size_of(aval: Any, chip: str) -> int:
-    """Bytes on a kind of chip, none if its host holds it. A TPU's memory is tiled: of the two
-    dimensions laid out last, those that waste least, one is filled up to a multiple of 128, the
-    other to one of 8, or if short to a power of two that fills 32 bits."""
+    """The bytes of an array on a kind of chip; 0 if it is in the host's memory. TPUs tile memory:
+    one of the two innermost dimensions is padded to a multiple of 128, the other to a multiple of
+    8, or if it is short to a power of two that fills 32 bits. The innermost dimensions are those
+    that waste least."""
     shape, itemsize = aval.shape, aval.dtype.itemsize
     elements = 0 if on_host(aval) else math.prod(shape)
     if chip.startswith("TPU") and elements:
         if len(shape) < 2:
-            return _filled(elements, 128) * itemsize
+            return _padded(elements, 128) * itemsize
         elements = min(
-            elements // (a * b) * _filled(a, 128) * _filled(b, min(8, max(4 // itemsize, power)))
+            elements // (a * b) * _padded(a, 128) * _padded(b, min(8, max(4 // itemsize, power)))
             for a, b in itertools.permutations(shape, 2)
             for power in (1 << (b - 1).bit_length(),)
         )
     return elements * itemsize
 
 
-def _filled(n: int, tile: int) -> int:
+def _padded(n: int, tile: int) -> int:
     return -(-n // tile) * tile
 
 
@@ -86,23 +104,23 @@ def _filled(n: int, tile: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An argument of a body, or what one of its steps makes."""
+    """An argument of a body, or a result of one of its steps."""
 
     aval: Any
     line: str = ""
     op: str = ""
     key: tuple[int, ...] = ()
     users: list["_Step"] = dataclasses.field(default_factory=list)
-    # The arrays in memory that this one is computed from where it is used, or just itself if it is
-    # in memory; then its bytes, and the steps that make it and need it last. `_worst` finds these.
+    # Set by `_peak`: the arrays in memory from which this one is computed where it is used, or just
+    # itself if it is in memory; its bytes; and the steps that make it and that use it last.
     sources: set["_Array"] = dataclasses.field(default_factory=set)
     size: int = 0
     first: int = 0
     last: int = 0
 
     def cast(self) -> Any:
-        """The narrower type, if any, that each step which takes the array makes of it."""
-        dtype = self.users[0].made[0].aval.dtype if self.users else self.aval.dtype
+        """The narrower type to which every step that uses the array casts it, if there is one."""
+        dtype = self.users[0].results[0].aval.dtype if self.users else self.aval.dtype
         casts = all(step.name == "convert_element_type" for step in self.users)
         return dtype if casts and dtype.itemsize < self.aval.dtype.itemsize else None
 
@@ -112,23 +130,22 @@ class _Step(NamedTuple):
     kind: str
     phase: str
     line: str
-    taken: list[_Array]
-    made: list[_Array]
-    over: list[_Array]  # what it may write its results over
+    operands: list[_Array]
+    results: list[_Array]
+    overwrites: list[_Array]  # operands that its results may overwrite
     bodies: list["_Body"]  # of a loop
 
 
 class _Body(NamedTuple):
-    """A jaxpr as steps: what it calls is inlined, and what only gives another shape or name to an
-    array is left out.
+    """A jaxpr as steps. Calls are inlined; equations that only reshape or rename are left out.
 
-    Arguments have their number as a key. What isn't elementwise is counted, and its results and
-    operands have that count: of elementwise equations JAX makes more or fewer as a length is 1, but
-    for sums of gradients.
+    The key of an argument is its number. Other keys count the equations that aren't elementwise,
+    and number their results and operands. Elementwise equations don't count, except sums of
+    gradients, as JAX makes more or fewer of them where a length is 1.
     """
 
     arguments: list[_Array]
-    slices: dict[int, _Array]  # the arguments that are parts of what a loop runs over, by number
+    slices: dict[int, _Array]  # number -> argument that is a slice of an array a loop runs over
     steps: list[_Step]
     results: list[_Array]
 
@@ -143,8 +160,8 @@ def _read(
     jaxpr: Any, axes: dict[str, int], path: str = "", line: str = "",
     key: tuple[int, ...] = (), slices: int = 0,
 ) -> _Body:  # fmt: skip
-    """A loop's body has the loop's path, line and key; `slices` is how many of its last arguments
-    are parts of what the loop runs over."""
+    """Reads a jaxpr as steps. The body of a loop gets the loop's path, line and key; its last
+    `slices` arguments are slices of the arrays that the loop runs over."""
     steps: list[_Step] = []
     count = itertools.count()
 
@@ -155,37 +172,38 @@ def _read(
 
         def array_of(var: Any) -> _Array:
             known = None if isinstance(var, Literal) else arrays.get(var)
-            return known or _Array(var.aval)  # a constant, which isn't in memory
+            return known or _Array(var.aval)  # a constant takes no memory
 
         for eqn in jaxpr.eqns:
             here = f"{path}/{eqn.source_info.name_stack}"
             at = line if in_library else line_of(eqn) or line
             name, kind, op = eqn.primitive.name, _kind(eqn, axes), op_of(eqn, here)
-            taken = [array_of(var) for var in eqn.invars]
-            made = [
+            operands = [array_of(var) for var in eqn.invars]
+            results = [
                 _Array(var.aval, made_at(eqn, i) or at, op) for i, var in enumerate(eqn.outvars)
             ]
             if kind not in ("same", "call", "fused") or name in KEYED:
                 number = next(count)
-                for i, array in enumerate((*made, *taken)):
+                for i, array in enumerate((*results, *operands)):
                     array.key = array.key or (*key, number, i)
             if kind == "same":
-                made = taken
+                results = operands
             elif kind == "call":
                 inner, *_ = jaxprs_in_params(eqn.params)
-                made = inline(inner, taken, here, at, in_library or name == "jit")
+                results = inline(inner, operands, here, at, in_library or name == "jit")
             else:
-                over = taken if kind in ("fused", "scatter") else []
+                overwrites = operands if kind in ("fused", "scatter") else []
                 bodies = []
                 if kind == "loop":
                     carried, count_sliced = _parts_of(eqn)
-                    over = taken[carried]
-                    inside = (here, at, made[0].key, count_sliced)
+                    overwrites = operands[carried]
+                    inside = (here, at, results[0].key, count_sliced)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
-                steps.append(_Step(name, kind, phase(here), at, taken, made, over, bodies))
-                for array in dict.fromkeys(taken):
+                row = (name, kind, phase(here), at, operands, results, overwrites, bodies)
+                steps.append(_Step(*row))
+                for array in dict.fromkeys(operands):
                     array.users.append(steps[-1])
-            arrays |= zip(eqn.outvars, made, strict=True)
+            arrays |= zip(eqn.outvars, results, strict=True)
         return [array_of(var) for var in jaxpr.outvars]
 
     arguments = [_Array(var.aval, key=(*key, -1, i)) for i, var in enumerate(jaxpr.invars)]
@@ -207,8 +225,8 @@ def _kind(eqn: JaxprEqn, axes: dict[str, int]) -> str:
 
 
 def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
-    """Of a scan's operands, those that it carries, and how many at the end it slices. (The slices
-    have another shape in its body; its parameters have other names in each JAX.)"""
+    """The operands that a scan carries, and how many it slices, which come last. Tells them by
+    their shapes in the body, since the scan's parameters have other names in each JAX version."""
     if loop.primitive.name != "scan":
         return slice(0), 0
     (body,) = jaxprs_in_params(loop.params)
@@ -221,69 +239,69 @@ def _differ(outer: Any, inner: Any) -> int:
     return sum(a.aval.shape != b.aval.shape for a, b in zip(outer, inner, strict=True))
 
 
-# --- The worst moment -----------------------------------------------------------------------------
+# --- The peak -------------------------------------------------------------------------------------
 
 
-def _put_off(body: _Body, chip: str) -> list[int]:
+def _deferred(body: _Body, chip: str) -> list[int]:
     """The steps of the backward pass that run at the body's end."""
-    stay: set[_Array] = set()  # arrays that more than the results wait for
+    needed: set[_Array] = set()  # by more than the body's results
     for step in reversed(body.steps):
-        if step.kind not in ("fused", "collective") or not stay.isdisjoint(step.made):
-            stay.update(step.taken)
+        if step.kind not in ("fused", "collective") or not needed.isdisjoint(step.results):
+            needed.update(step.operands)
 
-    def of(kind: str, phase: str) -> set[int]:
+    def steps_of(kind: str, phase: str) -> set[int]:
         steps = enumerate(body.steps)
         return {t for t, step in steps if (step.kind, step.phase) == (kind, phase)}
 
-    sums, products = of("collective", "backward"), of("product", "backward")
-    free = {t for t in sums | products if stay.isdisjoint(body.steps[t].made)}
-    little_again = 4 * len(of("product", "recomputed")) < len(products)
-    put_off = {V5E: False, V5P: sums <= free}.get(chip, little_again)
-    return sorted(free if put_off else free & sums)[1:]
+    sums, products = steps_of("collective", "backward"), steps_of("product", "backward")
+    free = {t for t in sums | products if needed.isdisjoint(body.steps[t].results)}
+    little_recomputed = 4 * len(steps_of("product", "recomputed")) < len(products)
+    with_products = {V5E: False, V5P: sums <= free}.get(chip, little_recomputed)
+    return sorted(free if with_products else free & sums)[1:]
 
 
-def _worst(body: _Body, chip: str) -> Memory:
-    """The most that a body has in memory of what it makes, inside of its loops too."""
-    late, end = _put_off(body, chip), len(body.steps)
+def _peak(body: _Body, chip: str) -> Memory:
+    """The peak memory of a body, including the bodies of its loops."""
+    deferred, end = _deferred(body, chip), len(body.steps)
     in_memory: list[_Array] = []
-    over: dict[_Array, set[_Array]] = {}  # what an array may be written over
-    inside: dict[int, Memory] = {}  # of a loop: its body's worst moment
-    copies: dict[tuple[_Array, Any], _Array] = {}  # for a loop: an array, the copy's type
-    parts = body.slices.values()
-    cast_before = {made for a in parts if a.cast() for step in a.users for made in step.made}
+    overwrites: dict[_Array, set[_Array]] = {}  # array -> those whose place it may take
+    inside: dict[int, Memory] = {}  # step -> peak of the loop's body
+    copies: dict[tuple[_Array, Any], _Array] = {}  # array and type -> its copy for a loop
+    slices = body.slices.values()
+    cast_before = {new for a in slices if a.cast() for step in a.users for new in step.results}
 
     def write(array: _Array, t: int) -> None:
         array.first = array.last = t
         array.size = size_of(array.aval, chip)
         in_memory.append(array)
 
-    def has_place(step: _Step, needed: set[_Array]) -> bool:
-        """Whether a step that is no product, sum or the like writes its results to memory."""
-        if step.name == "add_any" and needed == set(step.taken):
+    def is_written(step: _Step, needed: set[_Array]) -> bool:
+        """Returns whether an elementwise step writes its results to memory."""
+        if step.name == "add_any" and needed == set(step.operands):
             return True
-        users = [[user.kind for user in array.users] for array in step.made]
+        users = [[user.kind for user in array.users] for array in step.results]
         sent = bool(needed) and any("collective" in kinds for kinds in users)
         return sent or (chip != V5E and any(kinds.count("product") > 1 for kinds in users))
 
     for t, step in enumerate(body.steps):
-        needed = _sources(step.taken)
-        if step.kind == "fused" and not has_place(step, needed):
-            for array in step.made:
+        needed = _sources(step.operands)
+        if step.kind == "fused" and not is_written(step, needed):
+            for array in step.results:
                 array.sources = needed
             continue
         for array in needed:
-            array.last = max(array.last, end if t in late else t)
-        for array in step.made:
+            array.last = max(array.last, end if t in deferred else t)
+        for array in step.results:
             array.sources = {array}
             if array not in cast_before:
                 write(array, t)
-                over[array] = _sources(step.over)
+                overwrites[array] = _sources(step.overwrites)
         if not step.bodies:
             continue
-        inside[t] = max((_worst(b, chip) for b in step.bodies), key=lambda worst: worst.temporary)
+        inside[t] = max((_peak(b, chip) for b in step.bodies), key=lambda peak: peak.temporary)
         inner = step.bodies[0].slices
-        copied = [(step.taken[i], part.cast()) for i, part in inner.items() if part.cast()]
-        copied += [(part, part.aval.dtype) for part in parts if part in needed]
+        copied = [(step.operands[i], part.cast()) for i, part in inner.items() if part.cast()]
+        copied += [(part, part.aval.dtype) for part in slices if part in needed]
         for array, dtype in copied:
             if (array, dtype) not in copies:
                 aval = array.aval.update(dtype=dtype)
@@ -294,14 +312,14 @@ def _worst(body: _Body, chip: str) -> Memory:
         array.last = end
 
     def alive(t: int) -> list[_Array]:
-        """What is in memory at a step, but for what it writes its results over."""
-        there = [array for array in in_memory if array.first <= t <= array.last]
-        for made in [array for array in there if array.first == t]:
-            for old in there:
-                if old in over.get(made, ()) and old.last == t and old.size == made.size:
-                    there.remove(old)
+        """The arrays in memory at a step, except those that its results overwrite."""
+        arrays = [array for array in in_memory if array.first <= t <= array.last]
+        for new in [array for array in arrays if array.first == t]:
+            for old in arrays:
+                if old in overwrites.get(new, ()) and old.last == t and old.size == new.size:
+                    arrays.remove(old)
                     break
-        return there
+        return arrays
 
     def needed_at(t: int) -> int:
         return sum(array.size for array in alive(t)) + (inside[t].temporary if t in inside else 0)
@@ -309,12 +327,12 @@ def _worst(body: _Body, chip: str) -> Memory:
     arguments = sum(size_of(array.aval, chip) for array in body.arguments)
     if not body.steps:
         return Memory(arguments, 0, [])
-    worst = max(range(end), key=needed_at)
-    buffers = inside[worst].buffers[:] if worst in inside else []
-    for array in alive(worst):
+    peak = max(range(end), key=needed_at)
+    buffers = inside[peak].buffers[:] if peak in inside else []
+    for array in alive(peak):
         shape, dtype = array.aval.shape, array.aval.dtype.name
         buffers.append(Buffer(array.line, array.op, shape, dtype, array.size, array.key))
-    return Memory(arguments, needed_at(worst), sorted(buffers, key=lambda buffer: -buffer.bytes))
+    return Memory(arguments, needed_at(peak), sorted(buffers, key=lambda buffer: -buffer.bytes))
 
 
 def _sources(arrays: list[_Array]) -> set[_Array]:

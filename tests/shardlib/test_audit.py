@@ -25,8 +25,8 @@ class Weight:
     w: f32["M/d F/t"]
 
 
-# What a person may write along F, which is split over t, and along B, split over d, by hand. As it
-# stands in train.py, whose lines must be right too.
+# Edits of a line of train.py that compute along F, which is split over t, or B, split over d,
+# outside of ops. Errors must name that line.
 LINE = "hidden = jax.nn.silu(gate) * up"
 BY_HAND = {
     "sum": "gate - jnp.sum(up, axis=-1, keepdims=True)",
@@ -80,7 +80,7 @@ def test_nothing_is_done_by_hand_along_a_split_dimension(case):
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 
 
-# A number that depends on how the arrays are split: the edited text, and what it becomes.
+# Numbers that depend on how arrays are split: the original text and the edit.
 NUMBERS = {
     "a mean over targets by their count on a device": (
         "count = target_count(batch)",
@@ -89,7 +89,7 @@ NUMBERS = {
     "a part's length in a scale": (LINE, "hidden = jax.nn.silu(gate) * up / up.shape[-1]"),
     "its root": (LINE, "hidden = jax.nn.silu(gate) * up * up.shape[-1] ** -0.5"),
     "the size of an axis": (LINE, 'hidden = jax.nn.silu(gate) * up / lax.psum(1, "t")'),
-    "the length of what is split over all axes": (
+    "the length of an array split over all axes": (
         "+ hyper.adam_eps\n",
         "+ hyper.adam_eps / v.size\n",
     ),
@@ -104,7 +104,7 @@ def test_no_number_depends_on_the_mesh(case):
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 
 
-# The same along what a device has whole; some of it at the price of a gather.
+# The same along dimensions that aren't split, some after a gather.
 WHOLE = {
     "mean along the sequence": "gate - jnp.mean(up, axis=1, keepdims=True)",
     "positions in the sequence": "gate * jnp.arange(up.shape[1])[:, None].astype(bf16.dtype)",
@@ -112,7 +112,7 @@ WHOLE = {
     "mean after a gather": (
         'gate - jnp.mean(ops.all_gather("B/d L F/t -> B/d L F", up), axis=-1, keepdims=True)'
     ),
-    "a small length of one's own": "gate * jnp.sum(jnp.ones((14, 1, 1), up.dtype), axis=0) * up",
+    "a small constant length": "gate * jnp.sum(jnp.ones((14, 1, 1), up.dtype), axis=0) * up",
     "transposition and reshaping": (
         "jnp.moveaxis(jnp.moveaxis(gate, -1, 0).reshape(up.shape[2], -1), 0, -1)"
         ".reshape(up.shape) * up"
@@ -123,7 +123,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_what_is_done_along_a_whole_dimension_passes(case):
+def test_computing_along_a_dimension_that_is_not_split_passes(case):
     probe((LINE, f"hidden = {WHOLE[case]}"))
 
 
@@ -184,7 +184,8 @@ def check(function, axes, sizes, *hints):
 
 
 def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
-    """`scale` is the same on all devices, what it multiplies is not: its gradient sums over d."""
+    """The gradient of `scale`, which is replicated, sums over d, as the array that it multiplies
+    varies along d."""
 
     def loss(scale: f32["M"], x: f32["B/d M"]) -> f32[""]:
         y = jnp.sin(x * scale)
@@ -203,7 +204,8 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
 
 @pytest.mark.parametrize("axes", ["d", "dt", "rdt", "rdtx"])
 def test_a_length_tells_its_dimensions_and_splits(axes):
-    """Alone and in products of two; and no whole one, half or neighbour is taken for a part."""
+    """Checks lengths alone and in products of two, and that full, half and neighboring lengths
+    aren't taken for parts."""
     on, sizes = devices.probe_mesh(axes, "BLMFV")
     shape = dict(on.shape)
     for name, size in sizes.items():
@@ -226,7 +228,7 @@ def test_an_error_names_the_dimensions_whose_lengths_it_has():
     on, sizes = devices.probe_mesh("dt", "BLM")
     axes, (rows, length, model) = dict(on.shape), sizes.values()
     shape = rows // axes["d"], length // 2, model // axes["t"], rows * length
-    numbers = f"128 {rows // 7} x.py:{rows} f{rows} {rows}.5"  # lengths of nothing
+    numbers = f"128 {rows // 7} x.py:{rows} f{rows} {rows}.5"  # no lengths
     message = f"{shape} is f32[{model},0] of size {rows}. {numbers}"
     shown = f"(B/d, L/2, M/t, B*L) is f32[M,0] of size B. {numbers}"
     assert audit.name_lengths(message, axes, sizes) == shown

@@ -24,7 +24,7 @@ def test_the_tables(tmp_path, capsys, monkeypatch):
 
 
 def test_the_sums_are_those_of_the_model():
-    """By formulas of the shapes alone."""
+    """Compares with formulas of the shapes alone."""
     config = compose_config("c4_h100x8_1b", "mesh={d: 4, t: 2}", "paths.model_name=x",
                             "flat_tokens.filespec=x")  # fmt: skip
     result = audit.audit_step(config, audit.probe(config), None)
@@ -32,7 +32,7 @@ def test_the_sums_are_those_of_the_model():
     weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
     assert result["held"]["weights"] == result["held"]["gradients"] == 4 * weights // 8
 
-    # All of attention's products, not their causal half; scores again in the backward pass.
+    # Attention's full matmuls, not their causal half; the backward pass recomputes the scores.
     tokens = batch * length
     attention = 4 * length * heads * tokens * layers
     projections = 2 * (4 * m * heads + 3 * m * f) * tokens * layers + 2 * m * v * tokens
@@ -44,7 +44,8 @@ def test_the_sums_are_those_of_the_model():
     assert result["model_flops"] == 3 * (projections + attention // 2)
     assert result["model_flops"] == sum(train.step_flops(config))
 
-    # Each weight is gathered over d forward and, in a layer, again; its gradient is scattered.
+    # Each weight is gathered over d forward, a layer's weights again backward; gradients are
+    # reduce-scattered.
     received = {}
     for row in result["transfers"]:
         key = (*row["axes"], row["phase"])
@@ -55,7 +56,7 @@ def test_the_sums_are_those_of_the_model():
     assert received["d", "forward"] == pytest.approx(layer + ends + loss)
     assert received["d", "recomputed"] == layer
     assert received["d", "backward"] == layer + ends
-    # Of the residual stream, over t: two gathers and two scatters a layer, one of each besides.
+    # Over t, the residual stream: two gathers and two scatters per layer, and one of each outside.
     stream = tokens // d * m * 2 * (t - 1) / t
     peaks = 3 * 2 * tokens // d * 4 * (t - 1) / t
     assert received["t", "forward"] == (4 * layers + 2) * stream + peaks
@@ -85,14 +86,14 @@ def test_the_sums_are_those_of_the_model():
     ],
 )
 def test_types_where_lengths_are_one(options):
-    """What a type says is as long as the array; that it can't be told is rare."""
+    """A type string gives the array's lengths, and few arrays have types that can't be told."""
     config = compose_config(
         "c4_h100x8_1b", "paths.model_name=x", "flat_tokens.filespec=x", *options
     )
     result = audit.audit_step(config, audit.probe(config), None)
     axes, sizes = vars(config.mesh), train.dimensions(config)
     assert sum(row["times"] * row["bytes"] for row in result["peak"]) == result["temporary"]
-    untold = 0
+    without_type = 0
     for row in result["peak"] + result["saved"]:
         element, dims = re.fullmatch(r'(\w+)\["(.*)"\]', row["type"]).groups()
         length = int(re.sub(r"\D", "", element) or 8) // 8
@@ -104,11 +105,11 @@ def test_types_where_lengths_are_one(options):
         each = row["bytes"] // (row["times"] if row in result["saved"] else 1)
         assert length == each, row
         if "length" not in options[0]:
-            untold += row["bytes"] * (dims != "" and dims[0].isdigit())
-    assert untold < 0.05 * result["temporary"]
+            without_type += row["bytes"] * (dims != "" and dims[0].isdigit())
+    assert without_type < 0.05 * result["temporary"]
 
 
-def test_a_collective_that_no_op_says_stops_it_at_its_line(capsys, monkeypatch):
+def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch):
     source = "hidden = jax.nn.silu(gate) * up"
     module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
     monkeypatch.setattr(audit, "train", module)
@@ -128,18 +129,18 @@ def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
     )
 
 
-def test_the_roofline_is_the_ledger_over_the_chips_rates(capsys, monkeypatch):
+def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch):
     chip = ["audit.chip=a100", "audit.links={d: ib}"]
     out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)
     assert not message
     rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:-2]]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[0] for row in rows] == [f"d={2**i}, t=2" for i in range(2, 9)]
-    # The figures of the test above: 205.6 TFLOP; 2.316 GB over d; 11.28 GB over t.
+    # The amounts of the test above: 205.6 TFLOP, 2.316 GB over d, 11.28 GB over t.
     assert rows[0][2:] == [audit.show(205.6087e12 / 312e12, "s"), "124 ms", "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
     assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L"] needs.\n')
-    assert rows[-1][-2:] == ["ib", "8%"], "the batch is the same: on more devices, less each"
+    assert rows[-1][-2:] == ["ib", "8%"], "the batch stays the same, so each device gets less"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_amounts():
 
 
 class Page(html.parser.HTMLParser):
-    """The links, what is loaded from elsewhere, and the cells of each row of the source."""
+    """The page's links, the tags that load resources, and the cells of each row of the source."""
 
     def __init__(self, text):
         super().__init__()
@@ -196,7 +197,7 @@ def test_the_page(tmp_path, capsys, monkeypatch):
         capsys, monkeypatch, *CONFIG, f"audit.html={file}", program=audit.main
     )
     page = Page(file.read_text())
-    assert not message and not page.loaded, "it opens without a network"
+    assert not message and not page.loaded, "the page needs no network"
     source = (ROOT / "train.py").read_text().splitlines()
     assert [row[:2] for row in page.rows.values()] == [
         [str(i), line] for i, line in enumerate(source, 1)

@@ -1,5 +1,5 @@
-"""The rules of the prediction, on functions small enough to count by hand; `make test-tpu` holds
-them against what a compiler does with training steps."""
+"""Checks the prediction's rules on functions small enough to count by hand. `make test-tpu` checks
+them against a compiler, on training steps."""
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +74,19 @@ def written_over(i: Inputs) -> f32["B M"]:
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
-        (square, 0),  # all in one, into the result
+        (square, 0),  # fused into the result
         (twice, 2 * X),  # the exponential is part of the second product
         (reduced, 64 * 4),
-        (once_for_two, 3 * X),  # a product, and the two that take its exponential
-        (kept_for_two, 3 * X),  # three; what is made of them, over one of them, and the last two
+        (once_for_two, 3 * X),  # one matmul, and the two that use its exponential
+        (kept_for_two, 3 * X),  # three matmuls; their product overwrites one; then the last two
         (written_over, X),
     ],
 )
-def test_what_has_a_place_in_memory(fn, expected):
-    found = predicted(fn, Inputs)
-    assert found.temporary == expected
-    assert found.arguments == (X if fn in (square, reduced) else X + W), "those that it uses"
-    assert sum(array.bytes for array in found.buffers) == expected
+def test_what_is_written_to_memory(fn, expected):
+    memory = predicted(fn, Inputs)
+    assert memory.temporary == expected
+    assert memory.arguments == (X if fn in (square, reduced) else X + W), "only used arguments"
+    assert sum(array.bytes for array in memory.buffers) == expected
 
 
 def test_stacked_weights_are_cast_before_the_loop():
@@ -96,20 +96,20 @@ def test_stacked_weights_are_cast_before_the_loop():
 
         return lax.scan(layer, deep.x, deep.layers)[0]
 
-    found = predicted(run, Deep)
-    # The cast stack, what is carried, and the next one.
-    assert found.temporary == 4 * W // 2 + 2 * (X // 2)
-    assert found.buffers[0].dtype == "bfloat16" and found.buffers[0].shape == (4, 32, 32)
+    result = predicted(run, Deep)
+    # The cast stack, the carry, and the next carry.
+    assert result.temporary == 4 * W // 2 + 2 * (X // 2)
+    assert result.buffers[0].dtype == "bfloat16" and result.buffers[0].shape == (4, 32, 32)
 
 
-def test_a_loop_stacks_what_it_gives():
+def test_a_loop_stacks_its_outputs():
     def run(i: Inputs) -> f32["layers B M"]:
         def turn(x, _):
             return x @ i.w, jnp.exp(x)
 
         return lax.scan(turn, i.x, length=4)[1]
 
-    # The stack, what is carried, and the next one.
+    # The stack, the carry, and the next carry.
     assert predicted(run, Inputs).temporary == 4 * X + 2 * X
 
 
@@ -121,12 +121,12 @@ def test_other_loops_and_branches():
     def nothing(i: Inputs) -> f32["B M"]:
         return lax.scan(lambda x, _: (x, ()), i.x, length=3)[0]
 
-    # What the first loop gives, and both products of a turn.
+    # The result of the first loop, and both matmuls of an iteration.
     assert 3 * X <= predicted(run, Inputs).temporary < 3 * X + 100
     assert predicted(nothing, Inputs).temporary == 0
 
 
-def test_a_gathered_array_is_whole_and_on_one_device_the_same():
+def test_a_gathered_array_takes_memory_except_on_one_device():
     def run(s: Split) -> f32["B M/t"]:
         return s.x / jnp.sum(ops.all_gather("B M/t -> B M", s.x), axis=1, keepdims=True)
 
@@ -135,7 +135,7 @@ def test_a_gathered_array_is_whole_and_on_one_device_the_same():
     assert predicted(run, Split).temporary == 64 * 4
 
 
-def test_only_v5e_makes_again_what_the_forward_pass_made_again():
+def test_only_v5e_recomputes_for_each_matmul_that_uses_a_result():
     @jax.checkpoint
     def block(i):
         return jnp.sin(jnp.exp(i.x @ i.w) @ i.w)
@@ -154,7 +154,7 @@ def test_only_v5e_makes_again_what_the_forward_pass_made_again():
         ((), "float32", 512),
         ((64,), "float32", 512),
         ((8, 64), "float32", 4096),
-        ((64, 8), "float32", 4096),  # laid out the other way round
+        ((64, 8), "float32", 4096),  # transposed
         ((2, 1024), "uint32", 8192),
         ((2, 1024), "bool", 4096),  # four to a word
         ((3, 200), "float32", 4 * 256 * 4),
@@ -163,7 +163,7 @@ def test_only_v5e_makes_again_what_the_forward_pass_made_again():
     ],
 )
 def test_bytes_of_a_tiled_array(shape, dtype, expected):
-    """As the TPU's compiler gave them places."""
+    """Expects the sizes that the TPU compiler gave these arrays."""
     aval = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
     assert memory.size_of(aval, "TPU v5 lite") == expected
     assert memory.size_of(aval, "A100") == np.prod(shape) * np.dtype(dtype).itemsize
