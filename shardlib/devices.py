@@ -83,7 +83,7 @@ def mfu(kind: str, count: int, flops: float) -> str:
     """Model FLOPs utilization as text: the share of the peak of so many devices, by JAX's
     `device.device_kind`, that so many FLOP/s are."""
     chip = find_chip(kind)
-    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown chip ({kind})"
+    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown on {kind}"
 
 
 def compiler_options(kind: str) -> dict[str, bool | str]:
