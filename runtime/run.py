@@ -97,9 +97,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
         except ValueError as error:
             raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
-        raise UserError(
-            f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} host(s)"
-        )
+        raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     return devices.make_mesh(axes)
 
 
