@@ -96,7 +96,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
         except ValueError as error:
             raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
     if jax.process_count() != config.num_hosts:
-        raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()}")
+        raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     return devices.make_mesh(axes)
 
 
@@ -146,7 +146,7 @@ def rows_before(metrics: pathlib.Path, step: int) -> Iterator[bytes]:
                 return
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"{metrics}, line {number} is not a row of metrics; fix it or move the file away"
+                f"{metrics}, line {number} is not a metrics row; fix the line or move the file away"
             ) from None
         yield line
 
@@ -320,7 +320,7 @@ class Run:
 
     def flush(self, **extra: Any) -> None:
         """Writes the pending row, if there is one, with the extra values added. The time from
-        here to the next step counts for neither. Raises UserError after too many consecutive
+        here to the next step counts for neither step. Raises UserError after too many consecutive
         skipped updates."""
         if self.row:
             self.settle()

@@ -82,7 +82,7 @@ def mfu(kind: str, count: int, flops: float) -> str:
     """Model FLOPs utilization as text: `flops` per second on `count` devices, as a fraction of
     their peak. `kind` is JAX's `device.device_kind`."""
     chip = find_chip(kind)
-    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown chip ({kind})"
+    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown on {kind}"
 
 
 def compiler_options(kind: str) -> dict[str, bool | str]:

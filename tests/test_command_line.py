@@ -94,7 +94,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         r"\A2,426,112 parameters, 1,024 tokens per step, .*\ncompiling \.\.\.$",
         r"^time to first step: [\d.]+ s \(imports not included\)$",
         r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
-        r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown chip",
+        r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown on cpu$",
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     written = {path.name for path in tmp_path.iterdir()}
