@@ -358,8 +358,8 @@ class Checkpoints:
             saving.result()
 
     def _save(self, path: str, arrays: Any, about: Any, parts: Any, position: Any) -> None:
-        """Performs steps 2 to 7 of a save, as numbered at the top of this file. The hosts communicate
-        only through the store, because their devices are busy with training steps."""
+        """Performs steps 2 to 7 of a save, as numbered at the top of this file. The hosts
+        communicate only through the store, because their devices are busy with training steps."""
         host, hosts = jax.process_index(), range(jax.process_count())
         try:
             if host == 0:  # step 2
