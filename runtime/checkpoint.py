@@ -108,15 +108,15 @@ def _stored_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}") if dtype.kind == "V" else dtype
 
 
-def _checksum(about: dict[str, Any]) -> int:
+def _checksum(attrs: dict[str, Any]) -> int:
     """Returns the CRC-32 of a checkpoint's attributes, except the two that are written last."""
-    rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
+    rest = {k: v for k, v in attrs.items() if k not in ("checksum", "write_completed")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
+def create(path: str, arrays: dict[str, Any], attrs: dict[str, Any]) -> Any:
     """Creates a group with empty arrays, and returns it. `arrays` has each array's manifest entry
-    and the shape of the part that one device writes, which determines the chunks. `about` has the
+    and the shape of the part that one device writes, which determines the chunks. `attrs` has the
     attributes step, config and hosts."""
     group = zarr.open_group(path, mode="w-", zarr_format=3)
     manifest: Any = {}
@@ -135,7 +135,7 @@ def create(path: str, arrays: dict[str, Any], about: dict[str, Any]) -> Any:
     versions = {package.__name__: package.__version__ for package in (jax, np, zarr)}
     versions = {"python": platform.python_version(), **versions}
     # Last: the other hosts wait for the attribute `arrays` before they write.
-    group.update_attributes({**about, "format": FORMAT, "versions": versions, "arrays": manifest})
+    group.update_attributes({**attrs, "format": FORMAT, "versions": versions, "arrays": manifest})
     return group
 
 
@@ -149,14 +149,14 @@ def write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
 def report(group: Any, host: int, shards: int, problem: str | None, position: Any) -> None:
     """Records how a host's writes ended: their number, the first error or None, and the host's
     position in a streamed dataset."""
-    about = {"shards": shards, "problem": problem, "position": position}
-    group.create_group(f"writers/{host}", attributes=about)
+    attrs = {"shards": shards, "problem": problem, "position": position}
+    group.create_group(f"writers/{host}", attributes=attrs)
 
 
 def complete(group: Any, positions: list[Any]) -> None:
     """Marks a group complete after all parts are written. From here on it is a checkpoint."""
-    about = group.attrs.asdict() | {"positions": positions}
-    group.update_attributes({**about, "checksum": _checksum(about), "write_completed": True})
+    attrs = group.attrs.asdict() | {"positions": positions}
+    group.update_attributes({**attrs, "checksum": _checksum(attrs), "write_completed": True})
 
 
 class Checkpoint:
@@ -346,9 +346,9 @@ class Checkpoints:
                 if shard.replica_id == 0
             ]
         )
-        about = {"step": step, "config": self.config, "hosts": jax.process_count()}
+        attrs = {"step": step, "config": self.config, "hosts": jax.process_count()}
         path = self._path(step, self.start)
-        self.saving = self.background.submit(self._save, path, arrays, about, parts, position)
+        self.saving = self.background.submit(self._save, path, arrays, attrs, parts, position)
 
     def wait(self) -> None:
         """Blocks until the pending save is done. If part of it could not be written on any host and
@@ -357,13 +357,13 @@ class Checkpoints:
         if saving:
             saving.result()
 
-    def _save(self, path: str, arrays: Any, about: Any, parts: Any, position: Any) -> None:
-        """Performs steps 2 to 7 of a save, as numbered at the top of this file. The hosts
-        communicate only through the store, because their devices are busy with training steps."""
+    def _save(self, path: str, arrays: Any, attrs: Any, parts: Any, position: Any) -> None:
+        """Performs steps 2 to 7 of a save, as numbered above in this file. The hosts communicate
+        only through the store, because their devices are busy with training steps."""
         host, hosts = jax.process_index(), range(jax.process_count())
         try:
             if host == 0:  # step 2
-                create(path, arrays, about)
+                create(path, arrays, attrs)
             # Step 3.
             self._await_key(path, "arrays", writer=0)
             group = zarr.open_group(path, mode="r+", zarr_format=3)
@@ -382,7 +382,7 @@ class Checkpoints:
                     group.update_attributes({"write_completed": False, "write_failed": problem})
                 else:
                     complete(group, [record["position"] for record in records])
-                    self._remove_old(about["step"])
+                    self._remove_old(attrs["step"])
             # Step 7.
             problem = self._await_key(path, "write_completed", writer=0).get("write_failed")
         except Exception as error:  # stores raise errors of many types
@@ -414,10 +414,10 @@ class Checkpoints:
             return
         try:
             groups = [(group, group.attributes or {}) for group in list_checkpoints(self.path)]
-            complete = [group for group, about in groups if about.get("write_completed") is True]
+            complete = [group for group, attrs in groups if attrs.get("write_completed") is True]
             older = [group for group in complete if group.order <= (written, self.start)]
             surplus = [group for group in older[:-last] if not every or group.step % every]
-            interrupted = [group for group, about in groups if about.get("removed")]
+            interrupted = [group for group, attrs in groups if attrs.get("removed")]
             for group in surplus + interrupted:
                 # First, so that an interrupted removal leaves nothing that looks complete.
                 mark = {"write_completed": False, "removed": True}
