@@ -128,7 +128,7 @@ class Flow:
     def cell_of(self, attributes: str) -> Cell | None:
         """The cell of an instruction, if it comes from the user's source."""
         names = re.search(r'op_name="(.*?)" stack_frame_id=(\d+)', attributes)
-        trace = self.stacks[names[2]] if names else None
+        trace = self.stacks.get(names[2]) if names else None
         line = own_line(trace)
         # JAX adds instructions around the step, which have no name but "shard_map".
         if not names or not trace or not line or describe(names[1]) == "shard_map":
@@ -150,7 +150,7 @@ class Flow:
             called = re.search(rf"\b(?:{key})=%([\w.-]+)", attributes)
             value: Any = set[Cell]().union(*map(_cells, operands))
             if opcode == "parameter":
-                value = arguments[int(inside)] if arguments else set()
+                value = arguments[int(inside)] if int(inside) < len(arguments) else set()
             elif opcode == "tuple":
                 value = operands
             elif opcode == "get-tuple-element" and isinstance(operands[0], list):
