@@ -17,7 +17,7 @@ import jax
 
 from shardlib.audit import phase
 from shardlib.ops import SCOPE
-from shardlib.types import source_line
+from shardlib.types import own_line
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.
 MACHINERY = re.compile(
@@ -84,7 +84,7 @@ Cell = tuple[str, str]  # a source line, `train.py:316 block`, and a phase
 
 
 def _stacks(hlo: str) -> dict[str, Any]:
-    """The traceback for each `stack_frame_id`, as `source_line` takes it, from the step's function on
+    """The traceback for each `stack_frame_id`, as `own_line` takes it, from the step's function on
     inward."""
     step = re.split("[ ,]", hlo, maxsplit=2)[1].removeprefix("jit_")
     tables = {
@@ -128,8 +128,8 @@ class Flow:
     def cell_of(self, attributes: str) -> Cell | None:
         """The cell of an instruction, if it comes from the user's source."""
         names = re.search(r'op_name="(.*?)" stack_frame_id=(\d+)', attributes)
-        trace = self.stacks[names[2]] if names else None
-        line = source_line(trace)
+        trace = self.stacks.get(names[2]) if names else None
+        line = own_line(trace)
         # JAX adds instructions around the step, which have no name but "shard_map".
         if not names or not trace or not line or describe(names[1]) == "shard_map":
             return None
@@ -150,7 +150,7 @@ class Flow:
             called = re.search(rf"\b(?:{key})=%([\w.-]+)", attributes)
             value: Any = set[Cell]().union(*map(_cells, operands))
             if opcode == "parameter":
-                value = arguments[int(inside)] if arguments else set()
+                value = arguments[int(inside)] if int(inside) < len(arguments) else set()
             elif opcode == "tuple":
                 value = operands
             elif opcode == "get-tuple-element" and isinstance(operands[0], list):

@@ -1,5 +1,5 @@
-"""Reads off a jaxpr what a traced function sends, computes and saves, and refuses what its ops and
-types don't say."""
+"""Reads jaxprs: lists what a traced function sends, computes and saves, and checks that only ops
+communicate or compute along split dimensions."""
 
 import collections
 import itertools
@@ -139,8 +139,8 @@ def _lengths(eqn: JaxprEqn) -> Iterable[int]:
 
 
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
-    """The dimensions of a length at the sizes of `devices.probe_mesh`: one, several that were
-    merged, or none if it is just a number.
+    """The dimensions that make up a length at the sizes of `devices.probe_mesh`: one, several that
+    were merged, or none if it is just a number.
 
     Each dimension's size is a prime of its own times `devices.probe_total`, which has each axis's
     size, also a prime, as a factor. A split over an axis removes that factor.
@@ -162,11 +162,11 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     def name(number: re.Match[str]) -> str:
         length = int(number[0])
         dims = dims_of(length, axes, sizes)
-        whole = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
-        if not dims or whole not in (length, 2 * length):
+        full = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
+        if not dims or full not in (length, 2 * length):
             return number[0]
         mentioned.update(dict.fromkeys(dims))
-        return "*".join(map(str, dims)) + "/2" * (whole > length)
+        return "*".join(map(str, dims)) + "/2" * (full > length)
 
     # Skips line numbers and the sizes that ShardTypeError compares.
     text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, message)
@@ -256,7 +256,7 @@ def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[st
 def check_numbers(jaxpr: Any, other: Any) -> None:
     """Raises ShardTypeError if a number in a function comes from the length of a part or of a mesh
     axis. Compares its jaxprs on a probe mesh and on that mesh `devices.turned`, where arrays have
-    the same lengths but their parts others: all numbers must be the same."""
+    the same lengths and their parts others: all numbers must agree."""
     problems = []
     for one, two in itertools.zip_longest(equations(jaxpr), equations(other)):
         at = (one or two).line.partition(" ")[0]

@@ -393,8 +393,8 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
     head = ("mesh", "peak memory", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
-        f"The least time of a step on {chip.kind}, {chosen}, if the longest hides the others:\n\n"
-        f"{table(head, rows)}{end}"
+        f"The least time that each resource needs for a step on {chip.kind}, {chosen}. The longest "
+        f"bounds the step:\n\n{table(head, rows)}{end}"
     )
 
 

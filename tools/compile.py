@@ -99,9 +99,9 @@ def sent(text: str) -> list[Sent]:
         group, elements, size = group_size(rest), 0, 0
         for bits, dims in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", shape):
             part = math.prod(int(d) for d in dims.split(",") if d)
-            whole = part * group if op == "reduce-scatter" else part
-            elements += whole
-            size += whole * int(bits) // 8
+            gathered = part * group if op == "reduce-scatter" else part
+            elements += gathered
+            size += gathered * int(bits) // 8
         return (elements, 2 * size if op == "all-reduce" else size) if group > 1 else None
 
     collectives = []

@@ -220,8 +220,8 @@ def test_a_length_tells_its_dimensions_and_splits(axes):
             other = sizes["B" if name != "B" else "L"]
             both = audit.dims_of(length * other, shape, sizes)
             assert [dim.axes for dim in both] == [tuple(split)] * 2
-        for whole in size // 2, size - 1, size + 1, 2 * size, 1, 2, 3, 14, 128:
-            assert not any(dim.axes for dim in audit.dims_of(whole, shape, sizes))
+        for other in size // 2, size - 1, size + 1, 2 * size, 1, 2, 3, 14, 128:
+            assert not any(dim.axes for dim in audit.dims_of(other, shape, sizes))
 
 
 def test_an_error_names_the_dimensions_whose_lengths_it_has():
@@ -230,8 +230,8 @@ def test_an_error_names_the_dimensions_whose_lengths_it_has():
     shape = rows // axes["d"], length // 2, model // axes["t"], rows * length
     numbers = f"128 {rows // 7} x.py:{rows} f{rows} {rows}.5"  # no lengths
     message = f"{shape} is f32[{model},0] of size {rows}. {numbers}"
-    shown = f"(B/d, L/2, M/t, B*L) is f32[M,0] of size B. {numbers}"
-    assert audit.name_lengths(message, axes, sizes) == shown
+    expected = f"(B/d, L/2, M/t, B*L) is f32[M,0] of size B. {numbers}"
+    assert audit.name_lengths(message, axes, sizes) == expected
 
 
 def test_an_error_without_lengths_keeps_its_text():

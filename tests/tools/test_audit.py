@@ -117,7 +117,7 @@ def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch
     line = (ROOT / "train.py").read_text().split(source)[0].count("\n") + 1
     assert not out and f"train_edited.py:{line}: " in message
     message = message.replace(f".py:{line}:", ".py:LINE:")
-    golden.check("audit.txt", "a maximum by hand", message)
+    golden.check("audit.txt", "a maximum outside of ops", message)
 
 
 def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
@@ -157,8 +157,8 @@ def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
 
 
 def test_amounts():
-    shown = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
-    assert shown == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
+    texts = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
+    assert texts == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
     assert [audit.show(x, "s") for x in (0.659, 5.87e-4, 8.93e-7, 3e-9)] == [
         *("659 ms", "587 us", "0.893 us", "0.003 us"),
     ]
@@ -203,10 +203,10 @@ def test_the_page(tmp_path, capsys, monkeypatch):
         [str(i), line] for i, line in enumerate(source, 1)
     ]
     assert len(page.links) > 90 and {link.lstrip("#") for link in page.links} <= set(page.rows)
-    beside = {row[1].strip(): row[2:] for row in page.rows.values()}
+    amounts = {row[1].strip(): row[2:] for row in page.rows.values()}
     gather = 'w_up = gather("M/d F/t -> M F/t", w.w_up)'
-    assert beside[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
+    assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))'
-    assert beside[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
+    assert amounts[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
     peak = re.search(r"At its peak a step holds ([\d.]+ GB)", out)[1]
     assert peak in file.read_text()
