@@ -157,6 +157,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         similar = similar or difflib.get_close_matches(key, known, n=1)
         return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
     problem = " ".join(str(cause).split("\n    ")[0].split())
+    problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
     # Hydra names no key when a whole section or config group is wrong.
     key = key or ", ".join(arg for arg in sys.argv[1:] if re.match(r"\w+=", arg))
     return f"{key}: {problem}" if key else problem

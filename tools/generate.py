@@ -384,8 +384,8 @@ def run(args: argparse.Namespace) -> None:
             named = named or config.source().tokenizer_used()
             if not named:
                 raise UserError(
-                    "the run's dataset isn't here or doesn't name its tokenizer: choose one with "
-                    "--tokenizer, bytes_utf8 or a name or folder that transformers loads"
+                    "the run's dataset isn't here or doesn't name its tokenizer; set --tokenizer "
+                    "to bytes_utf8 or to a name or folder that transformers loads"
                 )
             codec = Text(*named)
             write(args, lay_out(checkpoints.restore("weights")), codec, config)
