@@ -15,58 +15,6 @@ pytestmark = pytest.mark.usefixtures("own_metadata")
 
 
 SVG = "{http://www.w3.org/2000/svg}"
-PROGRAM = """HloModule jit_step, is_scheduled=true
-
-FileNames
-1 "/somewhere/step.py"
-2 "/somewhere/main.py"
-
-FunctionNames
-1 "main"
-2 "step"
-3 "step.<locals>.inner.<locals>.<lambda>"
-
-FileLocations
-1 {file_name_id=2 function_name_id=1 line=9 end_line=9 column=1 end_column=2}
-2 {file_name_id=1 function_name_id=2 line=1 end_line=1 column=1 end_column=2}
-3 {file_name_id=1 function_name_id=3 line=2 end_line=2 column=1 end_column=2}
-4 {file_name_id=1 function_name_id=2 line=3 end_line=3 column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=3}
-4 {file_location_id=4 parent_frame_id=2}
-
-%fused (p: f32[2]) -> f32[4] {
-  %p = f32[2]{0} parameter(0)
-  ROOT %add = f32[4]{0} add(%p, %p), metadata={op_name="jit(step)/jvp()/add" stack_frame_id=3}
-}
-
-%body (t: (f32[2], f32[2])) -> (f32[2], f32[4]) {
-  %t = (f32[2]{0}, f32[2]{0}) parameter(0)
-  %x = f32[2]{0} get-tuple-element(%t), index=0
-  %y = f32[2]{0} get-tuple-element(%t), index=1
-  %g = f32[2]{0} all-gather-start(%x), metadata={op_name="GATHER" stack_frame_id=3}
-  %f = f32[4]{0} fusion(%g), kind=kLoop, calls=%fused
-  ROOT %both = (f32[2]{0}, f32[4]{0}) tuple(%x, %f)
-}
-
-ENTRY %main (q: f32[2]) -> f32[] {
-  %q = f32[2]{0} parameter(0)
-  %z = f32[] constant(0), metadata={op_name="jit(step)/zero" stack_frame_id=2}
-  %e = f32[2]{0} exponential(%q), metadata={op_name="jit(step)/exp" stack_frame_id=2}
-  %copy = f32[2]{0} copy(%e)
-  %s = f32[2]{0} broadcast(%z), metadata={op_name="jit(step)/shard_map/b" stack_frame_id=1}
-  %init = (f32[2]{0}, f32[2]{0}) tuple(%copy, %s)
-  %w = (f32[2]{0}, f32[4]{0}) while(%init), condition=%test, body=%body
-  %x.1 = f32[2]{0} get-tuple-element(%w), index=0
-  %f.1 = f32[4]{0} get-tuple-element(%w), index=1
-  ROOT %dot = f32[] dot(%x.1, %f.1), metadata={op_name="BACK/dot" stack_frame_id=4}
-}
-""".replace("GATHER", "jit(step)/jvp(all_gather(M|d -> M))/all_gather").replace(
-    "BACK", "jit(step)/transpose(jvp())"
-)
 
 
 def test_op_names_are_shortened():
@@ -144,13 +92,3 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsy
         assert signature[:60] in shown, (name, signature)
     titles = "\n".join(element.text for element in root.iter(SVG + "title"))
     assert "all_gather(M/d F/t -> M F/t), backward: reduce_scatter" in titles
-
-
-def test_data_flows_through_tuples_loops_and_fusions():
-    """`b` in a loop gets what `a` computes, and `c` gets both; a copy passes its operand on."""
-    flow = hlo.Flow(PROGRAM)
-    a, b, c = (("step.py:1 step", "update"), ("step.py:2 inner", "forward"),
-               ("step.py:3 step", "backward"))  # fmt: skip
-    assert flow.opcodes == {a: ["exponential"], b: ["all-gather", "add"], c: ["dot"]}
-    assert flow.edges == {(a, b), (b, c), (a, c)}
-    assert flow.ops[b] == {"all_gather(M/d -> M): all_gather", "add"}
