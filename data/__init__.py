@@ -1,1 +1,1 @@
-"""Everything from text to batches of tokens."""
+"""The data pipeline: from text to flat tokens to batches."""

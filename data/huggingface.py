@@ -62,8 +62,8 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
-        columns = config.column, config.tokenizer, config.id_offset
-        self.source = text.Source(load, name, *columns, config.sequences_packed_per_batch)
+        settings = config.column, config.tokenizer, config.id_offset
+        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
             _, shards = self.source.check()

@@ -140,9 +140,9 @@ def convert(config: ConvertConfig) -> None:
     """Converts a dataset, or continues its conversion. Raises UserError or OSError if something
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
-    columns = config.column, config.tokenizer, config.id_offset
+    settings = config.column, config.tokenizer, config.id_offset
     # Finds most mistakes before anything is written.
-    checked = [Source(config.load_dataset, name, *columns).check() for name in names]
+    checked = [Source(config.load_dataset, name, *settings).check() for name in names]
     conversion = Conversion(config, [shards for _, shards in checked])
     for i, (source, _) in enumerate(checked):
         position = conversion.positions[i]
