@@ -474,8 +474,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
             part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
-        split = functools.partial(rearrange, pattern="(n B) L -> n B L", n=microbatches)
-        parts = jax.tree.map(split, batch)
+        parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
         zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
         total, () = lax.scan(add, zeros, parts)
     count = target_count(batch)
@@ -633,8 +632,10 @@ def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str)
 def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
-    told = State, dimensions(config), config.to_yaml(), config.io.max_io_threads
-    saved = Checkpoints(run.checkpoints, *told, config.checkpoints, say, run.stop.ask)
+    saved = Checkpoints(
+        run.checkpoints, State, dimensions(config), config.to_yaml(), config.io.max_io_threads,
+        policy=config.checkpoints, say=say, failed=run.stop.ask,
+    )  # fmt: skip
     if saved.newest.step >= hyper.steps:
         saved.check_model()
         return
