@@ -52,12 +52,11 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
-from shardlib.errors import UserError
+from shardlib.errors import UserError, explain
 from shardlib.types import (
     Stacked,
     bf16,
     bool_,
-    explain,
     f32,
     make_shapes,
     make_shardings,

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from shardlib.audit import phase
+from shardlib.errors import source_line
 from shardlib.ops import SCOPE
-from shardlib.types import source_line
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.
 MACHINERY = re.compile(

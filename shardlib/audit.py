@@ -14,8 +14,9 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.devices import probe_mesh, probe_total, turned
+from shardlib.errors import ShardTypeError, source_line
 from shardlib.ops import SCOPE
-from shardlib.types import Dim, ShardTypeError, source_line
+from shardlib.types import Dim
 
 # JAX's primitives that communicate -> the kind of collective.
 COLLECTIVES = {

@@ -11,6 +11,89 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardlib.errors import UserError
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+# --- Meshes ---------------------------------------------------------------------------------------
+
+
+def show_axes(axes: Mapping[str, int]) -> str:
+    """Formats axes and their sizes as `d=4, t=2`."""
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def simulate_cpu_devices(count: int) -> None:
+    """Makes JAX run on `count` simulated CPU devices, unless JAX_PLATFORMS or XLA_FLAGS say
+    otherwise. Call it before JAX initializes its devices."""
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    have_cpu_devices(count)
+
+
+def have_cpu_devices(count: int) -> None:
+    """Sets how many CPU devices JAX simulates if it runs on CPUs, unless XLA_FLAGS does. Call it
+    before JAX initializes its devices."""
+    if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def make_mesh(axes: dict[str, int]) -> Mesh:
+    """A mesh over the first devices. The first axis is the outermost, over the slowest links.
+
+    Raises UserError if there are too few devices or, with several hosts, too many.
+    """
+    needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
+    if jax.process_count() > 1 and needed < count:
+        raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
+    if needed > count:
+        raise UserError(
+            f"the mesh {mesh} needs {needed} devices, but there are {count} "
+            f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "
+            f"XLA_FLAGS={COUNT_FLAG}={needed} JAX_PLATFORMS=cpu"
+        )
+    types = (AxisType.Auto,) * len(axes)
+    devices = jax.devices()[:needed]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+
+
+def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
+    """A mesh without devices, to trace on."""
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+
+# --- The probe mesh -------------------------------------------------------------------------------
+
+# Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
+PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
+
+
+def probe_total(axes: Collection[str]) -> int:
+    """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
+    return 4 * math.prod(PRIMES[: len(axes) + 1])
+
+
+def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
+    """A mesh without devices, and dimension sizes at which size checks are exact.
+
+    Each axis has a prime size of its own. Each dimension's size is a prime of its own times 4,
+    times the sizes of all axes and of the last axis of `turned`. So every dimension splits evenly
+    over any axes and then into two microbatches or loss chunks, and no dimension or part of one is
+    as long as another dimension or its part, as can happen at the sizes one trains with. The
+    dimensions' primes are above 100, so that no length equals a small constant of a model.
+    """
+    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
+    above = [prime for prime in PRIMES if prime > 100]
+    sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
+    return abstract_mesh(axis_sizes), sizes
+
+
+def turned(mesh: AbstractMesh) -> AbstractMesh:
+    """The probe mesh with each axis of the size that the next one had: the same dimensions in
+    parts of other lengths."""
+    return abstract_mesh({axis: PRIMES[i + 1] for i, axis in enumerate(mesh.axis_names)})
+
+
+# --- Chips ----------------------------------------------------------------------------------------
+
 GIB = 2**30
 
 
@@ -68,11 +151,6 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
 }
 
 
-def show_axes(axes: Mapping[str, int]) -> str:
-    """Formats axes and their sizes as `d=4, t=2`."""
-    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
-
-
 def find_chip(kind: str) -> Chip | None:
     """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""
     return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
@@ -93,73 +171,3 @@ def compiler_options(kind: str) -> dict[str, bool | str]:
     set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
     options = COMPILER_OPTIONS.get(chip.kind, {}) if chip else {}
     return {name: value for name, value in options.items() if name not in set_by_user}
-
-
-def simulate_cpu_devices(count: int) -> None:
-    """Makes JAX run on `count` simulated CPU devices, unless JAX_PLATFORMS or XLA_FLAGS say
-    otherwise. Call it before JAX initializes its devices."""
-    if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")
-    have_cpu_devices(count)
-
-
-def have_cpu_devices(count: int) -> None:
-    """Sets how many CPU devices JAX simulates if it runs on CPUs, unless XLA_FLAGS does. Call it
-    before JAX initializes its devices."""
-    if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", count)
-
-
-def make_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh over the first devices. The first axis is the outermost, over the slowest links.
-
-    Raises UserError if there are too few devices or, with several hosts, too many.
-    """
-    needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
-    if jax.process_count() > 1 and needed < count:
-        raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
-    if needed > count:
-        raise UserError(
-            f"the mesh {mesh} needs {needed} devices, but there are {count} "
-            f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "
-            f"XLA_FLAGS={COUNT_FLAG}={needed} JAX_PLATFORMS=cpu"
-        )
-    types = (AxisType.Auto,) * len(axes)
-    devices = jax.devices()[:needed]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
-
-
-def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
-    """A mesh without devices, to trace on."""
-    types = (AxisType.Auto,) * len(axes)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
-
-
-# Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
-PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
-
-
-def probe_total(axes: Collection[str]) -> int:
-    """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
-    return 4 * math.prod(PRIMES[: len(axes) + 1])
-
-
-def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
-    """A mesh without devices, and dimension sizes at which size checks are exact.
-
-    Each axis has a prime size of its own. Each dimension's size is a prime of its own times 4,
-    times the sizes of all axes and of the last axis of `turned`. So every dimension splits evenly
-    over any axes and then into two microbatches or loss chunks, and no dimension or part of one is
-    as long as another dimension or its part, as can happen at the sizes one trains with. The
-    dimensions' primes are above 100, so that no length equals a small constant of a model.
-    """
-    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
-    above = [prime for prime in PRIMES if prime > 100]
-    sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
-    return abstract_mesh(axis_sizes), sizes
-
-
-def turned(mesh: AbstractMesh) -> AbstractMesh:
-    """The probe mesh with each axis of the size that the next one had: the same dimensions in
-    parts of other lengths."""
-    return abstract_mesh({axis: PRIMES[i + 1] for i, axis in enumerate(mesh.axis_names)})

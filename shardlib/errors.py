@@ -1,4 +1,12 @@
-"""The error for mistakes of the user."""
+"""Errors for a user's mistakes, and the lines of the user's source that they are about."""
+
+import itertools
+import os
+import sysconfig
+import traceback
+from typing import Any
+
+import jax
 
 
 class UserError(ValueError):
@@ -8,3 +16,50 @@ class UserError(ValueError):
     The message names what is wrong and the cure, in one line unless it is about an edit. A program
     prints it and exits with status 1.
     """
+
+
+class ShardTypeError(TypeError):
+    """A value that doesn't match its type, or an op that can't do what its string says."""
+
+
+class SpecError(ShardTypeError):
+    """A type string that can't be read."""
+
+
+# Folders of code that isn't the user's; shardlib comes first.
+_LIBRARIES = (
+    *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
+    *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
+)
+
+
+def source_line(trace: Any) -> str:
+    """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
+    name: `train.py:253 block`. Empty if there is none."""
+    for frame in trace.frames if trace else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} {function}"
+    return ""
+
+
+def explain(error: Exception) -> str:
+    """The message of an error raised while tracing a function, below the lines of the user's own
+    code in that function that led to it."""
+
+    def users(frame: traceback.FrameSummary) -> bool:
+        return not frame.filename.startswith(_LIBRARIES)
+
+    frames, message = traceback.extract_tb(error.__traceback__), str(error)
+    # If the backward pass can't be built, the line to blame is in the error's cause.
+    cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
+    # The function runs within typed_shard_map.
+    inside = itertools.dropwhile(lambda f: not f.filename.endswith("shardlib/types.py"), frames)
+    own = [*filter(users, inside), *[*filter(users, cause)][-1:]]
+    if not isinstance(error, ShardTypeError):
+        message = f"{type(error).__name__}: {message}"
+        # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
+        if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
+            own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)
+    return "\n".join([*dict.fromkeys(lines), message])

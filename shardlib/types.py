@@ -32,12 +32,8 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
-import os
 import re
-import sysconfig
-import traceback
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,17 +44,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardlib.devices import show_axes
-from shardlib.errors import UserError
+from shardlib.errors import ShardTypeError, SpecError, UserError
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
-
-
-class ShardTypeError(TypeError):
-    """A value that doesn't match its type, or an op that can't do what its string says."""
-
-
-class SpecError(ShardTypeError):
-    """A type string that can't be read."""
 
 
 # --- Parsing: text to specs, no arrays ------------------------------------------------------------
@@ -323,44 +311,6 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
         if layout.is_equivalent_to(wanted, value.ndim):
             return None
     return f"its sharding is {layout}"
-
-
-# Folders of code that isn't the user's; shardlib comes first.
-_LIBRARIES = (
-    *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
-    *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
-)
-
-
-def source_line(trace: Any) -> str:
-    """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
-    name: `train.py:253 block`. Empty if there is none."""
-    for frame in trace.frames if trace else ():
-        if not frame.file_name.startswith(_LIBRARIES):
-            function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num} {function}"
-    return ""
-
-
-def explain(error: Exception) -> str:
-    """The message of an error raised while tracing a function, below the lines of the user's own
-    code in that function that led to it."""
-
-    def users(frame: traceback.FrameSummary) -> bool:
-        return not frame.filename.startswith(_LIBRARIES)
-
-    frames, message = traceback.extract_tb(error.__traceback__), str(error)
-    # If the backward pass can't be built, the line to blame is in the error's cause.
-    cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
-    inside = itertools.dropwhile(lambda f: f.filename != __file__, frames)  # typed_shard_map's
-    own = [*filter(users, inside), *[*filter(users, cause)][-1:]]
-    if not isinstance(error, ShardTypeError):
-        message = f"{type(error).__name__}: {message}"
-        # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
-        if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
-            own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
-    lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)
-    return "\n".join([*dict.fromkeys(lines), message])
 
 
 # --- Trees of array types -------------------------------------------------------------------------
