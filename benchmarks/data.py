@@ -202,9 +202,7 @@ def main() -> None:
         waited = in_subprocess(wait_for_data, folder)
     print(f"speed of conversion relative to the bare tokenizer: {2 * bpe / (bare + again):.0%}")
     print(f"speed of converting bytes relative to a plain write: {text / write:.0%}")
-    print(
-        f"speed of shuffled batches relative to a plain read: {2 * load / (read + read_again):.0%}"
-    )
+    print(f"speed of batches relative to a plain read: {2 * load / (read + read_again):.0%}")
     print(f"batch of {ROWS * LENGTH:,} tokens: {ROWS * LENGTH / load * 1e3:.1f} ms")
     print(f"wait for data at {STEP} s per step: {waited:.2%} of the step")
     print(f"peak memory of the conversion: {peak / 2**30:.2f} GiB")
