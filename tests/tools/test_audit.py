@@ -208,5 +208,7 @@ def test_the_page(tmp_path, capsys, monkeypatch):
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))'
     assert amounts[product] == ["8.59 GB", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
+    folded = re.findall(r'<tr id="L(\d+)" class=before>', file.read_text())
+    assert len(folded) == next(i for i, line in enumerate(source) if "--- Model -" in line)
     peak = re.search(r"At its peak a step holds ([\d.]+ GB)", out)[1]
     assert peak in file.read_text()
