@@ -57,7 +57,7 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise UserError(
             f"topology={topology} for the mesh {devices.show_axes(axes)}: "
             f"{str(error).splitlines()[0]}. Write it like v5e:2x4, with as many chips as the mesh; "
-            "it needs the TPU's compiler: pip install -r requirements-tpu.txt"
+            "it needs libtpu: install requirements-tpu.txt in a venv of its own"
         ) from None
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
