@@ -12,16 +12,21 @@ Dimensions:
     M  model (residual)       D  size of a head                     l  a chunk of L
 
 Types: f32["V/t M/d"] is a float32 array, vocabulary by model, V split over mesh axis t and M over
-d. "M/t/d" is split over t first, then each part over d. "{U:t}" is unreduced over t: each device
-along t holds a partial sum. "[V/t]" is the dimension that ops.index_unreduced looks up.
+d. "M/t/d" is split into t parts, each of these into d. "{U:t}" is unreduced over t: each device
+along t holds a partial sum. "[V/t]" is the dimension that ops.index_unreduced looks up. "" is a
+scalar.
 
-`training_step` is a shard_map: every device runs this code on its own part of each array. Types
-name global dimensions, so with d=4 an array of type "B/d L" has shape [B/4, L] here. jnp functions
-see that part alone; only ops communicate. jax.grad derives the backward pass, whose collectives
-follow from those written here:
+`training_step` is a shard_map with the annotations as its specs: every device runs this code on its
+own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L" has shape
+[B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
+backward pass, and its collectives follow from those written here:
 
-    forward     ops.all_gather    ops.psum_scatter    ops.psum    all other ops
-    backward    reduce-scatter    all-gather          nothing     nothing
+                        forward              backward
+    ops.all_gather      all-gather           reduce-scatter
+    ops.psum_scatter    reduce-scatter       all-gather
+    ops.psum            all-reduce           nothing
+    ops.reduce_max      all-reduce           no gradient
+    all other ops       nothing              nothing, as every weight is split over all axes
 
 `python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L", are inputs,
 targets, loss_mask, document and position: see TokenBatch in data/loader.py.
@@ -139,7 +144,7 @@ class TrainingConfig(Section, key="training"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig(Section, key="mesh"):
-    """The mesh axes, outermost first. They are declared only here."""
+    """The mesh axes, outermost first."""
 
     d: PositiveInt
     t: PositiveInt
@@ -225,7 +230,7 @@ def init_weights(config: Config) -> Weights:
         normal = jax.random.normal(key, shape.shape, shape.dtype)
         return normal * deviation.get(name, size["M"] ** -0.5)
 
-    leaves = [leaf(*each, key) for each, key in zip(shapes, keys, strict=True)]
+    leaves = [leaf(path, x, key) for (path, x), key in zip(shapes, keys, strict=True)]
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -285,24 +290,26 @@ def decoder(
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
 
-    gather: gathers a weight over d where it is used. Generation passes weights that are gathered
-        already, and a `gather` that does nothing.
-    attend(q, k, v, cache) -> (mixed, kept): attention. `mixed` has the shape of q. `cache` and
-        `kept` are this layer's slices of `caches` and of the second result, generation's key-value
-        cache; training has none. All mixing between positions must happen here, because generation
-        computes one position at a time."""
+    gather: gathers a weight where it is used, over d, and norm gains over t too. Generation passes
+        weights that are gathered already, and a `gather` that does nothing.
+    attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
+        this layer's slice of `caches`, and the new caches are the second result; training passes
+        (). All mixing between positions must happen in `attend`, because generation computes one
+        position at a time."""
     # The cast comes before the gather, so that weights, and in the backward pass their gradients,
     # are sent in bf16.
     embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
     x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
-    # Between blocks the residual stream is split over t along M: 1/t of the memory, for the bytes
-    # of an all-reduce. Megatron's sequence parallelism splits L to the same end.
+    # Between blocks the residual stream is split over t, to save memory: a reduce-scatter here and
+    # an all-gather before each norm send as many bytes as one all-reduce. It is split along M, so
+    # that L stays whole; Megatron's sequence parallelism splits L.
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
-    # Sizes come from arrays, not from the config: the type check traces at other sizes.
-    sin, cos = rotation(position, weights.layers.w_k.shape[-1], config)
+    d_head = weights.layers.w_k.shape[-1]  # not the config's: the type check has other sizes
+    sin, cos = rotation(position, d_head, config)
 
-    # The forward pass keeps a block's input, x, and what is marked with save_for_backward. The
-    # backward pass recomputes the rest: the gathers of weights and of x, norms, RoPE, SwiGLU.
+    # A layer keeps x and what is marked with save_for_backward: q, k, v, mixed, the x between
+    # attention and feed-forward, gate and up. The backward pass recomputes the rest: norms, RoPE,
+    # SwiGLU and the gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
@@ -321,7 +328,7 @@ def decoder(
         q = save_for_backward(q)
         k = save_for_backward(k)
         v = save_for_backward(v)
-        mixed, kept = attend(q, k, v, cache)
+        mixed, new_cache = attend(q, k, v, cache)
         mixed = save_for_backward(mixed)  # else w_o's gradient would need attention once more
         w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
@@ -337,7 +344,7 @@ def decoder(
         w_down = gather("M/d F/t -> M F/t", w.w_down)
         hidden = jax.nn.silu(gate) * up
         y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
-        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept
+        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache
 
     return lax.scan(block, x, (weights.layers, caches))
 
@@ -361,8 +368,8 @@ def unembed(
 
 @typechecked
 def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L M/t"]:
-    """The residual stream after the last layer. The value at a target's place depends only on the
-    tokens before the target, in the same document and row."""
+    """The residual stream after the last layer. At position l, which predicts target l, it depends
+    only on the tokens before that target in the same document and row."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
         mixed = kernels.attention(
@@ -385,17 +392,17 @@ def target_count(batch: TokenBatch) -> f32[""]:
 def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     """Cross-entropy in nats, summed over all targets on all devices. The vocabulary stays split:
     only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
-    output = output_weights(weights)
+    unembedding = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
     @typechecked
     def loss(
-        output: tuple[bf16["M"], bf16["V/t M"]],
+        unembedding: tuple[bf16["M"], bf16["V/t M"]],
         x: bf16["B/d l M/t"],
         targets: u32["B/d l"],
         loss_mask: bool_["B/d l"],
     ) -> f32[""]:
-        logits = unembed(output, x, config.model)
+        logits = unembed(unembedding, x, config.model)
         peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))  # all-reduce
         logits = logits - peak[:, :, None]
         sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
@@ -405,9 +412,10 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
 
-    chunks, x = config.training.loss_chunks, forward(weights, batch, config.model)
-    # Takes each chunk's gradient at once, in the forward pass, so that no chunk's logits are kept.
-    return sum_over_chunks(loss, chunks, output, x, batch.targets, batch.loss_mask)
+    x = forward(weights, batch, config.model)
+    # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
+    chunks = config.training.loss_chunks
+    return sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -458,10 +466,11 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 
 @typechecked
 def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
-    """The mean loss over all targets, and its gradient. The gradient is summed over the batch and
-    split like the weights already: the backward pass of a weight's all_gather is a reduce-scatter,
-    in bf16 like the gather. Each microbatch gathers the weights and reduce-scatters the gradients
-    again; its sums are added up in f32, and divided once, by the number of all targets."""
+    """The mean loss over all targets, and its gradient. Gradients come out of jax.grad added up
+    over all devices and split like the weights, because the backward pass of a weight's all_gather
+    is a reduce-scatter, in bf16 like the gather. Each microbatch gathers the weights anew and
+    reduce-scatters its gradients. These are added up in f32, and the sum is divided once, by the
+    number of targets in the batch."""
     value_and_grads = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
     microbatches = config.training.microbatches
     if microbatches == 1:
@@ -473,6 +482,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
             part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
+        # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
         zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
         total, () = lax.scan(add, zeros, parts)
@@ -486,10 +496,10 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
     As is customary, weight decay is scaled by the learning rate, and gradients are first clipped by
     their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
-    isn't finite counts, but leaves weights and moments as they were."""
+    isn't finite leaves weights and moments as they were, and still advances `step`."""
     hyper, tree_map = config.training, jax.tree.map
     loss, raw_grads = loss_and_grads(state.weights, batch, config)
-    # All-reduces one scalar for each set of axes that the types of Weights name.
+    # One all-reduce of a scalar, as the types of all weights name the same axes.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
@@ -508,8 +518,9 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     weights = tree_map(update, state.weights, mu, nu)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
+    # Elementwise, so that the new state overwrites the old one, which is donated.
     weights, mu, nu = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
-    squares = [jnp.zeros(0)]
+    squares = [jnp.zeros(0)]  # so that without norms there is still something to concatenate
     if config.metrics.norms_interval:
         updates = tree_map(operator.sub, weights, state.weights)
         for tree in raw_grads, weights, updates:
@@ -635,7 +646,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
         run.checkpoints, State, dimensions(config), config.to_yaml(), config.io.max_io_threads,
         policy=config.checkpoints, say=say, failed=run.stop.ask,
     )  # fmt: skip
-    if saved.newest.step >= hyper.steps:
+    if saved.newest.step >= hyper.steps:  # it is done already
         saved.check_model()
         return
     tokens = hyper.tokens.batch * hyper.tokens.len

@@ -148,7 +148,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if key in known and not section:  # base.yaml leaves it to the configs that extend it
             names = ", ".join(_names(folder))
-            return f"{key} is not set in this config; choose another with --config-name=NAME: {names}"
+            return f"{key} isn't set here; choose another config with --config-name=NAME: {names}"
         if key in known:
             return f"{key} can't be set: {section} is null in this config"
         if section in known and not any(name.startswith(f"{section}.") for name in known):

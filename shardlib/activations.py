@@ -49,8 +49,9 @@ def sum_over_chunks(
     """The sum of the scalars `fn(shared, x, *others)` over chunks of dimension 1 of `x` and
     `others`.
 
-    Computes value and gradient together, chunk by chunk, so that the backward pass needs only the
-    gradients of `shared`, summed in f32, and of `x`. `others` have no gradient.
+    Computes the gradient of each chunk right after its value. What is kept for the backward pass is
+    the gradient of `shared`, summed in f32, and that of `x`; the backward pass only multiplies them
+    by the cotangent. `others` have no gradient.
     """
 
     def split(array: jax.Array) -> jax.Array:
@@ -76,8 +77,9 @@ def sum_over_chunks(
         shared_grads, (values, x_grads) = lax.scan(add, zeros, (x_chunks, *other_chunks))
         return values.sum(), (shared_grads, x_grads)
 
-    def backward(grads: Any, scale: jax.Array) -> Any:
-        return jax.tree.map(lambda g, like: (g * scale).astype(like.dtype), grads, (shared, x))
+    def backward(grads: Any, cotangent: jax.Array) -> Any:
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, (shared, x))
+        return jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes)
 
     summed.defvjp(forward, backward)
     return summed(shared, split(x))

@@ -219,7 +219,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     for eqn, path, line, _ in equations(jaxpr):
         if SCOPE.search(path):
             continue
-        name, at = eqn.primitive.name, line.partition(" ")[0]
+        name, at = eqn.primitive.name, line.replace(" ", ", in ")
         if name in COLLECTIVES or name == "axis_index":
             over = ", ".join(axes_of(eqn))
             cure = ": use an op, whose type string shows it"
@@ -260,7 +260,7 @@ def check_numbers(jaxpr: Any, other: Any) -> None:
     the same lengths and their parts others: all numbers must agree."""
     problems = []
     for one, two in itertools.zip_longest(equations(jaxpr), equations(other)):
-        at = (one or two).line.partition(" ")[0]
+        at = (one or two).line.replace(" ", ", in ")
         if not one or not two or one.eqn.primitive != two.eqn.primitive:
             problems.append(f"{at}: what is computed from this line on depends on the mesh")
             break

@@ -74,11 +74,11 @@ def probe_total(axes: Collection[str]) -> int:
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
-    Each axis has a prime size of its own. Each dimension's size is a prime of its own times 4,
-    times the sizes of all axes and of the last axis of `turned`. So every dimension splits evenly
-    over any axes and then into two microbatches or loss chunks, and no dimension or part of one is
-    as long as another dimension or its part, as can happen at the sizes one trains with. The
-    dimensions' primes are above 100, so that no length equals a small constant of a model.
+    On a mesh d=3, t=5 the sizes are 101 * 420, 103 * 420, ..., as 420 = 3 * 5 * 7 * 4: a dimension
+    splits evenly over d and t, over the next prime's 7 (for `turned`), and into two microbatches or
+    loss chunks. The primes from 101 on tell dimensions apart, so no dimension or part of one is as
+    long as another or its part, as happens at the sizes one trains with, nor as a small constant of
+    a model.
     """
     axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]

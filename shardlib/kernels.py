@@ -63,7 +63,8 @@ def plain_attention(
     if block < 64:
         block = length
 
-    # Cast to bf16 inside the loop, so that their gradients are summed over blocks in f32.
+    # k and v enter the loop in f32 and are cast to bf16 inside, so that their gradients are summed
+    # over blocks in f32.
     wide = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @explicit_activation_checkpointing

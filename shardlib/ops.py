@@ -6,8 +6,9 @@
 Call the ops inside a `typed_shard_map`. While tracing, an op checks its operands against the left
 side of the string, its result against the right side, and that it can do what the string asks; if
 not, it raises ShardTypeError (SpecError if the string can't be parsed). Each op runs under a
-`jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. JAX
-has no `vmap` of unreduced values.
+`jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. They
+can't be used under `vmap`, which JAX lacks for unreduced values. `_unreduced` in a name says that
+the op never adds up over devices: if it sums over a split dimension, its result is unreduced.
 """
 
 import functools
@@ -90,7 +91,7 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 
 
 def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Casts `x` to varying along `axes`; communicates nothing."""
+    """Casts `x` to varying along `axes`; communicates nothing. See the docstring of types.py."""
     kind = jax.typeof(x).manual_axis_type
     missing = tuple(a for a in axes if a not in kind.varying and a not in kind.unreduced)
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -197,17 +198,18 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _summed_axes(call: Call, removed: list[Dim], before: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of summed-over dimensions, which the right side must declare as unreduced."""
+def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of summed-over dimensions. The right side must declare them as unreduced, along with
+    those over which the operand is unreduced already."""
     new = tuple(a for dim in removed for a in dim.axes)
     split = (*new, *call.result.axes)
     for axis in split:
         call.require(split.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
-    axes = ",".join(a for a in mesh_shape() if a in (*new, *before))
+    axes = ",".join(a for a in mesh_shape() if a in (*new, *already))
     fix = f"write {{U:{axes}}} on the right" if axes else "leave out {U:} on the right"
     over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
     problem = f"it sums over {over}, so the result is unreduced over {axes or 'no axis'}: {fix}"
-    call.require(set(call.result.unreduced) == {*new, *before}, problem)
+    call.require(set(call.result.unreduced) == {*new, *already}, problem)
     return new
 
 
@@ -267,9 +269,8 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
     Forward: no communication. Backward: none, unless one operand is replicated over an axis and
     another varies along it; an all-reduce then sums the first one's gradient over that axis.
     If a summed-over dimension is split over an axis, the result is unreduced over it, and the
-    string must say so. The result has the operands' dtype unless `dtype` is given, a wider one to
-    accumulate in and return; its gradient is then rounded to the operands' dtype first, so that the
-    backward products run in that dtype too.
+    string must say so. The result has the operands' dtype. With dtype=f32, bf16 operands give an
+    f32 result, whose gradient is rounded to bf16, so that the backward matmuls are in bf16 too.
     Raises ShardTypeError if a name has two splits, two dimensions are split over one axis, dtypes
     differ, an operand is unreduced, or {U:} is wrong.
     """
@@ -350,15 +351,15 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     first = lax.axis_index(dim.axes) * size if dim.axes else 0
     local = indices.astype(jnp.int32) - first
     table = jnp.moveaxis(table, position, len(shared))
-    # One entry per row. Compares, because the backward pass of a lookup is a scatter, for which the
-    # compiler would copy the table.
+    # One entry per row, such as a target's logit: compares with an iota, because the backward pass
+    # of a lookup is a scatter, for which the compiler would copy the table.
     if ids.dims == shared:
         local = jnp.expand_dims(local, tuple(range(len(shared), table.ndim)))
         here = local == lax.broadcasted_iota(jnp.int32, table.shape, len(shared))
         return _unreduced(jnp.where(here, table, 0).sum(len(shared)), axes)
     lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     local = jnp.where((local >= 0) & (local < size), local, size)
-    wide = table.astype(jnp.float32)
+    wide = table.astype(jnp.float32)  # so that the backward pass's scatter adds up in f32
     for _ in shared:
         lookup = jax.vmap(lookup)
     return _unreduced(lookup(wide, local).astype(table.dtype), axes)

@@ -12,9 +12,9 @@ An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
     item  := dim | "[" dim "]"              brackets mark what `ops.index_unreduced` looks up
     dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
-A dimension's axes are written innermost mesh axis first: on a mesh `d, t` it is `M/t/d`, never
-`M/d/t`, which has the same shapes but other parts on each device. So gathering d alone yields a
-contiguous `M/t`.
+On a mesh `d, t` write `M/t/d`: M is cut into t parts, and each of these into d. Gathering d then
+yields a contiguous `M/t`. `M/d/t` would have the same shapes but other parts on each device, and is
+an error.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh scope.

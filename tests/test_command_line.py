@@ -261,12 +261,12 @@ SILENT_EDITS = {
         "x = save_for_backward(x + y)",
     ),
     "a slice in the place of a reduction": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept',
-        "return x + y[:, :, : x.shape[2]], kept",
+        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache',
+        "return x + y[:, :, : x.shape[2]], new_cache",
     ),
     "a sum that is paid in full and not scattered": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), kept',
-        'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), kept',
+        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache',
+        'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), new_cache',
     ),
     "an owed sum in a logarithm": ('sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)', ""),
     "a loss that is not summed over the batch": (
@@ -287,8 +287,8 @@ SILENT_EDITS = {
 LOUD_EDITS = {
     "a gain used without its gather": (
         "return lax.scan(block, x, (weights.layers, caches))",
-        "x, kept = lax.scan(block, x, (weights.layers, caches))\n"
-        "    return x * weights.final_norm, kept",
+        "x, new_cache = lax.scan(block, x, (weights.layers, caches))\n"
+        "    return x * weights.final_norm, new_cache",
     ),
     "a chunk of the sequence that meets all of it": (
         "nats = (jnp.log(sum_exp) - target_logit) * loss_mask",
@@ -302,8 +302,8 @@ LOUD_EDITS = {
     "a value that leaks from a scan": (
         "    return lax.scan(block, x, (weights.layers, caches))",
         "    seen = []\n    remember = lambda x, w: (seen.append(jnp.sin(x)), block(x, w))[1]\n"
-        "    x, kept = lax.scan(remember, x, (weights.layers, caches))\n"
-        "    return x + seen[0], kept",
+        "    x, new_cache = lax.scan(remember, x, (weights.layers, caches))\n"
+        "    return x + seen[0], new_cache",
     ),
     "an index out of range": ("half = d_head // 2", "half = position.shape[7] // 2"),
     "a field that isn't there, in a function of the standard library": (

@@ -75,7 +75,7 @@ def test_nothing_is_done_by_hand_along_a_split_dimension(case):
     with pytest.raises(ShardTypeError) as error:
         probe((LINE, f"hidden = {BY_HAND[case]}"))
     before, _, _ = (ROOT / "train.py").read_text().partition(LINE)
-    place = f"train_edited.py:{before.count(chr(10)) + 1}: "
+    place = f"train_edited.py:{before.count(chr(10)) + 1}, in "
     assert all(line.startswith(place) for line in str(error.value).split("\n"))
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 

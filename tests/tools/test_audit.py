@@ -115,8 +115,8 @@ def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch
     monkeypatch.setattr(audit, "train", module)
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=audit.main)
     line = (ROOT / "train.py").read_text().split(source)[0].count("\n") + 1
-    assert not out and f"train_edited.py:{line}: " in message
-    message = message.replace(f".py:{line}:", ".py:LINE:")
+    assert not out and f"train_edited.py:{line}, in " in message
+    message = message.replace(f".py:{line},", ".py:LINE,")
     golden.check("audit.txt", "a maximum outside of ops", message)
 
 
