@@ -77,7 +77,7 @@ class Writer:
         self.token_count, self.sequence_count = written["tokens"], written["sequences"]
         self.max_token_id = written["max_token_id"]
         self.tokens, self.starts = (self.group[name] for name in ARRAYS)
-        # Cuts off what was written after the last flush: the caller appends it again.
+        # Truncates to the last flush; the caller appends the rest again.
         self.tokens.resize((self.token_count,))
         self.starts.resize((self.sequence_count + 1,))  # the first start, 0, is zarr's fill value
         self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends to be written

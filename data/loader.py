@@ -52,7 +52,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
 @pytree_dataclass
 class TokenBatch:
     """A batch of B rows of L tokens, as the model takes it: the model predicts `targets[b, l]` from
-    `inputs[b, :l+1]`, as far as they belong to the same document."""
+    `inputs[b, :l+1]`, restricted to the target's document."""
 
     inputs: u32["B/d L"]  # the token before the target, or the start token where a document starts
     targets: u32["B/d L"]

@@ -18,7 +18,7 @@ class DataConfig(Section):
     hf_dataset: HuggingFaceConfig | None
 
     def source(self) -> Any:
-        """Returns the section of the source that is set. Raises UserError unless it is just one."""
+        """Returns the section of the source that is set. Raises UserError unless exactly one is."""
         keys = [field.name for field in dataclasses.fields(DataConfig)]
         sections = [section for key in keys if (section := getattr(self, key))]
         if len(sections) != 1:

@@ -31,7 +31,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 T = TypeVar("T")
 LANES = 8  # of the converter, at most: each lane keeps a file open
 DOCUMENTS = 256  # in a unit, at most
-UNIT_BYTES = 2**21  # of text in a unit, roughly at most: several units are in memory at a time
+UNIT_BYTES = 2**21  # approximate limit of a unit's text: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 
 
@@ -81,7 +81,7 @@ class Tokenizer:
             raise UserError(f"tokenizer={name} can't be opened: {error}".split("\n")[0]) from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
-            # We call it from several threads. Its own would idle while units are read or written.
+            # Called from several threads; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()

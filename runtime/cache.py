@@ -18,7 +18,7 @@ def unless_passed_before(config: Any, check: Callable[[], object]) -> None:
     """Runs a check that depends only on the config and the source, unless it has passed before with
     the same config, source, JAX and Python. A passed check leaves a marker file in the cache.
     "Source" is every imported module that is not an installed package. Modules whose file doesn't
-    exist, as some of PyTorch's, are ignored."""
+    exist, such as some of PyTorch's, are ignored."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
     files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     texts = [

@@ -55,7 +55,7 @@ class CheckpointError(UserError):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CheckpointsConfig(Section, key="checkpoints"):
-    root: str  # of all runs: a folder, or gs:// or s3://; empty: paths.root_working_dir
+    root: str  # folder or bucket for all runs; empty: paths.root_working_dir
     keep_last: NonNegativeInt  # how many of the last checkpoints to keep; 0: all
     keep_every: NonNegativeInt  # also keep those whose step is a multiple of this; 0: none
     stop_on_error: bool  # whether a checkpoint that can't be written stops the run or only warns
@@ -286,7 +286,7 @@ class Checkpoints:
     io_threads: int
     policy: CheckpointsConfig = KEEP_ALL
     say: Callable[[str], None] = print
-    failed: Callable[[], None] = lambda: None  # called in a thread if a save fails and should stop
+    failed: Callable[[], None] = lambda: None  # called, in a thread, to stop the run
     key: str = "paths.model_name"  # the setting that error messages suggest to change
 
     def __post_init__(self) -> None:

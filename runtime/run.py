@@ -235,7 +235,7 @@ class Run:
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the training step, and draws it if the config asks for that."""
         say("compiling ...")
-        if self.config.hlo_svg:  # the drawn lines must be of this source, not of one in the cache
+        if self.config.hlo_svg:  # else a cached program could show another source's lines
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.program = compile_step(self.config, lowered)
         if self.config.hlo_svg and self.first_host:

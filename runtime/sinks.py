@@ -63,7 +63,7 @@ SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
 }
-# Packages that they need and requirements-cpu.txt doesn't have.
+# Packages they need that aren't in requirements-cpu.txt.
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 

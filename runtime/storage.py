@@ -92,7 +92,7 @@ def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
         return np.asarray(array[index])
     except Exception:  # zarr's error doesn't name the chunk; `check` does
         check(array, index)
-    return np.asarray(array[index])  # every chunk was readable now: the store had recovered
+    return np.asarray(array[index])  # all chunks are readable now, so the store has recovered
 
 
 def check(array: zarr.Array, index: Any = ()) -> None:

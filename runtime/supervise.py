@@ -68,7 +68,7 @@ class Stop:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Creates a run's folder and locks it until the block or the process ends, even by a kill. The
+    """Creates a run's folder and locks it until the block or the process ends, however it ends. The
     file `lock` names the process that holds it. Raises UserError if another process holds it, or
     if the folder isn't writable; warns if the file system has no locks."""
     try:

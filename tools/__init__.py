@@ -1,1 +1,1 @@
-"""Programs that a person runs: python -m tools.NAME."""
+"""Command-line programs: python -m tools.NAME."""

@@ -154,7 +154,7 @@ class Table(NamedTuple):
     """The layout of one kind of rows, in the text and in the page."""
 
     title: str
-    columns: dict[str, str]  # heading -> key of a row; then follow each, count and total
+    columns: dict[str, str]  # heading -> key of a row; followed by each, count and total
     unit: str = "B"
     least: float = 1 / 1000  # of the total: the text sums smaller rows up in its last line
 

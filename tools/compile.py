@@ -175,7 +175,7 @@ def main(config: CompileConfig) -> None:
                 raise
             excess = f", {show(held - chip.memory)} more than a device has" if chip else ""
             raise UserError(
-                f"it does not fit: {str(error).splitlines()[0]} (a G is 1.07 GB)\n"
+                f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
                 f"The audit predicts {show(held)}{excess}. At its peak the step holds weights, "
                 f"moments, batch and:\n\n{peak_table(predicted)}"
             ) from None

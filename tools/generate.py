@@ -127,7 +127,7 @@ def extend(
 ) -> tuple[bf16["B/d L M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at positions from `first` on, given a cache of the
     positions before. Returns it with the extended cache. Attention is causal over a window as long
-    as a row of the training."""
+    as a training row."""
     position = first + jnp.arange(inputs.shape[1])
     age = position[:, None] - jnp.arange(cache.k.shape[2])
     visible = (age >= 0) & (age < config.training.tokens.len)

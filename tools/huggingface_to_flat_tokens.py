@@ -74,7 +74,7 @@ def for_validation(first: int, count: int, share: float) -> np.ndarray:
 
 class Conversion:
     """The output and the progress of a conversion. From the first commit on, the output's attribute
-    `conversion` records the progress, and in the end how the output was made."""
+    `conversion` records the progress and, once complete, how the output was made."""
 
     def __init__(self, config: ConvertConfig, shards: Sequence[int]):
         self.config = config

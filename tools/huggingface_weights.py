@@ -269,7 +269,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
 
 def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
     """Returns the model that config.json describes, its row length, and whether its embeddings are
-    tied. Raises UserError if it computes something else than train.py's model."""
+    tied. Raises UserError if it computes anything other than train.py's model."""
     import transformers  # takes two seconds, and export doesn't need it
 
     path = folder / "config.json"

@@ -41,7 +41,7 @@ V5E, V5P = "TPU v5 lite", "TPU v5"
 
 
 class Buffer(NamedTuple):
-    """An array in memory at the peak. If it has a key, `shapes` has its shape by that."""
+    """An array in memory at the peak. If it has a key, `shapes` has its shape under that key."""
 
     line: str
     op: str
@@ -226,7 +226,7 @@ def _kind(eqn: JaxprEqn, axes: dict[str, int]) -> str:
 
 def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
     """The operands that a scan carries, and how many it slices, which come last. Tells them by
-    their shapes in the body, since the scan's parameters have other names in each JAX version."""
+    their shapes in the body, since the names of a scan's parameters differ between JAX versions."""
     if loop.primitive.name != "scan":
         return slice(0), 0
     (body,) = jaxprs_in_params(loop.params)

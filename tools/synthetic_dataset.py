@@ -1,4 +1,4 @@
-"""Writes a flat-tokens dataset of four tasks that a small model can learn. A seed fixes all of it.
+"""Writes a flat-tokens dataset of four tasks that a small model can learn, all drawn from a seed.
 
     python -m tools.synthetic_dataset data/synthetic.zarr
 
