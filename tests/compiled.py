@@ -90,7 +90,7 @@ def _trip_counts(text: str) -> dict[str, int]:
 
 def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list[Collective]:
     lines, trips = _source_lines(text, file), _trip_counts(text)
-    found, here = [], ""
+    actual, here = [], ""
     for line in text.splitlines():
         if match := re.match(r"(?:ENTRY )?%(\S+) \(", line):
             here = match[1]
@@ -121,8 +121,8 @@ def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list
             elements = math.prod(int(n) for n in part.split(",") if n)
             elements *= size if kind == "reduce-scatter" else 1
             row = kind, axes, elements, phase, at, trips.get(here, 1), len(parts) > 1
-            found.append(Collective(*row, chain[1] if chain else "", padded))
-    return found
+            actual.append(Collective(*row, chain[1] if chain else "", padded))
+    return actual
 
 
 RULES = {
@@ -145,16 +145,18 @@ def unexplained(transfers, program, mesh, rules=RULES):
         if r.bytes or "one" not in rules
     ]
     left = []
-    for found in sorted((c._replace(axes=real(c.axes)) for c in program), key=lambda c: c.merged):
-        if not found.axes and "one" in rules:
+    for collective in sorted(
+        (c._replace(axes=real(c.axes)) for c in program), key=lambda c: c.merged
+    ):
+        if not collective.axes and "one" in rules:
             continue
-        loose = found.merged and found.kind == "all-reduce" and "merged" in rules
+        loose = collective.merged and collective.kind == "all-reduce" and "merged" in rules
         key = ("kind", "axes", "elements", "times", *(() if loose else ("phase", "line")))
-        same = [r for r in rows if all(getattr(r, k) == getattr(found, k) for k in key)]
+        same = [r for r in rows if all(getattr(r, k) == getattr(collective, k) for k in key)]
         if same:
             rows.remove(same[0])
         else:
-            left.append(found)
+            left.append(collective)
     if "once" in rules:
         gathers = {c._replace(axes=real(c.axes)) for c in program if c.times == 1}
         again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
@@ -180,7 +182,7 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
         axes = tuple(sorted(a for a in row.axes if mesh[a] > 1))
         return row.kind, axes, row.elements, row.times > 1
 
-    pieces, found, padded = set(), collections.Counter(), []
+    pieces, actual, padded = set(), collections.Counter(), []
     for each in program:
         if each.chain and "pieces" in rules:
             if each.chain in pieces:
@@ -189,9 +191,9 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
         if each.padded and "padded" in rules:
             padded.append(key(each))
         elif key(each)[1]:
-            found[key(each)] += 1
+            actual[key(each)] += 1
     rows = collections.Counter(key(row) for row in transfers if key(row)[1])
-    left, found = rows - found, found - rows
+    left, actual = rows - actual, actual - rows
 
     for kind, axes, elements, loop in padded:
         n = math.prod(mesh[axis] for axis in axes)
@@ -200,23 +202,23 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
         ]:
             # The padding is behind the last part, so the edges of the other parts move.
             edges = "collective-permute", axes, (elements - row[2]) * (n - 1) // n, loop
-            if found[edges]:
+            if actual[edges]:
                 left -= collections.Counter([row])
-                found -= collections.Counter([edges])
+                actual -= collections.Counter([edges])
                 break
         else:
-            found[kind, axes, elements, loop] += 1
+            actual[kind, axes, elements, loop] += 1
     if "stacked" in rules:
         for row in [row for row in transfers if row.elements == 1 and row.times > 1]:
-            for kind, axes, n, loop in [*found]:
+            for kind, axes, n, loop in [*actual]:
                 # All iterations of the innermost loop, which may be inside another one.
                 iterations = row.times % n == 0 and loop == (row.times > n)
                 if key(row)[:2] == (kind, axes) and n > 1 and iterations and left[key(row)]:
                     left -= collections.Counter([key(row)])
-                    found -= collections.Counter([(kind, axes, n, loop)])
+                    actual -= collections.Counter([(kind, axes, n, loop)])
     if "summed" in rules:
         for kind, *where in [*left]:
-            count = min(left[kind, *where], found["all-reduce", *where])
+            count = min(left[kind, *where], actual["all-reduce", *where])
             left[kind, *where] -= count
-            found["all-reduce", *where] -= count
-    return +left, +found
+            actual["all-reduce", *where] -= count
+    return +left, +actual

@@ -50,12 +50,12 @@ class Mutation(NamedTuple):
 def other_strings(text: str, axes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yields variants of a signature with a description: one axis replaced, all axes exchanged, and
     a dimension's axes moved to another dimension of the same array."""
-    for found in AXIS.finditer(text):
+    for match in AXIS.finditer(text):
         for axis in axes:
-            if axis != found[0]:
-                yield f"{axis} for {found[0]}", text[: found.start()] + axis + text[found.end() :]
+            if axis != match[0]:
+                yield f"{axis} for {match[0]}", text[: match.start()] + axis + text[match.end() :]
     exchanged = dict(zip(axes, (*axes[1:], axes[0]), strict=True))
-    yield "all axes exchanged", AXIS.sub(lambda found: exchanged[found[0]], text)
+    yield "all axes exchanged", AXIS.sub(lambda match: exchanged[match[0]], text)
     parts = re.split(r"(->|,|\{.*?\})", text)
     for i, array in enumerate(parts[::2]):
         dims = array.split()

@@ -145,8 +145,8 @@ SWEEP += ["mesh={d: 2, t: 2}", "training.steps_for_lr=10"]
 
 def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=1,0"]
-    found = train_here(capsys, monkeypatch, *SWEEP, *settings)
-    assert found == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
+    actual = train_here(capsys, monkeypatch, *SWEEP, *settings)
+    assert actual == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
@@ -214,8 +214,8 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     axes = dataclasses.asdict(config.mesh)
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
     chip = "v5e" if "v5e" in name else None
-    found = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
-    needed = found.arguments + found.temporary
+    actual = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
+    needed = actual.arguments + actual.temporary
     stated = re.search(r"each (chip|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
     assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated
     # JAX reserves three quarters of a GPU's memory by default.

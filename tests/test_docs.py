@@ -221,7 +221,10 @@ def printed_by(output: pages.Output) -> list[str]:
     return text.splitlines()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/experiments.md"])
+OTHERS = [page for page in PAGES if page != "docs/experiments.md"]
+
+
+@pytest.mark.parametrize("page", slow_but_for(["README.md", "docs/audit.md"], OTHERS))
 def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
     """UPDATE_GOLDEN=1 updates the page. tests/test_experiments.py has docs/experiments.md."""
     path, stale = ROOT / page, []
@@ -288,6 +291,7 @@ def test_the_figures_that_a_run_prints_in_the_readme_are_recorded():
             assert not pages.unknown(numbers, MEASURED, pages.BARE), output.commands
 
 
+@pytest.mark.slow
 def test_the_figures_in_the_page_of_the_audit_are_the_audits():
     """Looks at the question that the page answers. Its figures are printed by the page's command:
     without change, with the edits that the page describes, or with overrides in the paragraph."""

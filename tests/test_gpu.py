@@ -50,11 +50,11 @@ def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, document), q, k, v)
         return out, pull(weight)
 
-    found, wanted = (
+    actual, wanted = (
         [np.asarray(x, np.float64) for x in jax.tree.leaves(both(attend, q, k, v))]
         for attend in (kernels.cudnn_attention, kernels.plain_attention)
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
 
 
@@ -86,8 +86,8 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
     with jax.set_mesh(mesh(1, 1)):
         step = train.lower_step(config).compile()
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
-    found = compiled.collectives(step.as_text(), axes)
-    assert compiled.unexplained(audit.ledger(jaxpr, axes).transfers, found, axes) == ([], [])
+    actual = compiled.collectives(step.as_text(), axes)
+    assert compiled.unexplained(audit.ledger(jaxpr, axes).transfers, actual, axes) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes
     assert memory.predict(jaxpr, axes).arguments == held
 

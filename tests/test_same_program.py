@@ -33,9 +33,9 @@ def program(name):
     with jax.set_mesh(mesh(**axes)):
         step = train.lower_step(config).compile()
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
-    found = compiled.collectives(step.as_text(), axes)
+    actual = compiled.collectives(step.as_text(), axes)
     sizes = memory.predict(jaxpr, axes).arguments, step.memory_analysis().argument_size_in_bytes
-    return audit.ledger(jaxpr, axes).transfers, found, axes, sizes
+    return audit.ledger(jaxpr, axes).transfers, actual, axes, sizes
 
 
 QUICK = ["small on 2 x 4", "synthetic on 4 x 2", "one layer on 4 x 2"]
@@ -43,10 +43,10 @@ QUICK = ["small on 2 x 4", "synthetic on 4 x 2", "one layer on 4 x 2"]
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, list(PROGRAMS)))
 def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
-    transfers, found, axes, (predicted, compiled_size) = program(name)
+    transfers, actual, axes, (predicted, compiled_size) = program(name)
     assert predicted == compiled_size, "bytes of the arguments"
-    assert len(found) > 40 and all(row.line.startswith("train.py:") for row in found)
-    assert compiled.unexplained(transfers, found, axes) == ([], [])
+    assert len(actual) > 40 and all(row.line.startswith("train.py:") for row in actual)
+    assert compiled.unexplained(transfers, actual, axes) == ([], [])
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_without_the_rule_some_program_is_not_explained(rule):
 
 
 def test_a_row_too_many_or_too_few_is_noticed():
-    transfers, found, axes, _ = program("synthetic on 4 x 2")
+    transfers, actual, axes, _ = program("synthetic on 4 x 2")
     for i in range(0, len(transfers), 5):
         if transfers[i].kind == "all-reduce":  # merged ones keep only one of their lines
             continue
@@ -74,4 +74,4 @@ def test_a_row_too_many_or_too_few_is_noticed():
             [*transfers[:i], transfers[i]._replace(axes=("d", "x")), *transfers[i + 1 :]],
             [*transfers[:i], transfers[i]._replace(elements=3), *transfers[i + 1 :]],
         ):
-            assert compiled.unexplained(wrong, found, axes | {"x": 2}) != ([], [])
+            assert compiled.unexplained(wrong, actual, axes | {"x": 2}) != ([], [])

@@ -51,8 +51,8 @@ def start(runs, capsys, monkeypatch):
 
 
 def checkpoint(run, step):
-    (found,) = (run / "checkpoints").glob(f"{step:08d}.*")
-    return found
+    (path,) = (run / "checkpoints").glob(f"{step:08d}.*")
+    return path
 
 
 def assert_as_whole(runs, name):
@@ -164,11 +164,11 @@ def test_a_clone_starts_from_anothers_weights(runs):
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
         state, line = train.starting_state(config, own, FLAT)
-        for name, found in named(jax.device_get(state)).items():
+        for name, actual in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
-                assert found.tobytes() == wanted[name]
+                assert actual.tobytes() == wanted[name]
             else:
-                assert not found.any(), "Adam's moments, and the step"
+                assert not actual.any(), "Adam's moments, and the step"
         assert line == f"weights from {checkpoint(runs / 'whole', 6)}"
         assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.State)
 

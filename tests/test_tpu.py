@@ -80,9 +80,9 @@ def collectives_of(program):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_the_collectives_are_those_of_the_ledger(program):
-    transfers, found, axes = collectives_of(program)
-    assert len(found) > 30
-    assert compiled.unexplained_on_tpu(transfers, found, axes) == ({}, {})
+    transfers, actual, axes = collectives_of(program)
+    assert len(actual) > 30
+    assert compiled.unexplained_on_tpu(transfers, actual, axes) == ({}, {})
 
 
 @pytest.mark.parametrize(("program", "least"), [(PROGRAMS[0], 30), (PROGRAMS[14], 99)], ids=str)
@@ -107,7 +107,7 @@ def test_without_the_rule_some_program_is_not_explained(rule):
 
 
 def test_a_row_too_many_or_too_few_is_noticed():
-    transfers, found, axes = collectives_of(PROGRAMS[0])
+    transfers, actual, axes = collectives_of(PROGRAMS[0])
     for i, row in enumerate(transfers):
         if not row.bytes:
             continue
@@ -117,7 +117,7 @@ def test_a_row_too_many_or_too_few_is_noticed():
             [*transfers[:i], row._replace(elements=3), *transfers[i + 1 :]],
             [*transfers[:i], row._replace(times=9 if row.times == 1 else 1), *transfers[i + 1 :]],
         ):
-            assert compiled.unexplained_on_tpu(wrong, found, axes) != ({}, {})
+            assert compiled.unexplained_on_tpu(wrong, actual, axes) != ({}, {})
 
 
 def test_a_long_sequence_fits():

@@ -160,8 +160,8 @@ def test_bf16_gradients_stay_close_with_many_tokens():
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-3)
     # Compares norms, as rounding is noise: at most 0.02 if sums run in f32, 0.5 if they don't.
     for name, exact in jax.tree_util.tree_leaves_with_path(exact_grads):
-        found = functools.reduce(lambda tree, key: tree[key.key], name, grads)
-        assert np.linalg.norm(found - exact) < 3e-2 * np.linalg.norm(exact), name
+        actual = functools.reduce(lambda tree, key: tree[key.key], name, grads)
+        assert np.linalg.norm(actual - exact) < 3e-2 * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("steps, warmup", [(100, 10), (100, 0), (100, 100), (30, 3)])
@@ -183,13 +183,13 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     with jax.set_mesh(mesh(4, 2)):
         weights = in_f32.init_state(config).weights
         _, loader = in_f32.open_batches(config, train.dimensions(config))
-        found = in_f32.validate(config, weights, loader)
+        actual = in_f32.validate(config, weights, loader)
         rows = [loader.rows(step, range(8)) for step in range(3)]
         dataset = FlatTokens(config.flat_tokens.filespec, "validation")
         text = dataset.read(0, dataset.token_count)[0].tobytes()
         assert all(row.tobytes() in text for ids, _ in rows for row in ids)
         losses = [oracle.mean_loss(plain(jax.device_get(weights)), *r, 100) for r in rows]
-    np.testing.assert_allclose(found, np.mean(losses), rtol=1e-6)
+    np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-6)
 
 
 def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):

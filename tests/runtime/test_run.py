@@ -74,9 +74,9 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
     lines = [json.loads(x) for x in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert [100 / line["tokens_per_second"] for line in lines] == pytest.approx([4, 2, 4, 2])
     assert [line["data_wait_seconds"] for line in lines] == [1] * STEPS
-    found = rows(tmp_path / "r")
-    assert [row["step"] for row in found] == list(range(STEPS)), "each row once"
-    assert [row.get("validation_loss") for row in found] == [None, 9, None, None]
+    actual = rows(tmp_path / "r")
+    assert [row["step"] for row in actual] == list(range(STEPS)), "each row once"
+    assert [row.get("validation_loss") for row in actual] == [None, 9, None, None]
 
 
 def test_a_run_with_nothing_to_do_is_refused(tmp_path):
@@ -93,8 +93,8 @@ def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path)
                 pass
             run.log(step, metrics(norms=np.array([step, 0.5])))
         run.flush()
-    found = [(row.get("a"), row.get("b"), row.get("norms")) for row in rows(tmp_path / "r")]
-    assert found == [(None,) * 3, (None,) * 3, (2, 0.5, None), (3, 0.5, None)]
+    actual = [(row.get("a"), row.get("b"), row.get("norms")) for row in rows(tmp_path / "r")]
+    assert actual == [(None,) * 3, (None,) * 3, (2, 0.5, None), (3, 0.5, None)]
 
 
 def test_updates_that_are_left_out_count_in_a_row(tmp_path):

@@ -28,7 +28,7 @@ def test_norms_are_those_of_each_tensor_and_layer():
         grads = jax.device_get(train.gradients(state.weights, batch, config))
         state, metrics = train.training_step(state, batch, config)
         after = jax.device_get(state.weights)
-    found = dict(zip(train.norm_names(config), np.asarray(metrics.norms), strict=True))
+    actual = dict(zip(train.norm_names(config), np.asarray(metrics.norms), strict=True))
     wanted = {}
     updates = jax.tree.map(np.subtract, after, before)
     for what, tree in ("grad", grads), ("weight", after), ("update", updates):
@@ -37,13 +37,14 @@ def test_norms_are_those_of_each_tensor_and_layer():
             for i, part in parts:
                 norm = np.linalg.norm(np.asarray(part, np.float64))
                 wanted[f"{what}_norm/{name}/{i}".rstrip("/")] = norm
-    assert found.keys() == wanted.keys() and len(wanted) == 3 * (3 + 2 * 9)
+    assert actual.keys() == wanted.keys() and len(wanted) == 3 * (3 + 2 * 9)
     for name in wanted:
-        assert found[name] == pytest.approx(wanted[name], rel=1e-2), name  # bf16, in another order
-    total = np.sqrt(sum(found[name] ** 2 for name in found if name.startswith("grad_norm/")))
+        assert actual[name] == pytest.approx(wanted[name], rel=1e-2), name  # bf16, in another order
+    total = np.sqrt(sum(actual[name] ** 2 for name in actual if name.startswith("grad_norm/")))
     assert total == pytest.approx(float(metrics.grad_norm), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_row_once(tmp_path, capsys, monkeypatch):
     """The run does two steps, is restarted, and does two more."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -58,9 +59,9 @@ def test_tensorboard_has_each_row_once(tmp_path, capsys, monkeypatch):
     logged = [json.loads(line) for line in lines]
     assert ["update_norm/layers/w_q/1" in row for row in logged] == [False, True, False, True]
     for name in logged[-1]:
-        found = [(event.step, event.value) for event in events.Scalars(name)]
+        actual = [(event.step, event.value) for event in events.Scalars(name)]
         wanted = [(row["step"], row[name]) for row in logged if name in row]
-        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
+        assert actual == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
     (text,) = [event for event in events.Tensors("config/text_summary") if event.step == 0]
     assert b"d_model: 32" in text.tensor_proto.string_val[0]
 

@@ -93,8 +93,8 @@ def cached_logits(tool, config, weights, inputs, on):
         parts, first = [], 0
         for count in 4, 1, 1, 1, 1, 4:
             here = inputs[:, first : first + count]
-            found, cache = step(placed(tool.Weights, weights), cache, here, np.int32(first))
-            parts.append(found)
+            actual, cache = step(placed(tool.Weights, weights), cache, here, np.int32(first))
+            parts.append(actual)
             first += count
         return np.concatenate(parts, axis=1)
 
@@ -111,8 +111,8 @@ def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, len
     """Covers a window of five tokens too, as after training with rows of five."""
     config = small_config(f"training.tokens.len={length}")
     weights, inputs = random_weights(config), random_inputs()
-    found = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
-    assert_close(found, oracle_logits(weights, inputs, length), 1e-5)
+    actual = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
+    assert_close(actual, oracle_logits(weights, inputs, length), 1e-5)
 
 
 def test_an_edit_of_trains_block_is_an_edit_of_generation():
@@ -143,18 +143,18 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
         batch = module.TokenBatch.of(inputs, one_document, 0)
         batch = dataclasses.replace(batch, inputs=inputs)
         wanted = np.asarray(whole_row(placed(module.Weights, weights), batch))
-    found = cached_logits(tool, config, weights, inputs, mesh(4, 2))
-    assert_close(found, wanted, 1e-5)
+    actual = cached_logits(tool, config, weights, inputs, mesh(4, 2))
+    assert_close(actual, wanted, 1e-5)
     before = oracle_logits(weights, inputs)
-    assert np.abs(found - before).max() > 0.1 * np.abs(before).max()
+    assert np.abs(actual - before).max() > 0.1 * np.abs(before).max()
 
 
 def test_bf16_is_close():
     """The tolerance allows for about thirty successive roundings of at most 2**-9."""
     config = small_config()
     weights, inputs = random_weights(config), random_inputs()
-    found = cached_logits(generate, config, weights, inputs, mesh(4, 2))
-    assert_close(found, oracle_logits(weights, inputs), 3e-2)
+    actual = cached_logits(generate, config, weights, inputs, mesh(4, 2))
+    assert_close(actual, oracle_logits(weights, inputs), 3e-2)
 
 
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
@@ -197,9 +197,9 @@ def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
         inputs[0, : length + 1] = [3, *prompt]
         for at in range(length, length + 9):
             inputs[0, at + 1] = 1 + oracle_logits(weights, inputs)[0, at, 1:].argmax()
-        found = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
-        assert (found == inputs[0, length + 1 : length + 10]).all()
-    assert len(np.unique(found[0])) > 4
+        actual = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
+        assert (actual == inputs[0, length + 1 : length + 10]).all()
+    assert len(np.unique(actual[0])) > 4
 
 
 def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
@@ -230,9 +230,9 @@ def test_ids_come_as_often_as_they_are_likely():
     config = small_config()
     weights = jax.tree.map(np.zeros_like, random_weights(config))
     how = generate.Sampling(1, None, 1, IDS)
-    found = generated(generate, config, weights, mesh(1, 1), [], how, rows=16, tokens=120)
-    counts = np.bincount(found.ravel(), minlength=48)
-    expected = found.size / 47
+    actual = generated(generate, config, weights, mesh(1, 1), [], how, rows=16, tokens=120)
+    counts = np.bincount(actual.ravel(), minlength=48)
+    expected = actual.size / 47
     assert counts[0] == 0
     assert ((counts[1:] - expected) ** 2 / expected).sum() < 86
 
@@ -276,8 +276,8 @@ def test_the_extremes_of_draws_give_ids_that_may_come():
 
 def test_without_temperature_it_is_the_likeliest():
     logits = jax.random.normal(jax.random.key(0), (50, 40))
-    found = sample(logits, jnp.ones(50), generate.Sampling(0, 3, 0.5, IDS))
-    assert (found == np.asarray(logits).argmax(axis=1)).all()
+    actual = sample(logits, jnp.ones(50), generate.Sampling(0, 3, 0.5, IDS))
+    assert (actual == np.asarray(logits).argmax(axis=1)).all()
 
 
 def save_tokenizer(folder):
@@ -331,9 +331,9 @@ def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes,
     )
     with jax.set_mesh(mesh(*axes)):
         placed_weights = placed(in_f32.train.Weights, weights)
-        found = in_f32.evaluate(placed_weights, data, None, codec, config)
+        actual = in_f32.evaluate(placed_weights, data, None, codec, config)
         part = in_f32.evaluate(placed_weights, data, 2, codec, config)
-    assert found == (
+    assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / 222 * np.log2(np.e):.4f} bits per byte"
     )

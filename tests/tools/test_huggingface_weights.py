@@ -260,9 +260,9 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     assert not message
     golden.check("huggingface_weights.txt", family, out.replace(str(tmp_path), "..."))
     targets = draw_targets(config)
-    found = train_logits(in_f32, tmp_path / "ours", targets)
+    actual = train_logits(in_f32, tmp_path / "ours", targets)
     wanted = paper_logits(folder, inputs(targets, config["bos_token_id"]))
-    assert_close(found, wanted, 1e-5)
+    assert_close(actual, wanted, 1e-5)
 
     name = "bfloat16" if dtype == ml_dtypes.bfloat16 else "float32"
     wanted = {key: value.astype(name) for key, value in tensors.items()}
@@ -326,8 +326,8 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
     count = 2 * 48 * 48 + 48 + 5 * (2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + 3 * 48 * 40)
     assert not message and f"step 7: {4 * count:,} bytes of float32 in " in out
     targets = np.random.default_rng(1).integers(0, 48, (4, 24))
-    found = train_logits(in_f32, trained, targets)
-    assert_close(found, paper_logits(folder, inputs(targets, 9)), 1e-5)
+    actual = train_logits(in_f32, trained, targets)
+    assert_close(actual, paper_logits(folder, inputs(targets, 9)), 1e-5)
 
     out, message = run("import", folder, tmp_path / "ours")
     kept = arrays(only(tmp_path / "ours"))
@@ -351,9 +351,9 @@ def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, run):
     assert not run("import", folder, ours, "--id-offset=2")[1]
     assert tool.model_of(checkpoint.newest(str(ours)))[0].start_token == 42
     targets = draw_targets(LLAMA_3)
-    found = train_logits(in_f32, ours, targets)
+    actual = train_logits(in_f32, ours, targets)
     wanted = paper_logits(folder, inputs((targets - 2) % 48, 40))
-    assert_close(found, wanted[..., (np.arange(48) - 2) % 48], 1e-5)
+    assert_close(actual, wanted[..., (np.arange(48) - 2) % 48], 1e-5)
     assert not run("export", ours, tmp_path / "b", "--id-offset=2")[1]
     assert bits(tensors_in(tmp_path / "b")) == bits(tensors_in(folder))
     assert config_in(tmp_path / "b")["bos_token_id"] == 40
@@ -384,10 +384,10 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
         state, _ = train.starting_state(start, none, None)
-        found = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
+        actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
-        assert {name: found.pop(name) for name in wanted} == wanted
-        assert not any(map(any, found.values())), "Adam's moments, and the step"
+        assert {name: actual.pop(name) for name in wanted} == wanted
+        assert not any(map(any, actual.values())), "Adam's moments, and the step"
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
             train.starting_state(start, none, None)

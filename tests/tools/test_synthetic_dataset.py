@@ -23,14 +23,14 @@ def test_the_dataset_in_the_repository_is_what_the_tool_writes(tmp_path):
 
 def sequences(task, count=50, length=57, vocab=100):
     rng = np.random.default_rng(3)
-    found = []
-    while len(found) < count:
+    actual = []
+    while len(actual) < count:
         row = sequence(rng, vocab, length)
         assert len(row) == length
         assert row.min() >= 1 and row.max() < vocab
         if row[0] == task:
-            found.append(row)
-    return np.stack(found)
+            actual.append(row)
+    return np.stack(actual)
 
 
 def test_copy_repeats_at_a_fixed_distance():
