@@ -1,5 +1,6 @@
 """The base class of config sections, which check their own values."""
 
+import math
 import operator
 import pathlib
 import typing
@@ -23,7 +24,8 @@ class Bound(NamedTuple):
 NOT_EMPTY = "not empty"
 PositiveInt = Annotated[int, Bound(1)]
 NonNegativeInt = Annotated[int, Bound(0)]
-NonNegativeFloat = Annotated[float, Bound(0)]
+NonNegativeFloat = Annotated[float, Bound(0, below=math.inf)]
+Seconds = Annotated[float, Bound(0)]  # what a timer can wait for
 Fraction = Annotated[float, Bound(0, below=1)]
 Name = Annotated[str, NOT_EMPTY]
 
@@ -53,8 +55,8 @@ class Section:
             for low, below in (part for part in parts if isinstance(part, Bound)):
                 for number in value if tuple in parts else [value]:
                     if not (isinstance(number, int | float) and low <= number < below):
-                        bounds = f"at least {low} and below {below}"
-                        raise UserError(f"{key}={value}: it must be {bounds}")
+                        limit = f"below {below}" if below < math.inf else "finite"
+                        raise UserError(f"{key}={value}: it must be at least {low} and {limit}")
 
     def require(self, condition: object, name: str, problem: str) -> None:
         """Raises UserError with the key, its value and `problem` unless the condition holds."""

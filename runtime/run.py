@@ -23,7 +23,7 @@ from omegaconf import MISSING, OmegaConf
 
 from runtime import hlo
 from runtime.checkpoint import CheckpointsConfig
-from runtime.config import ROOT, Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, flat
+from runtime.config import ROOT, Name, NonNegativeInt, PositiveInt, Seconds, Section, flat
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
 from runtime.supervise import Stop, locked
 from shardlib import devices
@@ -69,7 +69,7 @@ class RunConfig(Section):
     metrics: MetricsConfig
     checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
     checkpoints: CheckpointsConfig
-    hang_timeout_seconds: NonNegativeFloat  # before a step counts as hung; 0 disables
+    hang_timeout_seconds: Seconds  # before a step counts as hung; 0 disables
     hang_ends: bool  # a hung step ends the run; false: it is only reported
     profile: bool  # trace a few steps into profile/
     hlo_svg: bool  # draw the compiled step
