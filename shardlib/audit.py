@@ -211,9 +211,9 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     along a split dimension outside of ops, or has a collective outside of ops.
 
     To JAX a device's part of an array looks like a full array that varies between devices. Only its
-    lengths tell that a sum by jnp, say, covers just a part. The backward pass is exempt: it sums
-    along dimensions that an op split in the forward pass, and that op reduces the sum. A length
-    that was sliced so that its factors are lost goes unnoticed.
+    lengths tell that a sum by jnp, say, covers just a part. The backward pass is exempt: its sums
+    along split dimensions are transposes of broadcasts, and the collective of an op's own backward
+    pass completes them. A length that was sliced so that its factors are lost goes unnoticed.
     """
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
