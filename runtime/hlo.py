@@ -113,11 +113,12 @@ def draw(hlo: str, path: pathlib.Path) -> pathlib.Path:
     cells: dict[Any, list[tuple[str, str]]] = collections.defaultdict(list)
     for match in filter(None, map(INSTRUCTION.match, hlo.splitlines())):
         opcode, op_name, frame = match.groups()
-        # JAX adds instructions around the step, named "shard_map".
-        if (line := source_line(traces[frame])) and (op := describe(op_name)) != "shard_map":
+        # JAX and XLA add instructions around the step, named shard_map or shard_map/broadcast.54.
+        added = re.search(r"/shard_map(/\w+\.\d+)?$", op_name)
+        if (line := source_line(traces[frame])) and not added:
             file, number, function = re.split("[: ]", line)
             files |= {os.path.basename(f.file_name): f.file_name for f in traces[frame].frames}
-            cells[(file, int(number), function), phase(op_name)].append((opcode, op))
+            cells[(file, int(number), function), phase(op_name)].append((opcode, describe(op_name)))
     parts, y, group = list[str](), 20, ("", "")
 
     def write(x: int, y: int, text: object, kind: str = "") -> None:
