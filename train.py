@@ -559,7 +559,7 @@ def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str,
     """The jaxpr of the training step on a mesh without devices, with these dimension sizes. Raises
     UserError if a dimension doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
-        shapes = make_shapes(tuple[State, TokenBatch], sizes)
+        shapes = make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
         return audit.traced(training_step, *shapes, config)
 
 

@@ -156,14 +156,16 @@ class Source:
         dataset = self._open()
         try:
             rows = list(itertools.islice(dataset, 64))
-        except ValueError as error:  # Arrow's, too
+        except (TypeError, ValueError) as error:  # Arrow's, and of an empty JSON file
             raise UserError(f"the split {self.split} can't be read: {error}") from error
         if not rows:
             raise UserError(f"the split {self.split} has no documents")
-        if not isinstance(rows[0].get(self.column), str):
-            types = ", ".join(f"{name}: {type(value).__name__}" for name, value in rows[0].items())
+        kinds = {type(row.get(self.column)) for row in rows}
+        if not {str} <= kinds <= {str, type(None)}:
+            row = next((r for r in rows if not isinstance(r.get(self.column), str | None)), rows[0])
+            types = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
             raise UserError(f"column={self.column} is not a text column; the columns are {types}")
-        size = sum(len(row[self.column] or "") for row in rows)
+        size = sum(len(row.get(self.column) or "") for row in rows)
         fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
         return dataclasses.replace(self, documents=min(self.documents, fit)), dataset.num_shards
 
@@ -177,6 +179,8 @@ class Source:
             local = self.load_dataset.get("path") in FILE_FORMATS and "://" not in pattern
             if local and not fsspec.filesystem("file").glob(os.path.join(folder, pattern)):
                 raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
+            if local and os.path.isdir(os.path.join(folder, pattern)):
+                raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
 
     def _open(self) -> Any:
         import datasets  # takes two seconds
@@ -195,6 +199,8 @@ class Source:
                 dataset = datasets.load_dataset(**arguments)
         except ValueError as error:
             raise UserError(str(error)) from None
+        except StopIteration:  # an empty JSON file
+            raise UserError(f"the split {self.split} has no documents") from None
         except (TypeError, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"load_dataset: {error}") from None
         if isinstance(dataset, datasets.Dataset):  # streaming=false: already downloaded

@@ -122,7 +122,7 @@ def test_the_first_hour(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     text = (ROOT / "README.md").read_text().split("## The first hour\n")[1]
-    text = text.split("**Metrics**")[0]
+    text = text.split("**Metrics.**")[0]
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     train_it = "python -m train --config-name=local_test_synthetic paths.model_name=synthetic\n"
     assert f"\t$(BIN)/{train_it}" in (ROOT / "Makefile").read_text()

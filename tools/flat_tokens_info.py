@@ -11,8 +11,9 @@ import sys
 
 import numpy as np
 
-from data.flat_tokens import SPLITS, FlatTokens, FlatTokensError, tokenizer_of
+from data.flat_tokens import SPLITS, FlatTokens, tokenizer_of
 from data.text import Tokenizer
+from shardlib.errors import UserError
 
 MAX_CHARACTERS = 400  # printed of a document
 
@@ -58,7 +59,7 @@ def main() -> None:
                 if not tokenizer:
                     parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
                 show(dataset, args.decode, *tokenizer)
-        except (FlatTokensError, OSError) as error:
+        except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             intact = False
     sys.exit(not intact)

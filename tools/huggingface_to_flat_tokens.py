@@ -46,6 +46,8 @@ class ConvertConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tokenizer.endswith(".json"):  # the dataset may be used from another folder
+            self.tokenizer = os.path.abspath(self.tokenizer)
         if not (self.validation_split or self.validation_share):
             raise UserError(
                 "validation_share=0 without a validation_split: a dataset needs both splits"

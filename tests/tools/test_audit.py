@@ -125,7 +125,8 @@ def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
         capsys, monkeypatch, *CONFIG, "mesh.d=3", "training.tokens.batch=256", program=audit.main
     )
     assert message == (
-        'error: dimension M=2048 does not split evenly over d=3, as f32["V/t M/d"] needs'
+        'error: dimension M=2048 does not split evenly over d=3, as f32["V/t M/d"] needs; '
+        "M is model.d_model"
     )
 
 
@@ -139,7 +140,8 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
     # The amounts of the test above: 205.6 TFLOP, 2.316 GB over d, 11.28 GB over t.
     assert rows[0][2:] == [audit.show(205.6087e12 / 312e12, "s"), "124 ms", "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
-    assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L"] needs.\n')
+    assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L"] needs; B is '
+                        "training.tokens.batch.\n")  # fmt: skip
     assert rows[-1][-2:] == ["ib", "8%"], "the batch stays the same, so each device gets less"
 
 

@@ -347,7 +347,7 @@ MISTAKES = {
     "load_dataset.path=nonsense/nowhere": "nonsense/nowhere",
     "+speed=fast": "speed",
     "tokenizer=nowhere/at-all": "nowhere/at-all",
-    "tokenizer=nowhere.json": "tokenizer=nowhere.json can't be opened: No such file",
+    "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
 }
 
 
@@ -435,3 +435,18 @@ def test_the_standard_library_is_its_sources_without_tests():
     assert 500 < len(files) < 1500
     assert any(file.endswith("/argparse.py") for file in files)
     assert not any("/test/" in file or "site-packages" in file for file in files)
+
+
+@pytest.mark.parametrize("lines, problem", [
+    ([], "the split train has no documents"),
+    (['{"text": ""}', '{"text": 5}'],
+     "column=text is not a text column; the columns are text: int"),
+    (['{"text": null}', '{"text": "a"}', '{"text": "b"}'], None),
+])  # fmt: skip
+def test_json_rows_whose_text_is_not_always_a_string(lines, problem, tmp_path, capsys, monkeypatch):
+    (tmp_path / "x.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    given = ["--config-name=json_files", f"load_dataset.data_files={tmp_path}/x.jsonl"]
+    given += [f"output={tmp_path}/x.zarr"]
+    out, message = train_here(capsys, monkeypatch, *given, program=tool.main)
+    assert message == (problem and f"error: {problem}") or (not problem and not message)
+    assert bool(problem) != ("skipped 1 empty document" in out)
