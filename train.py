@@ -615,13 +615,13 @@ def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def starting_state(config: Config, saved: Checkpoints, data: Batches) -> tuple[State, str]:
+def starting_state(config: Config, checkpoints: Checkpoints, data: Batches) -> tuple[State, str]:
     """The state to start from, and a line that says where it comes from: the run's newest
     checkpoint, else the one to clone from, else a fresh state and an empty line."""
-    source = saved.starting_point(config.paths.clone_from)
+    source = checkpoints.starting_point(config.paths.clone_from)
     if not source.newest.step:
         return init_state(config), ""
-    if source is not saved and config.paths.clone_weights_only:
+    if source is not checkpoints and config.paths.clone_weights_only:
         weights = source.restore("weights")
         make = jax.jit(fresh_state, donate_argnums=0, out_shardings=make_shardings(State))
         return make(weights), f"weights from {source.newest.path}"
@@ -642,18 +642,18 @@ def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str)
 def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
-    saved = Checkpoints(
+    checkpoints = Checkpoints(
         run.checkpoints, State, dimensions(config), config.to_yaml(), config.io.max_io_threads,
         policy=config.checkpoints, say=say, failed=run.stop.ask,
     )  # fmt: skip
-    if saved.newest.step >= hyper.steps:  # it is done already
-        saved.check_model()
+    if checkpoints.newest.step >= hyper.steps:  # it is done already
+        checkpoints.check_model()
         return
     tokens = hyper.tokens.batch * hyper.tokens.len
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(Weights, dimensions(config))))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
-    state, origin = starting_state(config, saved, data)
+    state, origin = starting_state(config, checkpoints, data)
     run.begin(
         first=int(state.step),
         steps=hyper.steps,
@@ -665,7 +665,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     )
 
     def describe_failure(step: int, batch: Any) -> str:
-        saved.wait()
+        checkpoints.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
     for step, batch in data.from_step(run.first, hyper.steps):
@@ -677,10 +677,10 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
             run.flush(validation_loss=validate(config, state.weights, held_out))
         if run.saves_after(step):
             run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
-            saved.save(step + 1, state, data.position)
+            checkpoints.save(step + 1, state, data.position)
         if run.stopping:
             break
-    saved.wait()
+    checkpoints.wait()
 
 
 @program(Config, "configs", names="paths.model_name")
