@@ -156,7 +156,7 @@ class Source:
         dataset = self._open()
         try:
             rows = list(itertools.islice(dataset, 64))
-        except (TypeError, ValueError) as error:  # Arrow's, and of an empty JSON file
+        except ValueError as error:  # Arrow's, too
             raise UserError(f"the split {self.split} can't be read: {error}") from error
         if not rows:
             raise UserError(f"the split {self.split} has no documents")

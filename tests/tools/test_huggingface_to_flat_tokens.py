@@ -441,12 +441,12 @@ def test_the_standard_library_is_its_sources_without_tests():
     ([], "the split train has no documents"),
     (['{"text": ""}', '{"text": 5}'],
      "column=text is not a text column; the columns are text: int"),
-    (['{"text": null}', '{"text": "a"}', '{"text": "b"}'], None),
+    (['{"text": null}', '{"text": "a"}', '{"text": "b"}'], ""),
 ])  # fmt: skip
 def test_json_rows_whose_text_is_not_always_a_string(lines, problem, tmp_path, capsys, monkeypatch):
     (tmp_path / "x.jsonl").write_text("".join(f"{line}\n" for line in lines))
     given = ["--config-name=json_files", f"load_dataset.data_files={tmp_path}/x.jsonl"]
     given += [f"output={tmp_path}/x.zarr"]
     out, message = train_here(capsys, monkeypatch, *given, program=tool.main)
-    assert message == (problem and f"error: {problem}") or (not problem and not message)
+    assert message == (f"error: {problem}" if problem else "")
     assert bool(problem) != ("skipped 1 empty document" in out)
