@@ -13,8 +13,7 @@ Dimensions:
 
 Types: f32["V/t M/d"] is a float32 array, vocabulary by model, V split over mesh axis t and M over
 d. "M/t/d" is split into t parts, each of these into d. "{U:t}" is unreduced over t: each device
-along t holds a partial sum. "[V/t]" is the dimension that ops.index_unreduced looks up. "" is a
-scalar.
+along t holds a partial sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L" has shape
@@ -26,6 +25,7 @@ backward pass, and its collectives follow from those written here:
     ops.psum_scatter    reduce-scatter       all-gather
     ops.psum            all-reduce           nothing
     ops.reduce_max      all-reduce           no gradient
+    ops.sum_of_squares  all-reduce           not for use there
     all other ops       nothing              nothing, as every weight is split over all axes
 
 `python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L", are inputs,
