@@ -32,11 +32,12 @@ backward pass, and its collectives follow from those written here:
 targets, loss_mask, document and position: see TokenBatch in data/loader.py.
 """
 
-import copy
+import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -46,12 +47,12 @@ from jax import lax
 
 from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
-from runtime import cache
+from runtime import checks
 from runtime.checkpoint import Checkpoints, named
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 from runtime.program import program
 from runtime.run import Run, RunConfig, due, make_mesh, say
-from shardlib import audit, kernels, ops
+from shardlib import audit, kernels, numbers, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
@@ -244,14 +245,14 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
 
 @typechecked
 def rotation(
-    position: u32["B/d L"], d_head: int, config: ModelConfig
+    position: u32["B/d L"], config: ModelConfig
 ) -> tuple[f32["B/d L half"], f32["B/d L half"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
 
     With scaling, pairs that turn only a few times within the original length turn more slowly, by
     `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1.
     """
-    half = d_head // 2
+    half = config.d_head // 2
     timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
     if scaling := config.rope_scaling:
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -304,8 +305,7 @@ def decoder(
     # an all-gather before each norm send as many bytes as one all-reduce. It is split along M, so
     # that L stays whole; Megatron's sequence parallelism splits L.
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
-    d_head = weights.layers.w_k.shape[-1]  # not the config's: the type check has other sizes
-    sin, cos = rotation(position, d_head, config)
+    sin, cos = rotation(position, config)
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, mixed, the x between
     # attention and feed-forward, gate and up. The backward pass recomputes the rest: norms, RoPE,
@@ -552,14 +552,37 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
     return loss_and_grads(weights, batch, config)[1]
 
 
-# --- Type check -----------------------------------------------------------------------------------
+# --- Checks ---------------------------------------------------------------------------------------
+
+# What splits the work of a device into parts.
+PARTS = "training.microbatches", "training.loss_chunks"
+# Settings with which each part of an update shows in f32; the schedule is between its ends.
+TINY = {
+    "training.learning_rate": 0.1,
+    "training.warmup_steps": 2,
+    "training.steps": 10,
+    "training.steps_for_lr": 10,
+    "training.adam_eps": 1e-3,
+    "training.seed": 0,
+    "training.max_skipped_updates": 0,
+    "model.start_token": 1,
+    "metrics.norms_interval": 1,
+}
 
 
-def trace_step(config: Config, mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-    """The jaxpr of the training step on a mesh without devices, with these dimension sizes. Raises
-    UserError if a dimension doesn't split over the mesh."""
+def resized(
+    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
+) -> Config:
+    """The config with these sizes of dimensions and of mesh axes, and with other values by key."""
+    values = {DIMENSIONS[name]: size for name, size in sizes.items()}
+    return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
+
+
+def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
+    """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
+    doesn't split over the mesh."""
     with jax.sharding.use_abstract_mesh(mesh):
-        shapes = make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)
+        shapes = make_shapes(tuple[State, TokenBatch], dimensions(config), DIMENSIONS)
         return audit.traced(training_step, *shapes, config)
 
 
@@ -575,10 +598,11 @@ def probe(config: Config) -> Any:
     """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
     length by chance. Takes about a second. Raises ShardTypeError, or whatever an edited step raises
     while it is traced."""
-    config = copy.deepcopy(config)
-    for parts in "microbatches", "loss_chunks":  # probe sizes split into two of each, not more
-        setattr(config.training, parts, min(getattr(config.training, parts), 2))
-    trace = functools.partial(trace_step, config)
+    parts = {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
+
+    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
+        return trace_step(resized(config, sizes, mesh.shape, parts), mesh)
+
     return audit.probe(trace, dataclasses.asdict(config.mesh), dimensions(config))
 
 
@@ -589,6 +613,19 @@ def check_types(config: Config) -> Any:
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
         raise UserError(f"{problem}\n{explain(error)}") from None
+
+
+def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
+    numbers. See runtime/checks.py."""
+    split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3))))
+    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
+    one = resized(config, sizes, dict.fromkeys(split, 1), TINY | dict.fromkeys(PARTS, 1))
+    other = resized(config, sizes, split, TINY | dict.fromkeys(PARTS, 2))
+    relevant = [getattr(other, section) for section in Config.__annotations__]
+    parts = [min(operator.attrgetter(key)(config), 2) for key in PARTS]
+    types = functools.partial(check_types, config)
+    return checks.checked(config.check, types, one, other, (relevant, parts))
 
 
 # --- Loop -----------------------------------------------------------------------------------------
@@ -639,7 +676,13 @@ def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str)
     return f"gradients that are not finite: {names}; {origin}"
 
 
-def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> None:
+def train(
+    config: Config,
+    data: Batches,
+    held_out: Batches | None,
+    run: Run,
+    wait_for_check: Callable[[], None],
+) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
     checkpoints = Checkpoints(
@@ -654,6 +697,7 @@ def train(config: Config, data: Batches, held_out: Batches | None, run: Run) -> 
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, checkpoints, data)
+    wait_for_check()
     run.begin(
         first=int(state.step),
         steps=hyper.steps,
@@ -690,11 +734,10 @@ def main(config: Config) -> int:
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)  # raises if one doesn't split
         data, held_out = open_batches(config, sizes)
-    with run:
-        # Outside of set_mesh, because the type check traces on a mesh of another size.
-        cache.unless_passed_before(config, lambda: check_types(config))
+    # Outside of set_mesh, because the type check traces on a mesh of another size.
+    with run, checked(config) as wait_for_check:
         with jax.set_mesh(mesh):
-            train(config, data, held_out, run)
+            train(config, data, held_out, run, wait_for_check)
             return run.end()
 
 

@@ -64,6 +64,13 @@ class Section:
             value = operator.attrgetter(name)(self)
             raise UserError(f"{self.prefix}{name}={value}: {problem}")
 
+    def changed(self, values: dict[str, Any]) -> typing.Self:
+        """Returns a copy with these values, by dotted key. Raises UserError, as construction does."""
+        config = OmegaConf.structured(self)
+        for key, value in values.items():
+            OmegaConf.update(config, key, value)
+        return typing.cast(typing.Self, OmegaConf.to_object(config))
+
     def to_yaml(self) -> str:
         """The section as YAML text."""
         return OmegaConf.to_yaml(OmegaConf.structured(self))

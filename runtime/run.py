@@ -67,6 +67,7 @@ class RunConfig(Section):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
+    check: str  # before the first step: numbers, types or none
     checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
     checkpoints: CheckpointsConfig
     hang_timeout_seconds: Seconds  # before a step counts as hung; 0 disables

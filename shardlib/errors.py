@@ -43,6 +43,14 @@ def source_line(trace: Any) -> str:
     return ""
 
 
+def caller() -> str:
+    """The innermost line being run outside shardlib and libraries, in the format of `source_line`."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+    return ""
+
+
 def explain(error: Exception) -> str:
     """The message of an error raised while tracing a function, below the lines of the user's own
     code in that function that led to it."""

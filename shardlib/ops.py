@@ -44,6 +44,11 @@ def scope_name(op: str, signature: str) -> str:
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
+# Called with each operand and result of an op, its layout and what it is; `numbers.recording` puts
+# a function here that stores them.
+watch: Callable[[jax.Array, Spec, str], jax.Array] = lambda x, spec, what: x
+
+
 class Call:
     """One call of an op: its parsed string, and the start of its error messages."""
 
@@ -80,12 +85,14 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             call.require(not problem, f"`{spec}`: {problem}")
             brackets = name != "index_unreduced" and any(dim.indexed for dim in spec.dims)
             call.require(not brackets, f"`{spec}`: only ops.index_unreduced takes brackets")
+        watched = []
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
-            check(operand, spec, f"operand {i + 1} of {call.where}")
+            check(operand, spec, what := f"operand {i + 1} of {call.where}")
+            watched.append(watch(operand, spec, what))
         with jax.named_scope(scope_name(name, signature)):
-            result = implementation(call, *operands, **options)
-        check(result, call.result, f"the result of {call.where}")
-        return result
+            result = implementation(call, *watched, **options)
+        check(result, call.result, what := f"the result of {call.where}")
+        return watch(result, call.result, what)
 
     return op
 

@@ -212,7 +212,7 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
     axes = dataclasses.asdict(config.mesh)
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
     chip = "v5e" if "v5e" in name else None
     actual = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
     needed = actual.arguments + actual.temporary

@@ -85,7 +85,7 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
     axes = {"d": 1, "t": 1}
     with jax.set_mesh(mesh(1, 1)):
         step = train.lower_step(config).compile()
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
     assert compiled.unexplained(audit.ledger(jaxpr, axes).transfers, actual, axes) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes

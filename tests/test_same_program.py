@@ -32,7 +32,7 @@ def program(name):
     axes = vars(config.mesh)
     with jax.set_mesh(mesh(**axes)):
         step = train.lower_step(config).compile()
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes), train.dimensions(config))
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
     sizes = memory.predict(jaxpr, axes).arguments, step.memory_analysis().argument_size_in_bytes
     return audit.ledger(jaxpr, axes).transfers, actual, axes, sizes

@@ -25,7 +25,7 @@ def built(program):
     options = devices.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
-    jaxpr = module.trace_step(config, devices.abstract_mesh(axes), module.dimensions(config))
+    jaxpr = module.trace_step(config, devices.abstract_mesh(axes))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 

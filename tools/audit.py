@@ -89,7 +89,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     split evenly over the mesh."""
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
-    jaxpr = train.trace_step(config, mesh, sizes)
+    jaxpr = train.trace_step(config, mesh)
     ledger, predicted = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights = bytes_per_device(train.Weights, axes, sizes)

@@ -1,0 +1,244 @@
+"""Runs a typed function at tiny sizes, in f32, to compare its results on different meshes, and finds
+the op from which on two runs differ.
+
+A function is traced as it stands. In its jaxpr, f32 takes the place of each narrower float, so that
+what remains between two meshes is rounding: about 2e-6 of an array's largest entry, measured.
+"""
+
+import collections
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from shardlib import ops
+from shardlib.errors import caller
+
+from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
+
+TOLERANCE = 3e-5  # of an array's largest entry
+
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
+    """The sizes of dimensions on a mesh of these axes. Dimensions that `hint` splits get sizes that
+    split over all axes twice over, and are so close that parts over different axes compare
+    otherwise than the whole dimensions do. The other dimensions are at most as large as given."""
+    unit = 2 * math.prod(axes.values())
+    split = {dim.name for kind in jax.tree.leaves(type_tree(hint)) for dim in kind.spec.dims if dim.axes}
+    factors = itertools.count(5)
+    return {
+        name: unit * next(factors) if name in split else min(size, unit)
+        for name, size in sizes.items()
+    }
+
+
+def stirred(tree: Any) -> Any:
+    """Initial values made such that no mistake hides: no float is zero, one or equal to another,
+    and those of one sign keep it."""
+    random = np.random.default_rng(0)
+
+    def leaf(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # What is zero, such as a moment, stays small: else it would drown the gradient.
+        added = random.uniform(0.01, 0.05, x.shape) * np.where(x == 0, 1e-4, np.where(x < 0, -1, 1))
+        return np.asarray(x * random.uniform(0.5, 1.5, x.shape) + added, x.dtype)
+
+    return jax.tree.map(leaf, jax.device_get(tree))
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def _wide(dtype: Any) -> Any:
+    narrow = dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if narrow else dtype
+
+
+def widened(part: Any) -> Any:
+    """A jaxpr, or a part of one, with f32 in place of each narrower float."""
+    if isinstance(part, ClosedJaxpr):
+        return ClosedJaxpr(widened(part.jaxpr), widened(part.consts))
+    if isinstance(part, tuple | list):
+        return type(part)(map(widened, part)) if not hasattr(part, "_fields") else part
+    if isinstance(part, np.dtype):
+        return _wide(part)
+    if isinstance(part, jax.Array | np.ndarray | np.generic):
+        return part.astype(_wide(part.dtype))
+    if not isinstance(part, Jaxpr):
+        return part
+
+    made: dict[Any, Var] = {}
+
+    def each(variables: Any) -> Any:
+        new = []
+        for old in variables:
+            dtype = getattr(old.aval, "dtype", None)
+            aval = old.aval.update(dtype=_wide(dtype)) if dtype != _wide(dtype) else old.aval
+            if isinstance(old, Literal):
+                new.append(Literal(widened(old.val), aval))
+            else:
+                new.append(made[old] if old in made else made.setdefault(old, Var(aval)))
+        return new
+
+    eqns = []
+    for eqn in part.eqns:
+        params = {key: widened(value) for key, value in eqn.params.items()}
+        if eqn.primitive.name == "reduce_precision":
+            params |= {"exponent_bits": 8, "mantissa_bits": 23}
+        sides = {"invars": each(eqn.invars), "outvars": each(eqn.outvars)}
+        eqns.append(eqn.replace(params=params, **sides))
+    sides = {name: each(getattr(part, name)) for name in ("constvars", "invars", "outvars")}
+    return part.replace(eqns=eqns, **sides)
+
+
+def run(function: Any, hint: Any, inputs: Any, *static: Any) -> Any:
+    """The result of `function(*inputs, *static)`, a jitted `typed_shard_map`, as NumPy arrays. The
+    inputs are NumPy arrays of type `hint`."""
+    placed = jax.tree.map(jax.device_put, inputs, make_shardings(hint))
+    flat, tree = jax.tree.flatten(placed)
+    kinds = jax.tree.leaves(type_tree(hint))
+    declared = [jax.ShapeDtypeStruct(x.shape, kind.dtype) for x, kind in zip(flat, kinds, strict=True)]
+    traced = function.trace(*tree.unflatten(declared), *static)
+    wide = jax.jit(jaxpr_as_fun(widened(traced.jaxpr)))
+    out = wide.lower(*flat).compile()(*flat)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), jax.device_get(out))
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference between two arrays, relative to the largest entry; inf if an entry
+    isn't finite."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    if one.shape != other.shape:
+        return math.inf
+    apart = np.abs(one - other).max(initial=0) / (np.abs(other).max(initial=0) + 1e-30)
+    return float(apart) if np.isfinite(apart) else math.inf
+
+
+# --- Where two runs part --------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """The values that an operand or result of an op takes, or its gradients."""
+
+    what: str  # with its line
+    number: int  # in the order of the program
+    backward: bool
+    values: np.ndarray  # global arrays, one for each time that the op runs; NaN where copies differ
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Event]]:
+    """Stores what the ops compute in functions that are traced and run in this context. The list is
+    filled at its end."""
+    names: list[tuple[str, Spec]] = []
+    stored: list[tuple[Any, ...]] = []  # what a device computed, and its place in the mesh
+
+    def store(*computed: Any) -> None:
+        stored.append(computed)  # reading an array's values here would block the devices
+
+    def emit(number: int, backward: bool, x: jax.Array) -> None:
+        kind, (_, spec) = jax.typeof(x).manual_axis_type, names[number]
+        for axis in kind.unreduced:
+            x = lax.psum(x, axis)
+        # The gradient of a value that varies, such as a gathered weight, is a sum over devices.
+        pending = tuple(a for a in kind.varying if backward and a not in spec.axes)
+        place = [lax.axis_index(axis) for axis in mesh_shape()]
+        jax.debug.callback(functools.partial(store, (number, backward, pending)), x, *place)
+
+    def watch(x: jax.Array, spec: Spec, what: str) -> jax.Array:
+        number = len(names)
+        names.append((f"{what} at {caller()}", spec))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            emit(number, False, x)
+            return x
+
+        @jax.custom_vjp
+        def same(x: jax.Array) -> jax.Array:
+            return x
+
+        def forward(x: jax.Array) -> tuple[jax.Array, None]:
+            emit(number, False, x)
+            return x, None
+
+        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+            emit(number, True, gradient)
+            return (gradient,)
+
+        same.defvjp(forward, backward)
+        return same(x)
+
+    events: list[Event] = []
+    axes, before, ops.watch = mesh_shape(), ops.watch, watch
+    try:
+        yield events
+    finally:
+        ops.watch = before
+    jax.effects_barrier()
+    # The parts of each value by number, pass and axes to sum over, then by device.
+    parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+    for key, x, *place in stored:
+        parts[key][tuple(map(int, place))].append(np.asarray(x, np.float64))
+    for (number, backward, pending), devices in sorted(parts.items()):
+        what, spec = names[number]
+        block = np.stack([devices[place] for place in np.ndindex(*axes.values())])
+        values = assembled(block.reshape(*axes.values(), *block.shape[1:]), spec, axes, pending)
+        events.append(Event(what, number, backward, values))
+
+
+def assembled(block: np.ndarray, spec: Spec, axes: Any, pending: tuple[str, ...]) -> np.ndarray:
+    """The global arrays, stacked, of devices' parts [*axes, time, *part]. Over `pending` axes parts
+    are summed."""
+    left = []
+    for axis in reversed(axes):
+        i = list(axes).index(axis)
+        if axis in spec.axes:
+            left.insert(0, axis)
+        elif axis in pending:
+            block = block.sum(i)
+        else:
+            first = block.take(0, i)
+            copies = difference(block, np.broadcast_to(np.expand_dims(first, i), block.shape))
+            block = first if copies <= TOLERANCE else first * np.nan
+    dims = [f"x{i}" for i in range(len(spec.dims))]
+    right = [f"({' '.join([*dim.axes, x])})" for dim, x in zip(spec.dims, dims, strict=True)]
+    return rearrange(block, f"{' '.join([*left, 'time', *dims])} -> time {' '.join(right)}")
+
+
+def first_difference(one: list[Event], other: list[Event]) -> tuple[Event | None, Event] | None:
+    """The first value that differs between two runs, and the one before it."""
+    there = {(event.number, event.backward): event for event in other}
+    previous = None
+    for event, time in _in_order(one):
+        match = there.get((event.number, event.backward))
+        if not match or match.what != event.what or len(match.values) != len(event.values):
+            continue
+        if difference(event.values[time], match.values[time]) > TOLERANCE:
+            return previous, event
+        previous = event
+    return None
+
+
+def _in_order(events: list[Event]) -> Iterator[tuple[Event, int]]:
+    """Yields events with the times that they occur, in the order in which they run: forward, then
+    backward, and a loop's body, where all occur more than once, time after time."""
+    forward = [event for event in events if not event.backward]
+    backward = [event for event in reversed(events) if event.backward]
+    for run in forward, backward:
+        for _, loop in itertools.groupby(run, lambda event: len(event.values) > 1):
+            body = list(loop)
+            for time in range(max(len(event.values) for event in body)):
+                yield from ((event, time) for event in body if time < len(event.values))

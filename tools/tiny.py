@@ -1,0 +1,125 @@
+"""Computes what train.py and tools.generate compute, at tiny sizes, for runtime/checks.py.
+
+    python -m tools.tiny FILE [FUNCTION]
+
+Reads a config from FILE.yaml and writes to FILE.pickle the arrays that each function returns, by
+name. With a FUNCTION, writes what the ops in this one compute instead.
+"""
+
+
+import dataclasses
+import functools
+
+import pathlib
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from omegaconf import OmegaConf
+
+import train
+from data.loader import TokenBatch
+from runtime.run import make_mesh
+from shardlib import numbers
+from shardlib.errors import explain
+from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
+from tools import generate
+
+Weights, Cache = train.Weights, Stacked["layers", generate.Cache]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def forward(weights: Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L V/t"]:
+    """The logits as training computes them."""
+    x = train.forward(weights, batch, config.model)
+    return train.unembed(train.output_weights(weights), x, config.model)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def generation(
+    weights: generate.Weights, cache: Cache, inputs: u32["B/d L"], config: train.Config
+) -> f32["B/d L V/t"]:
+    """The logits as generation computes them: for half of a row in one step, as for a prompt, then
+    for one token after the other."""
+
+    def extend(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
+        x, cache = generate.extend(weights, cache, inputs, first, config)
+        output = train.output_weights(weights, generate.check_gathered)
+        return cache, train.unembed(output, x, config.model)
+
+    def token(cache: Any, i: jax.Array) -> Any:
+        return extend(cache, lax.dynamic_slice_in_dim(inputs, i, 1, axis=1), i)
+
+    half = inputs.shape[1] // 2
+    cache, prompt = extend(cache, inputs[:, :half], jnp.int32(0))
+    _, rest = lax.scan(token, cache, jnp.arange(half, inputs.shape[1]))
+    return jnp.concatenate([prompt, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
+
+
+def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields functions with the types and the values of their arguments. Rows have documents of any
+    length from one token on, and end in padding; for generation, a row is one document."""
+    sizes, random = train.dimensions(config), np.random.default_rng(0)
+    shape = sizes["B"], sizes["L"]
+
+    def batch(is_start: Any, lengths: Any) -> TokenBatch:
+        ids = random.integers(1, sizes["V"], shape).astype(np.uint32)
+        ids *= np.arange(shape[1]) < lengths
+        return TokenBatch.of(ids, is_start, config.model.start_token)
+
+    training = batch(random.random(shape) < 0.2, random.integers(1, shape[1] + 1, (shape[0], 1)))
+    whole = batch(np.zeros(shape, bool), shape[1])
+    cache = make_shapes(Cache, sizes | {"S": shape[1]})
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), cache)
+    weights = state.weights
+    yield train.gradients, tuple[Weights, TokenBatch], (weights, training)
+    yield train.training_step, tuple[train.State, TokenBatch], (state, training)
+    yield train.validation_step, tuple[Weights, TokenBatch], (weights, training)
+    yield forward, tuple[Weights, TokenBatch], (weights, whole)
+    types = tuple[generate.Weights, Cache, u32["B/d L"]]
+    yield generation, types, (weights, cache, whole.inputs)
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree.leaves_with_path(jax.device_get(tree))
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {name(path).lstrip("0123456789/") or "its result": np.asarray(x) for path, x in leaves}
+
+
+def results(config: train.Config, recorded: str = "") -> dict[str, Any]:
+    """Calls the functions on the mesh in context. Returns the arrays that each returns, or what the
+    ops compute in the one named `recorded`."""
+    state = train.init_state(config)
+    made = {"init_state": named(state)}
+    state = dataclasses.replace(numbers.stirred(state), step=np.uint32(3))
+    for function, types, values in calls(config, state):
+        if recorded == function.__name__:
+            with numbers.recording() as events:
+                numbers.run(function, types, values, config)
+            return {"events": events}
+        if not recorded:
+            made[function.__name__] = named(numbers.run(function, types, values, config))
+    return made
+
+
+def main() -> None:
+    file, *recorded = sys.argv[1:]
+    loaded = OmegaConf.load(f"{file}.yaml")
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), loaded))
+    with jax.set_mesh(make_mesh(config, dataclasses.asdict(config.mesh))):
+        try:
+            made = results(config, *recorded)
+        except Exception as error:  # any error of JAX or Python in an edited step
+            sys.exit(explain(error))
+    pathlib.Path(f"{file}.pickle").write_bytes(pickle.dumps(made))
+
+
+if __name__ == "__main__":
+    main()
