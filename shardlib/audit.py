@@ -103,42 +103,6 @@ def phase(path: str) -> str:
     return "forward" if "jvp(" in path else "update"
 
 
-def _lengths(eqn: JaxprEqn) -> Iterable[int]:
-    """The lengths of the dimensions that an equation reduces, slices, concatenates, indexes or
-    orders: those that its result lacks and those that its parameters name."""
-    name, params = eqn.primitive.name, eqn.params
-    numbers: Any = params.get("dimension_numbers")
-    inputs, outputs = (
-        [getattr(v.aval, "shape", ()) for v in vs] for vs in (eqn.invars, eqn.outvars)
-    )
-    shape = next(iter(inputs or outputs), ())
-    if name == "scan":
-        return [params["length"]]
-    if name == "reshape" or (next(jaxprs_in_params(params), None) and name[:6] != "reduce"):
-        return []
-    if name == "random_bits":
-        return outputs[0]  # each device would draw the same
-    if name == "dynamic_update_slice":
-        return [n for n, part in zip(*inputs[:2], strict=True) if n != part]
-    if name == "gather":
-        return [shape[i] for i in numbers.start_index_map]
-    if name.startswith("scatter"):
-        return [shape[i] for i in numbers.scatter_dims_to_operand_dims]
-    if name == "conv_general_dilated":
-        return [shape[i] for i in numbers.lhs_spec[1:]]
-    if hasattr(jax.lax.linalg, name):
-        return shape[-2:]
-    if name == "fft":
-        return shape[-len(params["fft_lengths"]) :]
-    if "window_dimensions" in params:
-        return [n for n, size in zip(shape, params["window_dimensions"], strict=True) if size > 1]
-    named = params.get("axis", params.get("dimension", params.get("dimensions", ())))
-    ordered = [shape[i] for i in (named if isinstance(named, tuple) else (named,))]
-    before, after = ([*map(collections.Counter, shapes)] for shapes in (inputs, outputs))
-    lost = [n for count in before for n in count if all(count[n] > out[n] for out in after)]
-    return ordered + lost
-
-
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
     """The dimensions that make up a length at the sizes of `devices.probe_mesh`: one, several that
     were merged, or none if it is just a number.
@@ -207,32 +171,18 @@ def probe(
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
-    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, computes
-    along a split dimension outside of ops, or has a collective outside of ops.
-
-    To JAX a device's part of an array looks like a full array that varies between devices. Only its
-    lengths tell that a sum by jnp, say, covers just a part. The backward pass is exempt: its sums
-    along split dimensions are transposes of broadcasts, and the collective of an op's own backward
-    pass completes them. A length that was sliced so that its factors are lost goes unnoticed.
-    """
+    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has a
+    collective outside of ops: one written with JAX, or one that JAX adds where a value that all
+    devices hold meets one that differs, for its gradient."""
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
-        if SCOPE.search(path):
-            continue
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
-        if name in COLLECTIVES or name == "axis_index":
+        if name in COLLECTIVES and not SCOPE.search(path):
             over = ", ".join(axes_of(eqn))
             cure = ": use an op, whose type string shows it"
             if name == "psum_invariant" and "transpose(" in path:
                 cure = _cure_of_gradient(eqn.invars[0].aval, over, axes, sizes)
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
-        for length in _lengths(eqn) if "transpose(" not in path else ():
-            dims = dims_of(length, axes, sizes)
-            if any(dim.axes for dim in dims):
-                problems.append(
-                    f"{at}: {name} along {' '.join(map(str, dims))} outside of any op, but each "
-                    "device holds only a part of it: use an op, or ops.all_gather first"
-                )
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
 
@@ -240,17 +190,11 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
     """The end of the message that JAX sums the gradient of a replicated array over these axes."""
     dims = [dims_of(length, axes, sizes) or [length] for length in aval.shape if length > 1]
-    names = ["*".join(map(str, each)) for each in dims]
-    dtype, cure = aval.str_short(short_dtypes=True).partition("[")[0], ""
-    if names:
-        split = "/".join([names[0], *reversed(over.split(", "))])
-        cure = (
-            f'store it split, for instance as {dtype}["{" ".join([split, *names[1:]])}"], and '
-            "ops.all_gather it where it is used; or "
-        )
+    layout = " ".join("*".join(map(str, each)) for each in dims)
+    dtype = aval.str_short(short_dtypes=True).partition("[")[0]
     return (
-        f' sums the gradient of a replicated {dtype}["{" ".join(names)}"]: {cure}'
-        "make it varying with lax.pcast before jax.grad, and reduce its gradient with ops.psum"
+        f' sums the gradient of a replicated {dtype}["{layout}"]: say so where it is used, with '
+        f'ops.broadcast("{layout} -> {layout}", ...), or store it split and ops.all_gather it'
     )
 
 

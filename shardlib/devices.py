@@ -87,9 +87,10 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
 
 
 def turned(mesh: AbstractMesh) -> AbstractMesh:
-    """The probe mesh with each axis of the size that the next one had: the same dimensions in
-    parts of other lengths."""
-    return abstract_mesh({axis: PRIMES[i + 1] for i, axis in enumerate(mesh.axis_names)})
+    """The probe mesh with each axis of the size that the one before it had, and the first of the
+    next prime: the same dimensions in parts of other lengths and in another order of lengths."""
+    names, sizes = mesh.axis_names, mesh.axis_sizes
+    return abstract_mesh(dict(zip(names, (PRIMES[len(sizes)], *sizes[:-1]), strict=True)))
 
 
 # --- Chips ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ the op never adds up over devices: if it sums over a split dimension, its result
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from shardlib.types import (
     axes_problem,
     check,
     check_tree,
+    f32,
     inside_shard_map,
     mesh_shape,
     parse_signature,
@@ -149,6 +151,62 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     for i, axes in gathered:
         x = lax.all_gather(_varying(x, axes), axes, axis=i, tiled=True)
     return x
+
+
+@define_op
+def split(call: Call, x: jax.Array) -> jax.Array:
+    """Keeps each device's own part of dimensions that it holds whole.
+
+        ops.split("B/d L M -> B/d L M/t", x)
+
+    Forward: nothing. Backward: an all-reduce over the axes if `x` is replicated over them; nothing
+    after an all_gather, whose own backward pass adds up.
+    Raises ShardTypeError if it splits nothing, for an unreduced operand, or if a dimension doesn't
+    split evenly.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
+    parts = _one_to_one(call, wanted, given)
+    call.require(parts, "it splits nothing")
+    for i, axes in parts:
+        size = x.shape[i] // math.prod(mesh_shape()[axis] for axis in axes)
+        first = lax.axis_index(axes) * size
+        x = lax.dynamic_slice_in_dim(_varying(x, axes), first, size, axis=i)
+    return x
+
+
+@define_op
+def broadcast(call: Call, x: jax.Array) -> jax.Array:
+    """Marks a value that all devices hold as one that each uses on its own part of the data.
+
+        ops.broadcast("D -> D", gain)               a weight that isn't split
+
+    Forward: nothing. Backward: all-reduce over the axes that the string doesn't name.
+    Raises ShardTypeError unless both sides are the same, or for an unreduced operand.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(given == wanted and not given.unreduced, "both sides must be the same, reduced")
+    return _varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
+
+
+@define_op
+def scale(call: Call, x: jax.Array, *, by: float) -> jax.Array:
+    """Multiplies a value, which may be unreduced, by a number.
+
+        ops.scale("B/d L M {U:t} -> B/d L M {U:t}", y, by=0.5)
+
+    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y.
+    """
+
+    # The factor needs JAX's counterpart of the type; it must not become a residual of a gradient.
+    @jax.custom_vjp
+    def scaled(x: jax.Array) -> jax.Array:
+        kind, factor = jax.typeof(x).manual_axis_type, jnp.asarray(by, x.dtype)
+        axes = (*kind.unreduced, *kind.reduced)
+        return x * (lax.pcast(factor, axes, to="reduced") if axes else factor)
+
+    scaled.defvjp(lambda x: (scaled(x), None), lambda _, gradient: (scaled(gradient),))
+    return scaled(x)
 
 
 def _reduced_axes(call: Call) -> tuple[str, ...]:
@@ -386,7 +444,7 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
         totals[axes] = totals[axes] + square if axes in totals else square
     sums = [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in totals.items()]
     total = sum(sums, start=jnp.float32(0))
-    check(total, Spec(), "the result of ops.sum_of_squares")
+    check(total, f32[""], "the result of ops.sum_of_squares")
     return total
 
 

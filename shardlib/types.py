@@ -272,14 +272,15 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         if bound != size:
             each = f" ({length} on each of {show_axes(axes)})" if size != length else ""
             return f"dimension {dim.name} is {size}{each} here, but {bound} in {first}"
-    problem = _unreduced_problem(value, spec) if local else _layout_problem(value, spec)
+    problem = _unreduced_problem(value, expected) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
     return problem
 
 
-def _unreduced_problem(value: Any, spec: Spec) -> str | None:
+def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
+    spec = expected.spec if isinstance(expected, ArrayType) else expected
     unreduced = [axis for axis in mesh_shape() if axis in kind.unreduced]
     if undeclared := ",".join(axis for axis in unreduced if axis not in spec.unreduced):
         return (
@@ -288,7 +289,8 @@ def _unreduced_problem(value: Any, spec: Spec) -> str | None:
         )
     if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
         return f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
-    if not spec.dims and kind.varying:
+    # Of an op's result only the layout is known, and that of ops.broadcast may vary.
+    if isinstance(expected, ArrayType) and not spec.dims and kind.varying:
         return (
             "a scalar is the same on every device or unreduced, but this one varies along "
             f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}\n"
@@ -535,7 +537,8 @@ def typed_shard_map(fn: F) -> F:
                         raise
                     raise ShardTypeError(
                         "an unreduced value, {U:...}, is used before its partial sums are added "
-                        "up: reduce it with ops.psum or ops.psum_scatter first\n"
+                        "up: reduce it with ops.psum or ops.psum_scatter first (only ops.scale may "
+                        "come before)\n"
                         f"    JAX says: {error}"
                     ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in checked.check_result(result):

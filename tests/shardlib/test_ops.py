@@ -113,6 +113,30 @@ def plain_ids(x):
     return jnp.abs(x * 10).astype(jnp.int32)
 
 
+def split_and_scaled(x: f32["B/d M"], w: f32["M/t"]) -> f32["B/d M/t"]:
+    return ops.scale("B/d M/t -> B/d M/t", ops.split("B/d M -> B/d M/t", x) * w, by=3)
+
+
+def split_over_two_axes(x: f32["M"]) -> f32["M/t/d"]:
+    return ops.split("M -> M/t/d", jnp.sin(x))
+
+
+def split_what_was_gathered(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
+    x = ops.all_gather("B/d M/t -> B/d M", x)
+    return ops.split("B/d M -> B/d M/t", x * jnp.cumsum(x, axis=1))
+
+
+def replicated_weights(x: f32["B/d M/t"], gain: f32["B"], by: f32[""]) -> f32["B/d M/t"]:
+    gain = ops.broadcast("B -> B", gain)
+    return x * jnp.sum(gain * jnp.arange(8.0)) + ops.broadcast(" -> ", by)
+
+
+def scaled_partial_sums(x: f32["B/d F/t"], w: f32["M F/t"]) -> f32["B/d M/t"]:
+    y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", x, w)
+    y = ops.scale("B/d M {U:t} -> B/d M {U:t}", y, by=0.5)
+    return ops.psum_scatter("B/d M {U:t} -> B/d M/t", y)
+
+
 VALUES = [
     (gather_one, lambda x, w: x @ w),
     (gather_two_axes, lambda x, w: x * w),
@@ -128,12 +152,19 @@ VALUES = [
     (look_up_rows, lambda table, x: table[plain_ids(x)]),
     (look_up_in_each_row, lambda table: table[:, [0, 1, 2], [0, 7, 14]]),
     (look_up_across_both_axes, lambda table, x: table[plain_ids(x)]),
+    (split_and_scaled, lambda x, w: 3 * x * w),
+    (split_over_two_axes, jnp.sin),
+    (split_what_was_gathered, lambda x: x * jnp.cumsum(x, axis=1)),
+    (replicated_weights, lambda x, gain, by: x * (gain @ jnp.arange(8.0)) + by),
+    (scaled_partial_sums, lambda x, w: 0.5 * (x @ w.T)),
 ]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("typed, plain", VALUES, ids=[typed.__name__ for typed, _ in VALUES])
 def test_values_and_gradients(typed, plain, axes):
+    if "r" in axes and typed is replicated_weights:
+        pytest.skip("nothing is split over r, so the weight's gradient isn't summed over it")
     rng = np.random.default_rng(0)
     arrays = [
         rng.normal(size=[SIZES[dim.name] for dim in type_tree(p.annotation).spec.dims]).astype(
@@ -363,6 +394,14 @@ MISUSES = {
     "index_unreduced by bytes": lambda a: ops.index_unreduced(
         "[F/t], B/d L -> B/d L {U:t}", a.w[0], a.ids.astype(jnp.uint8)
     ),
+    "split of nothing": lambda a: ops.split("B/d L M/t -> B/d L M/t", a.x),
+    "split of a sum": lambda a: ops.split("B/d L M {U:t} -> B/d L M/t", a.owed),
+    "split that gathers": lambda a: ops.split("B/d L M/t -> B/d L M", a.x),
+    "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
+    "broadcast of a sum": lambda a: ops.broadcast(
+        "B/d L M {U:t} -> B/d L M {U:t}", a.owed
+    ),
+    "scale that changes the layout": lambda a: ops.scale("B/d L M/t -> B/d L M", a.x, by=2),
     "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
     "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
     "index_unreduced without indices": lambda a: ops.index_unreduced("[M/d] -> {U:d}", a.w[:, 0]),
