@@ -615,13 +615,19 @@ def check_types(config: Config) -> Any:
         raise UserError(f"{problem}\n{explain(error)}") from None
 
 
-def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], None]]:
+def tiny(config: Config) -> tuple[Config, Config]:
+    """The config at tiny sizes, in one part on one device, and in two on a mesh with all axes."""
+    split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3)), strict=False))
+    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
+    one, two = (TINY | dict.fromkeys(PARTS, count) for count in (1, 2))
+    whole = dict.fromkeys(split, 1)
+    return resized(config, sizes, whole, one), resized(config, sizes, split, two)
+
+
+def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
     """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
     numbers. See runtime/checks.py."""
-    split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3))))
-    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
-    one = resized(config, sizes, dict.fromkeys(split, 1), TINY | dict.fromkeys(PARTS, 1))
-    other = resized(config, sizes, split, TINY | dict.fromkeys(PARTS, 2))
+    one, other = tiny(config)
     relevant = [getattr(other, section) for section in Config.__annotations__]
     parts = [min(operator.attrgetter(key)(config), 2) for key in PARTS]
     types = functools.partial(check_types, config)
@@ -681,7 +687,7 @@ def train(
     data: Batches,
     held_out: Batches | None,
     run: Run,
-    wait_for_check: Callable[[], None],
+    wait_for_check: Callable[[], str],
 ) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training

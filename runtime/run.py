@@ -81,6 +81,11 @@ class RunConfig(Section):
     heartbeat_timeout_seconds: PositiveInt  # of silence before a host counts as lost
     simulate_devices: bool
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = ("numbers", "types", "none")
+        self.require(self.check in known, "check", f"choose from {', '.join(known)}")
+
 
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises

@@ -1,18 +1,21 @@
-"""Tries every likely mistake in each op of train.py, and reports which check catches it.
+"""Tries wrong and right edits of the source, and reports which check refuses each.
 
     python -m tests.mutations
 
-Each edited source is probed as train.py probes itself before it compiles. An edit that passes is
-run in f32 on three simulated meshes, and must give the same loss and gradients as the original.
-Prints a line per edit, and ends with an error if an edit changes them and no check catches it.
+Wrong edits are every likely mistake in each op of train.py and tools/generate.py, and those listed
+in tests/edits.py and tests/bugs.py, which also have right ones. An edited source is checked as
+`python -m tools.check` does: its types, then, if these hold, its numbers on two meshes. Prints a
+line per edit. Ends with an error if a wrong edit passes, or if a right one is refused.
 """
 
 import argparse
 import ast
 import collections
-import dataclasses
+import importlib
 import itertools
 import linecache
+import multiprocessing
+import os
 import pathlib
 import re
 import sys
@@ -25,23 +28,20 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import train
 from runtime.config import ROOT
+from shardlib import numbers
 from shardlib.devices import make_mesh, simulate_cpu_devices
-from shardlib.types import ShardTypeError, SpecError, make_shardings, parse_signature
+from shardlib.types import ShardTypeError, SpecError, parse_signature
+from tests import bugs, edits
 
-SOURCE = pathlib.Path(train.__file__).read_text()
-MESHES = ({"d": 2, "t": 2}, {"d": 4, "t": 2}, {"d": 1, "t": 4})
-SETTINGS = (
-    *("model.d_model=16", "model.n_kv=4", "model.d_head=4", "model.d_ff=24", "model.vocab=32"),
-    *("training.tokens={batch: 4, len: 8}", "training.grad_clip=inf", "paths.model_name=none"),
-)
-
-
+FILES = "train.py", "tools/generate.py"
 AXIS = re.compile(r"(?<=[/:])[a-z]\b")
 
 
 class Mutation(NamedTuple):
+    """An edit of an op."""
+
+    file: str
     line: int
     what: str
     source: str
@@ -100,9 +100,10 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
     return None
 
 
-def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
+def mutations(axes: tuple[str, ...] = ("d", "t"), file: str = "train.py") -> Iterator[Mutation]:
+    source = (ROOT / file).read_text()
     offsets = [0]
-    for line in SOURCE.splitlines(keepends=True):
+    for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
 
     def span(node: Any) -> tuple[int, int]:
@@ -113,35 +114,35 @@ def mutations(axes: tuple[str, ...]) -> Iterator[Mutation]:
 
     def edit(node: Any, text: str) -> str:
         start, end = span(node)
-        return SOURCE[:start] + text + SOURCE[end:]
+        return source[:start] + text + source[end:]
 
-    calls = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: node.lineno):
         name = ast.unparse(call.func)
-        arguments = [SOURCE[slice(*span(a))] for a in call.args]
-        whole = SOURCE[slice(*span(call))]
+        arguments = [source[slice(*span(a))] for a in call.args]
+        whole = source[slice(*span(call))]
         if name == "save_for_backward":
-            yield Mutation(call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
+            yield Mutation(file, call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
         # `gather` is a parameter; its default is ops.all_gather.
         module, _, op = {"gather": "ops.all_gather"}.get(name, name).partition(".")
         if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
             continue
         signature = str(call.args[0].value)
         if module == "ops":  # deleting a kernel gives another model
-            yield Mutation(call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
+            yield Mutation(file, call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
-            yield Mutation(call.lineno, f"{op} twice", edit(call, again))
+            yield Mutation(file, call.lineno, f"{op} twice", edit(call, again))
         for what, other in other_strings(signature, axes):
-            yield Mutation(call.lineno, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
+            yield Mutation(file, call.lineno, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
         if text := by_jnp(op, signature, arguments[1:]):
-            yield Mutation(call.lineno, f"{op} by jnp", edit(call, text))
+            yield Mutation(file, call.lineno, f"{op} by jnp", edit(call, text))
 
 
-def load(source: str, file: str = "train.py") -> types.ModuleType:
+def load(source: str, file: str = "train.py", name: str = "") -> types.ModuleType:
     """Loads the edited text of a source file as a module."""
-    module = types.ModuleType(f"{pathlib.Path(file).stem}_edited_{len(sys.modules)}")
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    name = name or f"{pathlib.Path(file).stem}_edited_{len(sys.modules)}"
+    module = sys.modules[name] = types.ModuleType(name)  # dataclasses look their module up
     path = str(ROOT / file).replace(".py", "_edited.py")
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     exec(compile(source, path, "exec"), vars(module))
@@ -149,43 +150,74 @@ def load(source: str, file: str = "train.py") -> types.ModuleType:
 
 
 def probe(source: str, config: Any) -> tuple[str, str]:
-    """Returns the kind of check that catches the edit, and the first line of its message; or two
-    empty strings."""
+    """Returns the kind of check of an edited train.py's types that refuses it, and the first line
+    of its message; or two empty strings."""
     try:
         load(source).probe(config)
-    except (TypeError, ValueError, IndexError) as error:
-        text = str(error)
-        if isinstance(error, SpecError):
-            net = "spec"
-        elif not isinstance(error, ShardTypeError):
-            net = "jax's shapes"
-        elif re.search("outside of any op|depends on the mesh", text):
-            net = "by hand"
-        else:
-            net = "reductions" if re.search(r"unreduced|reduce", text) else "layout"
-        return net, text.split("\n")[0]
+    except Exception as error:  # of any class
+        return _kind(error), str(error).split("\n")[0]
     return "", ""
 
 
-def numbers(source: str, config: Any, meshes: Any = MESHES) -> list[Any]:
-    """Returns the loss and gradients of a step in f32 on each mesh."""
-    module = load(source.replace("bf16", "f32"))
-    size, rng = module.dimensions(config), np.random.default_rng(0)
-    shape = size["B"], size["L"]
-    ids = rng.integers(1, size["V"], shape).astype(np.uint32)
-    batch = module.TokenBatch.of(ids, rng.random(shape) < 0.2, config.model.start_token)
-    results = []
-    for axes in meshes:
-        with jax.set_mesh(make_mesh(axes)):
-            placed = jax.tree.map(jax.device_put, batch, make_shardings(module.TokenBatch))
-            state, metrics = module.training_step(module.init_state(config), placed, config)
-            results.append(jax.device_get((metrics.loss, jax.tree.leaves(state.mu))))
-    return results
+def _kind(error: Exception) -> str:
+    if isinstance(error, SpecError):
+        return "spec"
+    if not isinstance(error, ShardTypeError):
+        return "jax's shapes"
+    if re.search("outside of any op|depends on the mesh", str(error)):
+        return "by hand"
+    return "reductions" if re.search(r"unreduced|reduce", str(error)) else "layout"
 
 
-def same(actual: list[Any], expected: list[Any]) -> bool:
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() + 1e-12 for a, b in pairs)
+class Verdict(NamedTuple):
+    """What refuses an edit, and why, or else the loss and the gradient's norm that it gives."""
+
+    net: str = ""
+    why: str = ""
+    made: tuple[float, ...] = ()
+
+
+def verdict(edit: tuple[str, str]) -> Verdict:
+    """Checks an edited source, (file, text). Call it in a process of its own, where neither train.py
+    nor a JAX backend is loaded."""
+    simulate_cpu_devices(6)
+    file, source = edit
+    name = file.removesuffix(".py").replace("/", ".")
+    try:
+        module = load(source, file, name)
+        if package := name.rpartition(".")[0]:
+            setattr(importlib.import_module(package), name.rpartition(".")[2], module)
+        train = importlib.import_module("train")
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            composed = compose("local_test_synthetic", overrides=["paths.model_name=none"])
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+        train.probe(config)
+        return by_numbers(train.tiny(config))
+    except Exception as error:  # of any class
+        return Verdict(_kind(error), str(error).split("\n")[0])
+
+
+def by_numbers(configs: Any) -> Verdict:
+    """Compares what the two configs compute, like runtime/checks.py, but in this process."""
+    tiny = importlib.import_module("tools.tiny")
+    meshes = [make_mesh(vars(config.mesh)) for config in configs]
+    results = [tiny.results(config) for config in configs]
+    made: dict[str, Any] = {}
+    while True:
+        step = []
+        for mesh, result in zip(meshes, results, strict=True):
+            jax.device_count = lambda size=mesh.size: size
+            with jax.set_mesh(mesh):
+                step.append(next(result, None))
+        if not step[0]:
+            break
+        (name, one), (_, other) = step
+        made[name] = one
+        if differ := numbers.differences(one, other):
+            return Verdict("numbers", f"{name}: {', '.join(differ)}")
+    if differ := numbers.differences(made["forward"], made["generation"]):
+        return Verdict("generation", ", ".join(differ))
+    return Verdict(made=tuple(float(made["training_step"][x]) for x in ("loss", "grad_norm")))
 
 
 def main() -> None:
@@ -193,27 +225,43 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
-    every = parser.parse_args().every
-    simulate_cpu_devices(8)
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        composed = compose("local_test_synthetic", overrides=[*SETTINGS, "mesh={d: 2, t: 2}"])
-    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
-    axes = tuple(dataclasses.asdict(config.mesh))
-    wanted = numbers(SOURCE, config)
-    counts: collections.Counter[str] = collections.Counter()
-    for i, (line, what, source) in enumerate(mutations(axes)):
-        if i % every:
-            continue
-        net, message = probe(source, config)
-        if not net:
-            net = "same numbers" if same(numbers(source, config), wanted) else "SURVIVES"
-        counts[net] += 1
-        print(f"train.py:{line}  {net:12}  {what:40}  {message}".rstrip(), flush=True)
-    print(
-        f"\n{counts.total()} edits: " + ", ".join(f"{n} {net}" for net, n in counts.most_common())
+    parser.add_argument("--only", default="", help="try only edits whose line contains this")
+    args = parser.parse_args()
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
-    if counts["SURVIVES"]:
-        sys.exit(f"error: {counts['SURVIVES']} edits change the numbers and no check catches them")
+    # Each edit's kind, name, file and text.
+    tried = [("unedited", "train.py", "train.py", (ROOT / "train.py").read_text())]
+    for file in FILES:
+        for edit in mutations(file=file):
+            tried.append(("op", f"{file}:{edit.line} {edit.what}", file, edit.source))
+    lists = {"wrong": edits.WRONG | bugs.BUGS, "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST}
+    lists["right in training"] = edits.RIGHT_IN_TRAINING
+    for kind, listed in lists.items():
+        for name, edit in listed.items():
+            tried.append((kind, name, edit.file, edits.edited_source(edit)))
+    tried = [tried[0], *(t for t in tried[1 :: args.every] if args.only in f"{t[0]}: {t[1]}")]
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    bad = []
+    fork = multiprocessing.get_context("fork")  # a process of its own for each, already set up
+    with fork.Pool(2, maxtasksperchild=1) as pool:
+        verdicts = pool.imap(verdict, ((file, source) for _, _, file, source in tried), 1)
+        for (kind, name, *_), (net, why, made) in zip(tried, verdicts, strict=True):
+            if kind == "unedited":
+                original = np.array(made)
+            elif kind == "op" and not net:
+                same = np.abs(np.array(made) - original).max() < 1e-4 * original.max()
+                net = "same numbers" if same else ""
+            counts[kind, net or "passes"] += 1
+            wanted = {"right": not net, "right in training": net in ("", "generation")}
+            if not wanted.get(kind, net or kind == "unedited"):
+                bad.append(name)
+                net = f"BAD {net}"
+            print(f"{kind:8}  {net:12}  {name:50}  {why}".rstrip(), flush=True)
+    for (kind, net), count in sorted(counts.items()):
+        print(f"{count:5}  {kind}: {net}")
+    if bad:
+        sys.exit(f"error: {len(bad)} wrong edits pass or right ones are refused: {', '.join(bad)}")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from omegaconf import OmegaConf
 
 import train
 from data.loader import TokenBatch
-from runtime.run import make_mesh
 from shardlib import numbers
+from shardlib.devices import make_mesh
 from shardlib.errors import explain
-from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
+from shardlib.types import Stacked, f32, i32, make_shapes, typed_shard_map, u32
 from tools import generate
 
 Weights, Cache = train.Weights, Stacked["layers", generate.Cache]
@@ -63,9 +63,10 @@ def generation(
     return jnp.concatenate([prompt, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
 
 
-def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields functions with the types and the values of their arguments. Rows have documents of any
-    length from one token on, and end in padding; for generation, a row is one document."""
+def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
+    """Yields functions with the types and the values of their arrays, and their other arguments.
+    Rows have documents of any length from one token on, and end in padding; for generation, a row
+    is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
     shape = sizes["B"], sizes["L"]
 
@@ -79,12 +80,16 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, Any, 
     cache = make_shapes(Cache, sizes | {"S": shape[1]})
     cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), cache)
     weights = state.weights
-    yield train.gradients, tuple[Weights, TokenBatch], (weights, training)
-    yield train.training_step, tuple[train.State, TokenBatch], (state, training)
-    yield train.validation_step, tuple[Weights, TokenBatch], (weights, training)
-    yield forward, tuple[Weights, TokenBatch], (weights, whole)
-    types = tuple[generate.Weights, Cache, u32["B/d L"]]
-    yield generation, types, (weights, cache, whole.inputs)
+    yield train.validation_step, tuple[Weights, TokenBatch], (weights, training), config
+    yield train.gradients, tuple[Weights, TokenBatch], (weights, training), config
+    yield train.training_step, tuple[train.State, TokenBatch], (state, training), config
+    yield forward, tuple[Weights, TokenBatch], (weights, whole), config
+    cached = generate.Weights, Cache, u32["B/d L"]
+    yield generation, tuple[cached], (weights, cache, whole.inputs), config
+    first, draws = np.int32(0), random.random(shape[0]).astype(np.float32)
+    how = generate.Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
+    values = weights, cache, whole.inputs, first, draws
+    yield generate.step, tuple[*cached, i32[""], f32["B/d"]], values, config, how
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:
@@ -93,29 +98,29 @@ def named(tree: Any) -> dict[str, np.ndarray]:
     return {name(path).lstrip("0123456789/") or "its result": np.asarray(x) for path, x in leaves}
 
 
-def results(config: train.Config, recorded: str = "") -> dict[str, Any]:
-    """Calls the functions on the mesh in context. Returns the arrays that each returns, or what the
-    ops compute in the one named `recorded`."""
+def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any]]:
+    """Calls the functions on the mesh in context. Yields the name of each and the arrays that it
+    returns, by name; of the one named `recorded`, and only of that, what its ops compute."""
     state = train.init_state(config)
-    made = {"init_state": named(state)}
+    if not recorded:
+        yield "init_state", named(state)
     state = dataclasses.replace(numbers.stirred(state), step=np.uint32(3))
-    for function, types, values in calls(config, state):
+    for function, *arguments in calls(config, state):
         if recorded == function.__name__:
             with numbers.recording() as events:
-                numbers.run(function, types, values, config)
-            return {"events": events}
-        if not recorded:
-            made[function.__name__] = named(numbers.run(function, types, values, config))
-    return made
+                numbers.run(function, *arguments)
+            yield recorded, events
+        elif not recorded:
+            yield function.__name__, named(numbers.run(function, *arguments))
 
 
 def main() -> None:
     file, *recorded = sys.argv[1:]
     loaded = OmegaConf.load(f"{file}.yaml")
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), loaded))
-    with jax.set_mesh(make_mesh(config, dataclasses.asdict(config.mesh))):
+    with jax.set_mesh(make_mesh(dataclasses.asdict(config.mesh))):
         try:
-            made = results(config, *recorded)
+            made = dict(results(config, *recorded))
         except Exception as error:  # any error of JAX or Python in an edited step
             sys.exit(explain(error))
     pathlib.Path(f"{file}.pickle").write_bytes(pickle.dumps(made))

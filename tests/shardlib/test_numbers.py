@@ -1,0 +1,174 @@
+"""Tests how the numbers of two meshes are compared, with a function of our own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from shardlib import numbers, ops
+from shardlib.devices import make_mesh
+from shardlib.types import Stacked, f32, typed_shard_map
+
+ONE, OTHER = {"d": 1, "t": 1}, {"d": 2, "t": 3}
+SIZES = {"layers": 3, "B": 12, "M": 18, "F": 24}
+
+
+def step(edit):
+    """Gradients of two products in each of some layers; `edit` stands between the two."""
+
+    def loss(stack: Stacked["layers", f32["M/d F/t"]], x: f32["B/d M"]) -> f32[""]:
+        def layer(x, stored):
+            w = ops.all_gather("M/d F/t -> M F/t", stored)
+            h = edit(ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w))
+            y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", h, w)
+            return jnp.sin(ops.psum("B/d M {U:t} -> B/d M", y)), None
+
+        x, _ = lax.scan(jax.checkpoint(layer), x, stack)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", x))
+
+    @jax.jit
+    @typed_shard_map
+    def gradients(
+        stack: Stacked["layers", f32["M/d F/t"]], x: f32["B/d M"]
+    ) -> tuple[f32[""], Stacked["layers", f32["M/d F/t"]]]:
+        return jax.value_and_grad(loss)(stack, x)
+
+    return gradients
+
+
+HINT = tuple[Stacked["layers", f32["M/d F/t"]], f32["B/d M"]]
+RANDOM = np.random.default_rng(0)
+INPUTS = (
+    RANDOM.normal(size=(3, 18, 24)).astype(np.float32) / 5,
+    RANDOM.normal(size=(12, 18)).astype(np.float32),
+)
+
+
+def compared(edit):
+    """The largest difference between the meshes, and the first values that differ."""
+    results, events = [], []
+    for axes in ONE, OTHER:
+        with jax.set_mesh(make_mesh(axes)):
+            with numbers.recording() as recorded:
+                results.append(numbers.run(step(edit), HINT, INPUTS))
+            events.append(recorded)
+    pairs = zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True)
+    return max(numbers.difference(a, b) for a, b in pairs), events
+
+
+@functools.partial(jax.custom_vjp)
+def twice_the_gradient(x):
+    return x
+
+
+twice_the_gradient.defvjp(
+    lambda x: (x, x.shape[-1]), lambda length, g: (g * (2 if length < 24 else 1),)
+)
+
+
+def test_what_is_right_agrees_and_each_value_is_recorded_with_its_gradient():
+    apart, (one, other) = compared(jnp.sin)
+    assert apart < 1e-5 and numbers.first_difference(one, other) is None
+    assert [event[:3] for event in one] == [event[:3] for event in other] and len(one) > 20
+    (products,) = [
+        event
+        for event in one
+        if "the result of ops.einsum" in event.what and "{U:t}" in event.what and event.backward
+    ]
+    assert products.values.shape[1:] == (12, 18)
+    # What is recorded of the last psum is what one computes by hand.
+    x = INPUTS[1].astype(np.float64)
+    for w in INPUTS[0].astype(np.float64):
+        total = np.sin(x @ w) @ w.T
+        x = np.sin(total)
+    (psum,) = [e for e in other if 'result of ops.psum("B/d M' in e.what and not e.backward]
+    np.testing.assert_allclose(psum.values[2], total, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "edit, backward, first, before",
+    [
+        (lambda h: h * h.shape[-1], False, "operand 1 of ops.einsum", "the result of ops.einsum"),
+        (jax.nn.softmax, False, "operand 1 of ops.einsum", "the result of ops.einsum"),
+        (twice_the_gradient, True, "the result of ops.einsum", "operand 1 of ops.einsum"),
+    ],
+)
+def test_the_first_difference_is_where_the_mistake_is(edit, backward, first, before):
+    apart, (one, other) = compared(edit)
+    assert apart > 1e-3
+    previous, event = numbers.first_difference(one, other)
+    assert event.backward == backward and event.what.startswith(first)
+    assert previous.what.startswith(before) and "test_numbers.py:" in event.what
+
+
+def test_what_should_be_equal_on_devices_and_is_not_differs():
+    @jax.jit
+    @typed_shard_map
+    def fn(x: f32["B/d M"]) -> f32[""]:
+        part = lax.axis_index("t") * x  # of type B/d M, and another along t
+        y = ops.reduce_sum("B/d M -> {U:d}", part)
+        return ops.psum("{U:d,t} -> ", lax.pcast(y, "t", to="unreduced"))
+
+    with jax.set_mesh(make_mesh(OTHER)), numbers.recording() as events:
+        numbers.run(fn, tuple[f32["B/d M"]], INPUTS[1:])
+    operand = next(event for event in events if event.what.startswith("operand 1 of ops.reduce"))
+    assert np.isnan(operand.values).all()
+
+
+def test_narrow_floats_become_wide_everywhere():
+    """In a loop, in a branch, in a matmul's result type and in constants."""
+
+    @jax.jit
+    def fn(x):
+        def body(carry, _):
+            y = jnp.einsum("ij,jk->ik", carry, carry, preferred_element_type=jnp.bfloat16)
+            y = lax.cond(y[0, 0] > 0, lambda: y * jnp.bfloat16(1.001), lambda: y)
+            return lax.reduce_precision(y, 8, 7), jnp.float16(0.1) * y.astype(jnp.float16)
+
+        return lax.scan(body, x.astype(jnp.bfloat16), length=3)[1].astype(jnp.float32)
+
+    x = np.full((2, 2), 0.7, np.float32)
+    wide = jax.jit(jaxpr_as_fun(numbers.widened(fn.trace(x).jaxpr)))(x)[0]
+    expected, y = [], x.astype(np.float64)
+    for _ in range(3):
+        y = y @ y * float(jnp.bfloat16(1.001))
+        expected.append(float(np.float16(0.1)) * y)
+    np.testing.assert_allclose(wide, expected, rtol=1e-6)
+    assert np.abs(fn(x) - np.array(expected)).max() > 1e-3, "in bf16 it is another number"
+
+
+def test_tiny_sizes_split_over_all_axes_twice_over_and_the_others_stay_small():
+    hint = tuple[f32["B/d L M/t"], f32["V/t/d D"], Stacked["layers", f32["M/d D"]]]
+    real = {"B": 512, "L": 4096, "M": 8192, "V": 10**5, "D": 128, "layers": 2}
+    sizes = numbers.tiny_sizes(hint, real, OTHER)
+    assert {name for name in sizes if sizes[name] % 12 == 0} >= {"B", "M", "V"}
+    assert len({sizes[name] for name in "BMV"}) == 3 and max(sizes.values()) < 200
+    assert sizes["layers"] == 2 and sizes["D"] <= 12 and sizes["L"] <= 12
+
+
+def test_stirred_values_are_all_different_and_keep_their_sign():
+    tree = {
+        "gain": np.ones((4, 5), np.float32),
+        "moment": np.zeros((4, 5), np.float32),
+        "w": RANDOM.normal(size=(4, 5)).astype(np.float32),
+        "step": np.uint32(7),
+    }
+    stirred = numbers.stirred(tree)
+    assert stirred["step"] == 7
+    for name in "gain", "moment", "w":
+        values = stirred[name]
+        assert len(np.unique(values)) == 20 and values.dtype == np.float32
+        assert (np.sign(values) == np.where(tree[name] < 0, -1, 1)).all()
+    assert 0 < stirred["moment"].max() < 1e-4
+
+
+def test_differences_are_relative_to_the_largest_entry():
+    one = {"a": np.array([100.0, 1.0]), "b": np.array([1.0, 1.0]), "c": np.array([1.0])}
+    other = {"a": np.array([100.0, 1.001]), "b": np.array([1.0, 1.1]), "c": np.array([np.nan])}
+    assert numbers.differences(one, other) == ["c by inf", "b by 1.0e-01"]
+    assert numbers.difference(np.zeros(3), np.zeros(2)) == np.inf
+    assert numbers.difference(np.zeros(3), np.zeros(3)) == 0
