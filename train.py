@@ -571,10 +571,12 @@ TINY = {
 
 
 def resized(
-    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
+    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], **others: Any
 ) -> Config:
-    """The config with these sizes of dimensions and of mesh axes, and with other values by key."""
+    """The config with these sizes of dimensions and of mesh axes, at most two microbatches and two
+    loss chunks, and with other values by key."""
     values = {DIMENSIONS[name]: size for name, size in sizes.items()}
+    values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
     return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
 
 
@@ -598,10 +600,9 @@ def probe(config: Config) -> Any:
     """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
     length by chance. Takes about a second. Raises ShardTypeError, or whatever an edited step raises
     while it is traced."""
-    parts = {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(resized(config, sizes, mesh.shape, parts), mesh)
+        return trace_step(resized(config, sizes, mesh.shape), mesh)
 
     return audit.probe(trace, dataclasses.asdict(config.mesh), dimensions(config))
 
@@ -615,23 +616,23 @@ def check_types(config: Config) -> Any:
         raise UserError(f"{problem}\n{explain(error)}") from None
 
 
-def tiny(config: Config) -> tuple[Config, Config]:
-    """The config at tiny sizes, in one part on one device, and in two on a mesh with all axes."""
+def tiny(config: Config) -> list[Config]:
+    """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
+    the config has them, and for a mesh that splits along all axes."""
     split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3)), strict=False))
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
-    one, two = (TINY | dict.fromkeys(PARTS, count) for count in (1, 2))
-    whole = dict.fromkeys(split, 1)
-    return resized(config, sizes, whole, one), resized(config, sizes, split, two)
+    in_parts = resized(config, sizes, dict.fromkeys(split, 1), **TINY)
+    whole = in_parts.changed(dict.fromkeys(PARTS, 1))
+    others = [in_parts] if in_parts != whole else []
+    return [whole, *others, resized(config, sizes, split, **TINY)]
 
 
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
     """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
     numbers. See runtime/checks.py."""
-    one, other = tiny(config)
-    relevant = [getattr(other, section) for section in Config.__annotations__]
-    parts = [min(operator.attrgetter(key)(config), 2) for key in PARTS]
-    types = functools.partial(check_types, config)
-    return checks.checked(config.check, types, one, other, (relevant, parts))
+    configs = tiny(config)
+    relevant = [getattr(configs[-1], section) for section in Config.__annotations__]
+    return checks.checked(config.check, lambda: check_types(config), configs, relevant)
 
 
 # --- Loop -----------------------------------------------------------------------------------------

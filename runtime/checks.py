@@ -45,23 +45,23 @@ def mark_of(folder: str, relevant: object) -> pathlib.Path:
 
 
 class Numbers:
-    """Computes the same on two meshes, at tiny sizes, beside the program. Each mesh gets a process
-    of its own with no devices but its CPUs, so that the program's devices don't matter, and a count
-    of devices in the source shows. See tools/tiny.py.
+    """Computes the same at tiny sizes on several meshes, beside the program. Each gets a process of
+    its own, whose only devices are the mesh's: CPUs, whatever the program trains on. See
+    tools/tiny.py.
 
-    configs: the tiny configs for one device, and for a mesh that splits everything.
+    configs: the tiny configs. The others are compared with the first.
     """
 
-    def __init__(self, one: Any, other: Any):
-        self.configs = {"one": one, "other": other}
+    def __init__(self, configs: list[Any]):
         self.folder = tempfile.TemporaryDirectory(prefix="tiny_")
-        self.start()
+        self.start(configs)
 
-    def start(self, *record: str) -> None:
-        self.processes = [self._process(name, *record) for name in self.configs]
+    def start(self, configs: list[Any], *record: str) -> None:
+        self.configs = configs
+        self.processes = [self._process(i, *record) for i in range(len(configs))]
 
-    def _process(self, name: str, *record: str) -> subprocess.Popen[str]:
-        config, file = self.configs[name], pathlib.Path(self.folder.name, name)
+    def _process(self, number: int, *record: str) -> subprocess.Popen[str]:
+        config, file = self.configs[number], pathlib.Path(self.folder.name, str(number))
         file.with_suffix(".yaml").write_text(config.to_yaml())
         count = math.prod(vars(config.mesh).values())
         settings = {
@@ -83,51 +83,53 @@ class Numbers:
         )
 
     def results(self, timeout: float | None = None) -> list[Any]:
-        """Returns what the two have computed. Raises UserError if one couldn't."""
-        for process in self.processes:
+        """Returns what the processes have computed. Raises UserError if one couldn't."""
+        made = []
+        for number, process in enumerate(self.processes):
             _, errors = process.communicate(timeout=timeout)
             if process.returncode:
                 raise UserError(
                     f"the step doesn't run at tiny sizes (check=types skips that)\n{errors.strip()}"
                 )
-        files = (pathlib.Path(self.folder.name, f"{name}.pickle") for name in self.configs)
-        return [pickle.loads(file.read_bytes()) for file in files]
+            made.append(pickle.loads(pathlib.Path(self.folder.name, f"{number}.pickle").read_bytes()))
+        return made
 
     def verdict(self) -> str:
         """Blocks until the results are there. Returns a warning about generation, or "". Raises
         UserError that says what differs between the meshes, and from where on."""
-        one, other = self.results()
-        for function, arrays in one.items():
-            if differ := numbers.differences(arrays, other[function]):
-                break
-        else:
-            if differ := numbers.differences(one["forward"], one["generation"]):
-                return (
-                    f"tools.generate computes other logits than training, by {differ[0].split()[-1]} "
-                    "of the largest: it computes one position at a time, so all mixing between "
-                    "positions must happen in train.py's `attend`, and in its own"
-                )
-            return ""
-        mesh, parts = self.configs["other"].mesh, self.configs["other"].training.microbatches
+        first, *others = self.results()
+        for config, other in zip(self.configs[1:], others, strict=True):
+            for function, arrays in first.items():
+                if differ := numbers.differences(arrays, other[function]):
+                    raise UserError(self._explain(function, config, differ))
+        if differ := numbers.differences(first["forward"], first["generation"]):
+            return (
+                f"tools.generate computes other logits than training ({differ[0]}): it computes one "
+                "position at a time, so all mixing between positions must happen in `attend`"
+            )
+        return ""
+
+    def _explain(self, function: str, config: Any, differ: list[str]) -> str:
+        hyper = config.training
+        parts = f"microbatches={hyper.microbatches}, loss_chunks={hyper.loss_chunks}"
         more = [f"{len(differ) - 3} more"] if len(differ) > 3 else []
-        raise UserError(
-            f"the numbers of {function} depend on the mesh: at tiny sizes, in f32, on one device and "
-            f"on {show_axes(vars(mesh))} with {parts} microbatches and loss chunks\n"
-            f"    these differ: {', '.join([*differ[:3], *more])} (relative to the largest entry)\n"
-            f"    {self.where(function)}"
+        return (
+            f"{function} gives other numbers on another mesh: at tiny sizes, in f32, on one device "
+            f"and on {show_axes(vars(config.mesh))} with {parts}\n"
+            f"    these differ: {', '.join([*differ[:3], *more])} (of the largest entry)\n"
+            f"    {self._where(function, config)}"
         )
 
-    def where(self, function: str) -> str:
+    def _where(self, function: str, config: Any) -> str:
         """Computes a function again, in one part, and returns the op where its values part."""
-        hyper = self.configs["other"].training
-        hyper.microbatches = hyper.loss_chunks = 1
-        self.start(function)
+        in_one = {"training.microbatches": 1, "training.loss_chunks": 1}
+        self.start([self.configs[0], config.changed(in_one)], function)
         try:
             one, other = (made[function] for made in self.results(timeout=300))
         except (UserError, subprocess.TimeoutExpired):  # callbacks of many devices can block
             return "which op is the first to differ couldn't be found out"
         if not (found := numbers.first_difference(one, other)):
-            return "in one part, the operands and results of all ops agree"
+            return "without microbatches and loss chunks, all ops' operands and results agree"
         before, first = found
         gradient = "the gradient of " if first.backward else ""
         lines = [f"the first to differ is {gradient}{first.what}"]
@@ -144,7 +146,7 @@ class Numbers:
 
 @contextlib.contextmanager
 def checked(
-    level: str, check_types: Callable[[], object], one: Any, other: Any, relevant: object
+    level: str, check_types: Callable[[], object], configs: list[Any], relevant: object
 ) -> Iterator[Callable[[], str]]:
     """Checks types, and numbers beside the block, as far as `level` asks for it: numbers, types or
     none. Yields a function that blocks until the numbers are checked. It raises UserError if they
@@ -160,7 +162,7 @@ def checked(
         check_types()
     # Numbers are the same on all hosts, so the first one checks for all.
     compares = due and level == "numbers" and jax.process_index() == 0
-    running = Numbers(one, other) if compares else None
+    running = Numbers(configs) if compares else None
 
     def wait() -> str:
         warning = mark.read_text() if mark and mark.exists() else ""

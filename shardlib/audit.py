@@ -1,7 +1,6 @@
 """Reads jaxprs: lists what a traced function sends, computes and saves, and checks that only ops
-communicate or compute along split dimensions."""
+communicate."""
 
-import collections
 import itertools
 import math
 import re
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.devices import probe_mesh, probe_total, turned
+from shardlib.devices import probe_mesh, probe_total
 from shardlib.errors import ShardTypeError, source_line
 from shardlib.ops import SCOPE
 from shardlib.types import Dim
@@ -166,7 +165,6 @@ def probe(
         error.args = tuple(name_lengths(str(arg), axes_at_probe, sizes) for arg in error.args)
         raise
     check(jaxpr, axes_at_probe, sizes)
-    check_numbers(jaxpr, trace(turned(mesh), sizes))
     return jaxpr
 
 
@@ -196,29 +194,6 @@ def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[st
         f' sums the gradient of a replicated {dtype}["{layout}"]: say so where it is used, with '
         f'ops.broadcast("{layout} -> {layout}", ...), or store it split and ops.all_gather it'
     )
-
-
-def check_numbers(jaxpr: Any, other: Any) -> None:
-    """Raises ShardTypeError if a number in a function comes from the length of a part or of a mesh
-    axis. Compares its jaxprs on a probe mesh and on that mesh `devices.turned`, where arrays have
-    the same lengths and their parts others: all numbers must agree."""
-    problems = []
-    for one, two in itertools.zip_longest(equations(jaxpr), equations(other)):
-        at = (one or two).line.replace(" ", ", in ")
-        if not one or not two or one.eqn.primitive != two.eqn.primitive:
-            problems.append(f"{at}: what is computed from this line on depends on the mesh")
-            break
-        if SCOPE.search(one.path):
-            continue
-        for a, b in zip(one.eqn.invars, two.eqn.invars, strict=True):
-            if isinstance(a, Literal) and str(a.val) != str(getattr(b, "val", "")):  # NaN too
-                problems.append(
-                    f"{at}: {one.eqn.primitive.name} takes a number that depends on the mesh, such "
-                    "as the length of a device's part: sum ones with an op, or take the length "
-                    "from the config"
-                )
-    if problems:
-        raise ShardTypeError("\n".join(dict.fromkeys(problems)))
 
 
 # --- The ledger -----------------------------------------------------------------------------------

@@ -68,15 +68,14 @@ PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
 
 def probe_total(axes: Collection[str]) -> int:
     """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
-    return 4 * math.prod(PRIMES[: len(axes) + 1])
+    return 4 * math.prod(PRIMES[: len(axes)])
 
 
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
-    On a mesh d=3, t=5 the sizes are 101 * 420, 103 * 420, ..., as 420 = 3 * 5 * 7 * 4: a dimension
-    splits evenly over d and t, over the next prime's 7 (for `turned`), and into two microbatches or
-    loss chunks. The primes from 101 on tell dimensions apart, so no dimension or part of one is as
+    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
+    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell dimensions apart, so no dimension or part of one is as
     long as another or its part, as happens at the sizes one trains with, nor as a small constant of
     a model.
     """
@@ -84,13 +83,6 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     above = [prime for prime in PRIMES if prime > 100]
     sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
     return abstract_mesh(axis_sizes), sizes
-
-
-def turned(mesh: AbstractMesh) -> AbstractMesh:
-    """The probe mesh with each axis of the size that the one before it had, and the first of the
-    next prime: the same dimensions in parts of other lengths and in another order of lengths."""
-    names, sizes = mesh.axis_names, mesh.axis_sizes
-    return abstract_mesh(dict(zip(names, (PRIMES[len(sizes)], *sizes[:-1]), strict=True)))
 
 
 # --- Chips ----------------------------------------------------------------------------------------

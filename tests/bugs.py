@@ -382,6 +382,20 @@ gain = gather("M/t/d -> M", w.mlp_norm)
             ),
         ),
     ),
+    "gpt-neox #1259": Bug(
+        "the gradient of a norm was averaged over tensor parallel ranks, not summed",
+        "https://github.com/EleutherAI/gpt-neox/pull/1259",
+        (
+            (
+                'gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))\n',
+                """\
+gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
+    share = gain / lax.axis_size("t")
+    gain = share + lax.stop_gradient(gain - share)
+""",
+            ),
+        ),
+    ),
     "Megatron-LM #6660": Bug(
         "with one data parallel rank, a microbatch's gradients were added to twice those so far",
         f"{MEGATRON}/issues/6660",
@@ -522,7 +536,7 @@ parts = jax.sharding.get_abstract_mesh().size
                 """\
 x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
     x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9
-    d_head""",
+    sin, cos""",
             ),
         ),
     ),
