@@ -742,10 +742,9 @@ def main(config: Config) -> int:
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)  # raises if one doesn't split
         data, held_out = open_batches(config, sizes)
     # Outside of set_mesh, because the type check traces on a mesh of another size.
-    with run, checked(config) as wait_for_check:
-        with jax.set_mesh(mesh):
-            train(config, data, held_out, run, wait_for_check)
-            return run.end()
+    with run, checked(config) as wait_for_check, jax.set_mesh(mesh):
+        train(config, data, held_out, run, wait_for_check)
+        return run.end()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from shardlib import numbers
 from shardlib.devices import COUNT_FLAG, show_axes
 from shardlib.errors import UserError
 
+
 def cache_folder() -> str | None:
     return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
 
@@ -91,7 +92,9 @@ class Numbers:
                 raise UserError(
                     f"the step doesn't run at tiny sizes (check=types skips that)\n{errors.strip()}"
                 )
-            made.append(pickle.loads(pathlib.Path(self.folder.name, f"{number}.pickle").read_bytes()))
+            made.append(
+                pickle.loads(pathlib.Path(self.folder.name, f"{number}.pickle").read_bytes())
+            )
         return made
 
     def verdict(self) -> str:
@@ -104,32 +107,36 @@ class Numbers:
                     raise UserError(self._explain(function, config, differ))
         if differ := numbers.differences(first["forward"], first["generation"]):
             return (
-                f"tools.generate computes other logits than training ({differ[0]}): it computes one "
+                f"tools.generate computes other logits than training ({differ[0]}): it takes one "
                 "position at a time, so all mixing between positions must happen in `attend`"
             )
         return ""
 
     def _explain(self, function: str, config: Any, differ: list[str]) -> str:
-        hyper = config.training
-        parts = f"microbatches={hyper.microbatches}, loss_chunks={hyper.loss_chunks}"
+        def shown(config: Any) -> str:
+            hyper = config.training
+            parts = {"microbatches": hyper.microbatches, "loss_chunks": hyper.loss_chunks}
+            return show_axes(vars(config.mesh) | parts)
+
         more = [f"{len(differ) - 3} more"] if len(differ) > 3 else []
         return (
-            f"{function} gives other numbers on another mesh: at tiny sizes, in f32, on one device "
-            f"and on {show_axes(vars(config.mesh))} with {parts}\n"
-            f"    these differ: {', '.join([*differ[:3], *more])} (of the largest entry)\n"
+            f"the numbers of {function} change, at tiny sizes in f32,\n"
+            f"    from {shown(self.configs[0])} to {shown(config)}:\n"
+            f"    {', '.join([*differ[:3], *more])}, relative to the largest entry\n"
             f"    {self._where(function, config)}"
         )
 
     def _where(self, function: str, config: Any) -> str:
         """Computes a function again, in one part, and returns the op where its values part."""
-        in_one = {"training.microbatches": 1, "training.loss_chunks": 1}
-        self.start([self.configs[0], config.changed(in_one)], function)
+        whole = config.changed({"training.microbatches": 1, "training.loss_chunks": 1})
+        self.start([self.configs[0], whole], function)
         try:
             one, other = (made[function] for made in self.results(timeout=300))
         except (UserError, subprocess.TimeoutExpired):  # callbacks of many devices can block
             return "which op is the first to differ couldn't be found out"
         if not (found := numbers.first_difference(one, other)):
-            return "without microbatches and loss chunks, all ops' operands and results agree"
+            parts = "" if whole == config else " with one microbatch and one loss chunk"
+            return f"no op's operand or result differs{parts}"
         before, first = found
         gradient = "the gradient of " if first.backward else ""
         lines = [f"the first to differ is {gradient}{first.what}"]

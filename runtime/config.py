@@ -65,7 +65,7 @@ class Section:
             raise UserError(f"{self.prefix}{name}={value}: {problem}")
 
     def changed(self, values: dict[str, Any]) -> typing.Self:
-        """Returns a copy with these values, by dotted key. Raises UserError, as construction does."""
+        """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""
         config = OmegaConf.structured(self)
         for key, value in values.items():
             OmegaConf.update(config, key, value)

@@ -75,9 +75,9 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
     On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
-    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell dimensions apart, so no dimension or part of one is as
-    long as another or its part, as happens at the sizes one trains with, nor as a small constant of
-    a model.
+    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
+    dimensions apart, so no dimension or part of one is as long as another or its part, as happens
+    at the sizes one trains with, nor as a small constant of a model.
     """
     axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]

@@ -44,7 +44,7 @@ def source_line(trace: Any) -> str:
 
 
 def caller() -> str:
-    """The innermost line being run outside shardlib and libraries, in the format of `source_line`."""
+    """The innermost line of the call stack outside shardlib and libraries, like `source_line`."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_LIBRARIES):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"

@@ -1,5 +1,5 @@
-"""Runs a typed function at tiny sizes, in f32, to compare its results on different meshes, and finds
-the op from which on two runs differ.
+"""Runs a typed function at tiny sizes, in f32, to compare its results on different meshes, and
+finds the op where two runs part.
 
 A function is traced as it stands. In its jaxpr, f32 takes the place of each narrower float, so that
 what remains between two meshes is rounding: about 2e-6 of an array's largest entry, measured.
@@ -8,8 +8,10 @@ what remains between two meshes is rounding: about 2e-6 of an array's largest en
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import math
+import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,11 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardlib import ops
 from shardlib.errors import caller
-
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
 TOLERANCE = 3e-5  # of an array's largest entry
-
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -37,7 +37,9 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
     split over all axes twice over, and are so close that parts over different axes compare
     otherwise than the whole dimensions do. The other dimensions are at most as large as given."""
     unit = 2 * math.prod(axes.values())
-    split = {dim.name for kind in jax.tree.leaves(type_tree(hint)) for dim in kind.spec.dims if dim.axes}
+    split = {
+        dim.name for kind in jax.tree.leaves(type_tree(hint)) for dim in kind.spec.dims if dim.axes
+    }
     factors = itertools.count(5)
     return {
         name: unit * next(factors) if name in split else min(size, unit)
@@ -87,7 +89,7 @@ def _widened(jaxpr: Jaxpr) -> Jaxpr:
     made: dict[Any, Var] = {}
 
     def each(variables: Any) -> Any:
-        new = []
+        new: list[Any] = []
         for old in variables:
             dtype = getattr(old.aval, "dtype", None)
             aval = old.aval.update(dtype=_wide(dtype)) if dtype != _wide(dtype) else old.aval
@@ -108,14 +110,17 @@ def _widened(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, **sides)
 
 
-def run(function: Any, hint: Any, inputs: Any, *static: Any) -> Any:
-    """The result of `function(*inputs, *static)`, a jitted `typed_shard_map`, as NumPy arrays. The
-    inputs are NumPy arrays of type `hint`."""
-    placed = jax.tree.map(jax.device_put, inputs, make_shardings(hint))
-    flat, tree = jax.tree.flatten(placed)
-    kinds = jax.tree.leaves(type_tree(hint))
-    declared = [jax.ShapeDtypeStruct(x.shape, kind.dtype) for x, kind in zip(flat, kinds, strict=True)]
-    traced = function.trace(*tree.unflatten(declared), *static)
+def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
+    """The result of `function(*arrays, *static)`, a jitted `typed_shard_map`, as NumPy arrays. What
+    it takes are NumPy arrays, too."""
+    hints = list(typing.get_type_hints(inspect.unwrap(function)).values())[: len(arrays)]
+    kinds, shardings = tuple(map(type_tree, hints)), tuple(map(make_shardings, hints))
+    placed: Any = jax.tree.map(jax.device_put, arrays, shardings)
+    declared = jax.tree.map(
+        lambda x, kind: jax.ShapeDtypeStruct(x.shape, kind.dtype), placed, kinds
+    )
+    flat = jax.tree.leaves(placed)
+    traced = function.trace(*declared, *static)
     wide = jax.jit(jaxpr_as_fun(widened(traced.jaxpr)))
     out = wide.lower(*flat).compile()(*flat)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), jax.device_get(out))
@@ -212,7 +217,7 @@ def recording() -> Iterator[list[Event]]:
 def assembled(block: np.ndarray, spec: Spec, axes: Any, pending: tuple[str, ...]) -> np.ndarray:
     """The global arrays, stacked, of devices' parts [*axes, time, *part]. Over `pending` axes parts
     are summed."""
-    left = []
+    left: list[str] = []
     for axis in reversed(axes):
         i = list(axes).index(axis)
         if axis in spec.axes:

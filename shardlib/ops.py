@@ -46,9 +46,10 @@ def scope_name(op: str, signature: str) -> str:
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
-# Called with each operand and result of an op, its layout and what it is; `numbers.recording` puts
-# a function here that stores them.
-watch: Callable[[jax.Array, Spec, str], jax.Array] = lambda x, spec, what: x
+def watch(x: jax.Array, spec: Spec, what: str) -> jax.Array:
+    """Called with each operand and result of an op, its layout and what it is. `numbers.recording`
+    puts another function here, which stores it."""
+    return x
 
 
 class Call:

@@ -6,10 +6,8 @@ Reads a config from FILE.yaml and writes to FILE.pickle the arrays that each fun
 name. With a FUNCTION, writes what the ops in this one compute instead.
 """
 
-
 import dataclasses
 import functools
-
 import pathlib
 import pickle
 import sys
@@ -27,15 +25,13 @@ from data.loader import TokenBatch
 from shardlib import numbers
 from shardlib.devices import make_mesh
 from shardlib.errors import explain
-from shardlib.types import Stacked, f32, i32, make_shapes, typed_shard_map, u32
+from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
 from tools import generate
-
-Weights, Cache = train.Weights, Stacked["layers", generate.Cache]
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def forward(weights: Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L V/t"]:
+def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L V/t"]:
     """The logits as training computes them."""
     x = train.forward(weights, batch, config.model)
     return train.unembed(train.output_weights(weights), x, config.model)
@@ -44,7 +40,10 @@ def forward(weights: Weights, batch: TokenBatch, config: train.Config) -> f32["B
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def generation(
-    weights: generate.Weights, cache: Cache, inputs: u32["B/d L"], config: train.Config
+    weights: generate.Weights,
+    cache: Stacked["layers", generate.Cache],
+    inputs: u32["B/d L"],
+    config: train.Config,
 ) -> f32["B/d L V/t"]:
     """The logits as generation computes them: for half of a row in one step, as for a prompt, then
     for one token after the other."""
@@ -64,7 +63,7 @@ def generation(
 
 
 def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
-    """Yields functions with the types and the values of their arrays, and their other arguments.
+    """Yields functions with the arrays that they take, as NumPy arrays, and their other arguments.
     Rows have documents of any length from one token on, and end in padding; for generation, a row
     is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
@@ -77,19 +76,18 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
 
     training = batch(random.random(shape) < 0.2, random.integers(1, shape[1] + 1, (shape[0], 1)))
     whole = batch(np.zeros(shape, bool), shape[1])
-    cache = make_shapes(Cache, sizes | {"S": shape[1]})
-    cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), cache)
-    weights = state.weights
-    yield train.validation_step, tuple[Weights, TokenBatch], (weights, training), config
-    yield train.gradients, tuple[Weights, TokenBatch], (weights, training), config
-    yield train.training_step, tuple[train.State, TokenBatch], (state, training), config
-    yield forward, tuple[Weights, TokenBatch], (weights, whole), config
-    cached = generate.Weights, Cache, u32["B/d L"]
-    yield generation, tuple[cached], (weights, cache, whole.inputs), config
-    first, draws = np.int32(0), random.random(shape[0]).astype(np.float32)
+    cached = Stacked["layers", generate.Cache]
+    shapes = make_shapes(cached, sizes | {"S": shape[1]})
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
+    yield train.validation_step, (state.weights, training), config
+    yield train.gradients, (state.weights, training), config
+    yield train.training_step, (state, training), config
+    yield forward, (state.weights, whole), config
+    rows = state.weights, cache, whole.inputs
+    yield generation, rows, config
+    draws = random.random(shape[0]).astype(np.float32)
     how = generate.Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
-    values = weights, cache, whole.inputs, first, draws
-    yield generate.step, tuple[*cached, i32[""], f32["B/d"]], values, config, how
+    yield generate.step, (*rows, np.int32(0), draws), config, how
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:

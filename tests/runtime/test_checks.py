@@ -1,40 +1,111 @@
-"""Tests that a check which has passed is not run again."""
+"""Tests when the checks before the first step run, and what they say."""
 
 import sys
 import types
+from typing import ClassVar
 
+import jax
 import pytest
 
-from runtime.cache import unless_passed_before
+import train
+from runtime import checks
+from shardlib.errors import UserError
 from tests.helpers import small_config
 
 
-def test_a_check_runs_once_for_a_config_and_a_source(tmp_path, monkeypatch):
-    calls = []
+class Running:
+    """Takes the place of the processes that compute the numbers."""
+
+    made: ClassVar[list["Running"]] = []
+    warning = ""
+
+    def __init__(self, configs):
+        self.configs, self.closed = configs, False
+        self.made.append(self)
+
+    def verdict(self):
+        return self.warning
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """Returns a function that runs the checks of a config, and returns which did run."""
+    monkeypatch.setattr(checks, "Numbers", Running)
+    monkeypatch.setattr(checks, "cache_folder", lambda: str(tmp_path / "cache"))
 
     def run(*overrides):
-        before = len(calls)
-        config = small_config(*overrides, f"paths.root_working_dir={tmp_path}")
-        unless_passed_before(config, lambda: calls.append(1))
-        return len(calls) > before
+        ran: list[str] = []
+        monkeypatch.setattr(train, "check_types", lambda _: ran.append("types"))
+        Running.made.clear()
+        with train.checked(small_config(*overrides)) as wait:
+            wait()
+        assert all(running.closed for running in Running.made)
+        return ran + ["numbers"] * len(Running.made)
 
-    assert run() and not run()
-    assert not run("paths.model_name=other"), "another run of the same"
-    assert run("model.layers=3") and not run("model.layers=3")
+    return run
+
+
+def test_what_has_passed_is_not_checked_again(checked, tmp_path, monkeypatch):
+    both = ["types", "numbers"]
+    assert checked() == both and checked() == []
+    for same in (
+        "paths.model_name=other",
+        "training.learning_rate=0.3",
+        "training.steps=77",
+        "model.d_model=64",
+        "mesh.d=4",
+        "checkpoint_interval=5",
+    ):
+        assert checked(same) == [], same
+    for other in "model.norm_eps=1e-5", "training.weight_decay=0", "training.microbatches=2":
+        assert checked(other) == both and checked(other) == [], other
     file = tmp_path / "mine.py"
     file.write_text("WIDTH = 1\n")
     monkeypatch.setitem(sys.modules, "mine", module := types.ModuleType("mine"))
     module.__file__ = str(file)
-    assert run() and not run()
+    assert checked() == both and checked() == []
     file.write_text("WIDTH = 2\n")
-    assert run() and not run()
+    assert checked() == both
 
 
-def test_what_does_not_pass_is_checked_again(tmp_path):
-    def refuse():
-        raise ValueError("no")
+def test_what_is_skipped_is_said(checked, capsys):
+    assert checked("check=types") == ["types"]
+    assert "check=types: numbers are not checked" in capsys.readouterr().out
+    assert checked("check=none") == []
+    assert "check=none: types and numbers are not checked" in capsys.readouterr().out
+    assert checked() == ["types", "numbers"], "less was checked before"
+    with pytest.raises(UserError, match=r"check=no: choose from numbers, types, none"):
+        small_config("check=no")
 
-    config = small_config(f"paths.root_working_dir={tmp_path}")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            unless_passed_before(config, refuse)
+
+def test_a_warning_comes_at_each_start(checked, capsys, monkeypatch):
+    monkeypatch.setattr(Running, "warning", "generation differs")
+    for ran in ["types", "numbers"], []:
+        assert checked() == ran
+        assert "warning: generation differs" in capsys.readouterr().out
+
+
+def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
+    def refuse(_):
+        raise UserError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "verdict", refuse)
+        for _ in range(2):
+            with pytest.raises(UserError, match="no"):
+                checked()
+            assert Running.made[0].closed
+    assert checked() == ["types", "numbers"]
+
+
+def test_the_configs_that_are_compared():
+    one, other = train.tiny(small_config())
+    assert (vars(one.mesh), vars(other.mesh)) == ({"d": 1, "t": 1}, {"d": 2, "t": 3})
+    assert one.model == other.model
+    one, in_parts, other = train.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
+    assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 2, 2]
+    assert vars(in_parts.mesh) == {"d": 1, "t": 1}
+    assert jax.device_count() != 6, "the processes have as many devices as their mesh"

@@ -116,7 +116,10 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
 
     def explicit(scale: f32["M"], x: f32["B/d M"]) -> f32[""]:
         y = jnp.sin(x * ops.broadcast("M -> M", scale))
-        y = ops.psum("B/d {U:t} -> B/d", ops.reduce_sum("B/d M/t -> B/d {U:t}", ops.split("B/d M -> B/d M/t", y)))
+        y = ops.psum(
+            "B/d {U:t} -> B/d",
+            ops.reduce_sum("B/d M/t -> B/d {U:t}", ops.split("B/d M -> B/d M/t", y)),
+        )
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d -> {U:d}", y))
 
     check(explicit, "dt", "BM", f32["M"], f32["B/d M"])

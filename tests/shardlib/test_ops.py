@@ -398,9 +398,7 @@ MISUSES = {
     "split of a sum": lambda a: ops.split("B/d L M {U:t} -> B/d L M/t", a.owed),
     "split that gathers": lambda a: ops.split("B/d L M/t -> B/d L M", a.x),
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
-    "broadcast of a sum": lambda a: ops.broadcast(
-        "B/d L M {U:t} -> B/d L M {U:t}", a.owed
-    ),
+    "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
     "scale that changes the layout": lambda a: ops.scale("B/d L M/t -> B/d L M", a.x, by=2),
     "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
     "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),

@@ -1,0 +1,72 @@
+"""Tests `python -m tools.check`: a copy of the source, edited, is refused with the op where the
+numbers of two meshes part. tests/mutations.py has many more edits."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import golden
+from tests.helpers import ROOT
+
+PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
+LINE = "hidden = jax.nn.silu(gate) * up"
+MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
+EDITS = {
+    "a softmax of a part": (LINE, "hidden = jax.nn.softmax(gate, axis=-1) * up"),
+    "a mean of the means of microbatches": (
+        "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))",
+        "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
+    ),
+    "an average of the weights by the length of a part": (
+        "weights = tree_map(update, state.weights, mu, nu)",
+        "weights = tree_map(lambda w, *m: update(w, *m) + 1e-3 * w.size, state.weights, mu, nu)",
+    ),
+    "positions mixed outside of attend": (LINE, MIXED),
+}
+
+
+def check(folder, *settings):
+    """Runs the program on the source in a folder. Returns its exit code and what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", *settings],
+        cwd=folder,
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_the_source_as_it_is_passes():
+    code, printed = check(ROOT)
+    assert code == 0, printed
+    assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case == "a softmax of a part" else pytest.param(case, marks=pytest.mark.slow)
+     for case in EDITS],
+)  # fmt: skip
+def test_a_wrong_edit_is_refused_with_the_place(case, tmp_path):
+    for name in PRODUCT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    old, new = EDITS[case]
+    text = (tmp_path / "train.py").read_text()
+    assert text.count(old) == 1
+    (tmp_path / "train.py").write_text(text.replace(old, new))
+    parts = ["training.microbatches=2"] if "microbatches" in case else []
+    code, printed = check(tmp_path, *parts)
+    assert code == 1, printed
+    # The digits of a difference depend on the machine.
+    printed = re.sub(
+        r"\d\.\de[-+]\d+", "NUMBER", re.sub(r"train\.py:\d+", "train.py:LINE", printed)
+    )
+    printed = re.sub(r".*, relative", "    ..., relative", printed)
+    golden.check("numbers.txt", case, printed.strip())
