@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.devices import probe_mesh, probe_total, turned
 from shardlib.errors import ShardTypeError, source_line
+from shardlib.kernels import KERNEL
 from shardlib.ops import SCOPE
 from shardlib.types import Dim
 
@@ -28,30 +30,73 @@ COLLECTIVES = {
 }
 
 
+class Runs(NamedTuple):
+    """How often an equation runs. A compiler may compute before a loop what is the same in each
+    iteration, only one branch of a cond runs, and a while_loop's iterations are unknown."""
+
+    times: float = 1  # at most; infinity in a while_loop
+    at_least: int = 1  # a while_loop is assumed to iterate
+
+
 class Equation(NamedTuple):
     """An equation of a jaxpr, with its place in the source."""
 
     eqn: JaxprEqn
     path: str  # JAX's name stack
     line: str  # `train.py:253 block`
-    times: int  # it runs
+    runs: Runs
 
 
-def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs.
+def equations(
+    jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
+) -> Iterator[Equation]:
+    """Yields each equation, including those of inner jaxprs. `known` has how often variables change
+    at least; the others, among them constants, don't.
 
     The body of a library's jitted function was traced where it was first called, so its equations
     get the line of the call at hand.
     """
-    path, times = (outer.path, outer.times) if outer else ("", 1)
+    path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
+    changes = {} if known is None else known
+
+    def changes_of(variables: Any) -> list[int]:
+        return [1 if isinstance(v, Literal) else changes.get(v, 1) for v in variables]
+
     for eqn in jaxpr.eqns:
         line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
-        here = Equation(eqn, f"{path}/{eqn.source_info.name_stack}", line, times)
+        at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
+        place = f"{path}/{eqn.source_info.name_stack}"
+        here = Equation(eqn, place, line, Runs(runs.times, at_least))
         yield here
-        inside = here._replace(times=times * eqn.params.get("length", 1))
+        changes |= dict.fromkeys(eqn.outvars, at_least)
+        name, length = eqn.primitive.name, eqn.params.get("length", 1)
+        times = math.inf if name == "while" else runs.times * length
+        each = 0 if name == "cond" else at_least * length
         for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner, inside)
+            call = length == 1 and name not in ("while", "cond")
+            loop = 0 if call else sum(carried_and_sliced(eqn))
+            same = changes_of(eqn.invars[-len(inner.invars) :])[: len(inner.invars) - loop]
+            changes |= zip(inner.invars, same + [each] * loop, strict=False)
+            yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
+            if call and len(inner.outvars) == len(eqn.outvars):
+                changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
+
+
+def carried_and_sliced(loop: JaxprEqn) -> tuple[int, int]:
+    """The numbers of operands that a loop carries and that a scan slices. They are its last. Tells
+    them by their shapes in the body, as the names of a scan's parameters differ between JAX
+    versions."""
+    if loop.primitive.name == "while":
+        return len(loop.outvars), 0
+    if loop.primitive.name != "scan":
+        return 0, 0
+    (body,) = jaxprs_in_params(loop.params)
+
+    def same(outer: Any, inner: Any) -> int:
+        return sum(a.aval.shape == b.aval.shape for a, b in zip(outer, inner, strict=True))
+
+    return same(loop.outvars, body.outvars), len(loop.invars) - same(loop.invars, body.invars)
 
 
 def line_of(eqn: JaxprEqn) -> str:
@@ -288,20 +333,23 @@ class Transfer(NamedTuple):
     kind: str
     axes: tuple[str, ...]
     phase: str
-    times: int
+    times: float  # at most; see `Runs`
+    at_least: int
     elements: int  # of the array gathered over the axes
     bytes: float  # with a ring: each of n devices gets what the other n - 1 hold
 
 
 class Product(NamedTuple):
-    """A matmul, and each device's FLOPs each time it runs."""
+    """A matmul or convolution, and each device's FLOPs each time it runs."""
 
     line: str
     op: str
     phase: str
-    times: int
+    times: float  # at most; see `Runs`
+    at_least: int
     flops: int
     bytes: int  # of operands and result
+    in_kernel: bool  # on GPUs, so that not all of these go through memory
 
 
 class Saved(NamedTuple):
@@ -319,6 +367,7 @@ class Ledger(NamedTuple):
     transfers: list[Transfer]
     products: list[Product]
     saved: list[Saved]
+    kernel_bytes: int  # that ops with a kernel for GPUs read and write
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
@@ -326,7 +375,7 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
-    for eqn, path, line, times in equations(live):
+    for eqn, path, line, runs in equations(live):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         if name in COLLECTIVES:
@@ -335,15 +384,64 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)
             size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
-            row = (line, op, kind, over, phase(path), times, elements, size * (n - 1) / n)
+            row = (line, op, kind, over, phase(path), *runs, elements, size * (n - 1) / n)
             transfers.append(Transfer(*row))
-        if name == "dot_general":
-            (summed, _), _ = eqn.params["dimension_numbers"]
-            flops = 2 * math.prod(arrays[0].shape[i] for i in summed) * arrays[-1].size
+        if name in FLOPS:
+            flops = FLOPS[name](eqn)
             size = sum(array.size * array.dtype.itemsize for array in arrays)
-            products.append(Product(line, op, phase(path), times, flops, size))
+            products.append(Product(line, op, phase(path), *runs, flops, size, KERNEL in path))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
-    return Ledger(transfers, products, [array for body in bodies for array in _saved(body)])
+    saved = [array for body in bodies for array in _saved(body)]
+    return Ledger(transfers, products, saved, _kernel_bytes(live))
+
+
+def _matmul_flops(eqn: Any) -> int:
+    """Takes the groups of a ragged_dot to cover all rows, as in a mixture of experts."""
+    left, right, *_ = (v.aval.shape for v in eqn.invars)
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    groups = ragged.rhs_group_dimensions if ragged else ()
+    (_, summed), (_, batch) = numbers
+    new = set(range(len(right))) - {*summed, *batch, *groups}
+    return 2 * math.prod(left) * math.prod(right[i] for i in new)
+
+
+def _convolution_flops(eqn: Any) -> int:
+    """Leaves out the zeros of padding and dilation."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    inputs, kernel, outputs = (
+        [shape[i] for i in spec] for shape, spec in zip(shapes, numbers, strict=True)
+    )
+    flops = 2 * outputs[0] * outputs[1] * kernel[1]
+    for i, stride in enumerate(params["window_strides"]):
+        gap, apart, before = (params[key][i] for key in ("lhs_dilation", "rhs_dilation", "padding"))
+        at = np.arange(outputs[2 + i])[:, None] * stride + np.arange(kernel[2 + i]) * apart
+        at -= before[0]
+        flops *= int(((at >= 0) & (at < inputs[2 + i] * gap) & (at % gap == 0)).sum())
+    return flops
+
+
+FLOPS = {
+    "dot_general": _matmul_flops,
+    "ragged_dot_general": _matmul_flops,
+    "conv_general_dilated": _convolution_flops,
+}
+
+
+def _kernel_bytes(jaxpr: Any) -> int:
+    """The bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: arrays that
+    other equations touch too. Takes a while_loop to iterate once."""
+    touched: list[set[Any]] = [{*jaxpr.constvars, *jaxpr.invars}, set()]
+    touched[0] |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    size = 0
+    for eqn in jaxpr.eqns:
+        in_kernel = KERNEL in str(eqn.source_info.name_stack)
+        variables = (*eqn.invars, *eqn.outvars)
+        touched[in_kernel] |= {v for v in variables if not isinstance(v, Literal)}
+        for inner in jaxprs_in_params(eqn.params):
+            size += 0 if in_kernel else eqn.params.get("length", 1) * _kernel_bytes(inner)
+    return size + sum(v.aval.size * v.aval.dtype.itemsize for v in set.intersection(*touched))
 
 
 def _saved(body: Any) -> Iterator[Saved]:
