@@ -28,14 +28,16 @@ COLLECTIVES = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
     "ppermute": "permute",
 }
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+WINDOW = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")  # of a convolution
 
 
 class Runs(NamedTuple):
-    """How often an equation runs. A compiler may compute before a loop what is the same in each
-    iteration, only one branch of a cond runs, and a while_loop's iterations are unknown."""
+    """Bounds on how often an equation runs. A compiler may compute before a loop
+    what is the same in each iteration. Of a cond, one branch runs."""
 
     times: float = 1  # at most; infinity in a while_loop
-    at_least: int = 1  # a while_loop is assumed to iterate
+    at_least: int = 1  # taking a while_loop to iterate
 
 
 class Equation(NamedTuple):
@@ -50,8 +52,8 @@ class Equation(NamedTuple):
 def equations(
     jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
 ) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs. `known` has how often variables change
-    at least; the others, among them constants, don't.
+    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: how often
+    a variable's value changes, at least; once for those that it lacks.
 
     The body of a library's jitted function was traced where it was first called, so its equations
     get the line of the call at hand.
@@ -67,36 +69,36 @@ def equations(
         line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
         at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
         place = f"{path}/{eqn.source_info.name_stack}"
-        here = Equation(eqn, place, line, Runs(runs.times, at_least))
-        yield here
+        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least)))
         changes |= dict.fromkeys(eqn.outvars, at_least)
         name, length = eqn.primitive.name, eqn.params.get("length", 1)
+        loop = name == "while" or length != 1
         times = math.inf if name == "while" else runs.times * length
         each = 0 if name == "cond" else at_least * length
+        changing = len(eqn.invars) - carried(eqn).start if loop else 0
         for inner in jaxprs_in_params(eqn.params):
-            call = length == 1 and name not in ("while", "cond")
-            loop = 0 if call else sum(carried_and_sliced(eqn))
-            same = changes_of(eqn.invars[-len(inner.invars) :])[: len(inner.invars) - loop]
-            changes |= zip(inner.invars, same + [each] * loop, strict=False)
+            same = changes_of(eqn.invars[-len(inner.invars) : len(eqn.invars) - changing])
+            changes |= zip(inner.invars, same + [each] * changing, strict=False)
             yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
-            if call and len(inner.outvars) == len(eqn.outvars):
+            if not loop and name != "cond" and len(inner.outvars) == len(eqn.outvars):
                 changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
 
 
-def carried_and_sliced(loop: JaxprEqn) -> tuple[int, int]:
-    """The numbers of operands that a loop carries and that a scan slices. They are its last. Tells
-    them by their shapes in the body, as the names of a scan's parameters differ between JAX
-    versions."""
-    if loop.primitive.name == "while":
-        return len(loop.outvars), 0
-    if loop.primitive.name != "scan":
-        return 0, 0
-    (body,) = jaxprs_in_params(loop.params)
+def carried(eqn: JaxprEqn) -> slice:
+    """The operands that a loop carries. Those before are the same in each iteration, those after
+    are sliced. Tells them by their shapes in the body, as the names of a scan's parameters differ
+    between JAX versions."""
+    start = stop = len(eqn.invars)
+    if eqn.primitive.name in ("scan", "while"):
+        *_, body = jaxprs_in_params(eqn.params)
+        stop -= _differ(eqn.invars, body.invars)
+        start = stop - len(eqn.outvars) + _differ(eqn.outvars, body.outvars)
+    return slice(start, stop)
 
-    def same(outer: Any, inner: Any) -> int:
-        return sum(a.aval.shape == b.aval.shape for a, b in zip(outer, inner, strict=True))
 
-    return same(loop.outvars, body.outvars), len(loop.invars) - same(loop.invars, body.invars)
+def _differ(outer: Any, inner: Any) -> int:
+    pairs = zip(reversed(outer), reversed(inner), strict=False)
+    return sum(a.aval.shape != b.aval.shape for a, b in pairs)
 
 
 def line_of(eqn: JaxprEqn) -> str:
@@ -386,62 +388,53 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
             row = (line, op, kind, over, phase(path), *runs, elements, size * (n - 1) / n)
             transfers.append(Transfer(*row))
-        if name in FLOPS:
-            flops = FLOPS[name](eqn)
-            size = sum(array.size * array.dtype.itemsize for array in arrays)
+        if name in PRODUCTS:
+            flops = _flops(eqn, [array.shape for array in arrays])
+            size = sum(map(_bytes, arrays))
             products.append(Product(line, op, phase(path), *runs, flops, size, KERNEL in path))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]
     return Ledger(transfers, products, saved, _kernel_bytes(live))
 
 
-def _matmul_flops(eqn: Any) -> int:
-    """Takes the groups of a ragged_dot to cover all rows, as in a mixture of experts."""
-    left, right, *_ = (v.aval.shape for v in eqn.invars)
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    numbers = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-    groups = ragged.rhs_group_dimensions if ragged else ()
+def _bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
+    """The FLOPs of a matmul or convolution, without those on the zeros that pad or dilate a
+    convolution's operands. Takes the groups of a ragged_dot to cover all rows."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "conv_general_dilated":
+        specs = zip(shapes, params["dimension_numbers"], strict=True)
+        left, right, result = ([shape[i] for i in spec] for shape, spec in specs)
+        flops = 2 * result[0] * result[1] * right[1]
+        settings = (params[key] for key in WINDOW)
+        windows = zip(left[2:], right[2:], result[2:], *settings, strict=True)
+        for n, taps, places, stride, (before, _), gap, apart in windows:
+            at = np.add.outer(np.arange(places) * stride, np.arange(taps) * apart) - before
+            flops *= int(np.isin(at, np.arange(n) * gap).sum())
+        return flops
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
     (_, summed), (_, batch) = numbers
-    new = set(range(len(right))) - {*summed, *batch, *groups}
-    return 2 * math.prod(left) * math.prod(right[i] for i in new)
-
-
-def _convolution_flops(eqn: Any) -> int:
-    """Leaves out the zeros of padding and dilation."""
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-    inputs, kernel, outputs = (
-        [shape[i] for i in spec] for shape, spec in zip(shapes, numbers, strict=True)
-    )
-    flops = 2 * outputs[0] * outputs[1] * kernel[1]
-    for i, stride in enumerate(params["window_strides"]):
-        gap, apart, before = (params[key][i] for key in ("lhs_dilation", "rhs_dilation", "padding"))
-        at = np.arange(outputs[2 + i])[:, None] * stride + np.arange(kernel[2 + i]) * apart
-        at -= before[0]
-        flops *= int(((at >= 0) & (at < inputs[2 + i] * gap) & (at % gap == 0)).sum())
-    return flops
-
-
-FLOPS = {
-    "dot_general": _matmul_flops,
-    "ragged_dot_general": _matmul_flops,
-    "conv_general_dilated": _convolution_flops,
-}
+    matched = {*summed, *batch, *(ragged.rhs_group_dimensions if ragged else ())}
+    return 2 * math.prod((*shapes[0], *(n for i, n in enumerate(shapes[1]) if i not in matched)))
 
 
 def _kernel_bytes(jaxpr: Any) -> int:
     """The bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: arrays that
-    other equations touch too. Takes a while_loop to iterate once."""
-    touched: list[set[Any]] = [{*jaxpr.constvars, *jaxpr.invars}, set()]
-    touched[0] |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    other equations touch too."""
+    touched: list[set[Any]] = [{*jaxpr.invars}, set()]
+    touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
     for eqn in jaxpr.eqns:
         in_kernel = KERNEL in str(eqn.source_info.name_stack)
         variables = (*eqn.invars, *eqn.outvars)
-        touched[in_kernel] |= {v for v in variables if not isinstance(v, Literal)}
-        for inner in jaxprs_in_params(eqn.params):
-            size += 0 if in_kernel else eqn.params.get("length", 1) * _kernel_bytes(inner)
-    return size + sum(v.aval.size * v.aval.dtype.itemsize for v in set.intersection(*touched))
+        touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
+        for inner in () if in_kernel else jaxprs_in_params(eqn.params):
+            size += eqn.params.get("length", 1) * _kernel_bytes(inner)
+    return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
 
 
 def _saved(body: Any) -> Iterator[Saved]:
@@ -461,8 +454,7 @@ def _saved(body: Any) -> Iterator[Saved]:
                         (inner,) = jaxprs_in_params(maker.params)
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
-                    size = array.size * array.dtype.itemsize
-                    row = (made_at(maker, index), times, shape, array.dtype.name, size)
+                    row = (made_at(maker, index), times, shape, array.dtype.name, _bytes(array))
                     yield Saved(*row, "host" if on_host(array) else "device")
         else:
             makers |= dict.fromkeys(eqn.outvars, eqn)

@@ -153,8 +153,8 @@ def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
         row, times, bound = dict(key), most[key], "at most" if at_least < most[key] else ""
         if times == math.inf:
             times, bound = max(at_least, 1), "at least"
-        counts = {"times": times, "at_least": at_least, "bound": bound}
-        merged_rows.append(row | counts | {"total": times * row[amount]})
+        row |= {"times": times, "at_least": at_least, "bound": bound}
+        merged_rows.append(row | {"total": times * row[amount]})
     return merged_rows
 
 
@@ -375,13 +375,13 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
 def least_seconds(
     result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
 ) -> dict[str, float]:
-    """The least time that a step needs of each resource, where counts have bounds, by the lower
-    ones. Memory traffic counts what matmuls and the optimizer read and write. On GPUs, kernels keep
-    what is inside an op out of memory. A collective over several axes takes their slowest link."""
-    products = result["products"]
-    on_gpu = not chip.kind.startswith("TPU")
-    moved = result["kernel_bytes"] * on_gpu + 7 * result["held"]["weights"]  # 4 read, 3 written
-    moved += sum(r["at_least"] * r["bytes"] for r in products if not (on_gpu and r["in_kernel"]))
+    """The least time that a step needs of each resource, if what runs "at most" so often runs as
+    rarely as it may. Memory traffic counts what matmuls, on GPUs also ops with a kernel instead of
+    their matmuls, and the optimizer read and write. A collective over several axes takes their
+    slowest link."""
+    products, on_gpu = result["products"], not chip.kind.startswith("TPU")
+    moved = sum(r["at_least"] * r["bytes"] for r in products if not (on_gpu and r["in_kernel"]))
+    moved += result["kernel_bytes"] * on_gpu + 7 * result["held"]["weights"]  # 4 read, 3 written
     seconds = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
         "memory": moved / chip.bandwidth,

@@ -25,16 +25,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import (
-    COLLECTIVES,
-    axes_of,
-    carried_and_sliced,
-    line_of,
-    made_at,
-    on_host,
-    op_of,
-    phase,
-)
+from shardlib.audit import COLLECTIVES, axes_of, carried, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
 
 # Kind -> pattern of its primitives' names. The first that matches counts.
@@ -204,10 +195,8 @@ def _read(
                 overwrites = operands if kind in ("fused", "scatter") else []
                 bodies = []
                 if kind == "loop":
-                    carried, sliced = carried_and_sliced(eqn)
-                    first_slice = len(operands) - sliced
-                    overwrites = operands[first_slice - carried : first_slice]
-                    inside = (here, at, results[0].key, sliced)
+                    overwrites = operands[carried(eqn)]
+                    inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
                 row = (name, kind, phase(here), at, operands, results, overwrites, bodies)
                 steps.append(_Step(*row))
