@@ -369,7 +369,7 @@ class Ledger(NamedTuple):
     transfers: list[Transfer]
     products: list[Product]
     saved: list[Saved]
-    kernel_bytes: int  # that ops with a kernel for GPUs read and write
+    kernel_bytes: int  # that ops with a kernel for GPUs read and write, at least
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
@@ -423,8 +423,8 @@ def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
 
 
 def _kernel_bytes(jaxpr: Any) -> int:
-    """The bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: arrays that
-    other equations touch too."""
+    """The least bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: the
+    arrays that other equations have too."""
     touched: list[set[Any]] = [{*jaxpr.invars}, set()]
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
@@ -432,7 +432,8 @@ def _kernel_bytes(jaxpr: Any) -> int:
         in_kernel = KERNEL in str(eqn.source_info.name_stack)
         variables = (*eqn.invars, *eqn.outvars)
         touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
-        for inner in () if in_kernel else jaxprs_in_params(eqn.params):
+        apart = in_kernel or eqn.primitive.name == "cond"
+        for inner in () if apart else jaxprs_in_params(eqn.params):
             size += eqn.params.get("length", 1) * _kernel_bytes(inner)
     return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
 
