@@ -19,6 +19,11 @@ FILES = "train.py", "generate.py"
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 
 
+def in_parts(microbatches, chunks, d, t):
+    parts = f"training={{microbatches: {microbatches}, loss_chunks: {chunks}}}"
+    return small_config(f"mesh={{d: {d}, t: {t}}}", parts)
+
+
 def training(config):
     return train.training_step, tuple[train.State, TokenBatch], {}, config
 
@@ -42,23 +47,13 @@ PROGRAMS = {
     "small on 1 x 8": lambda: training(small_config("mesh={d: 1, t: 8}")),
     "small on 2 x 4": lambda: training(small_config("mesh={d: 2, t: 4}")),
     "one layer on 4 x 2": lambda: training(small_config("model.layers=1")),
-    **{
-        f"{n} microbatches, {chunks} chunks, on {d} x {t}": functools.partial(
-            lambda *options: training(small_config(*options)),
-            f"mesh={{d: {d}, t: {t}}}",
-            f"training.microbatches={n}",
-            f"training.loss_chunks={chunks}",
-        )
-        for n, chunks, d, t in [
-            (2, 1, 4, 2),
-            (1, 4, 2, 4),
-            (2, 2, 2, 4),
-            (4, 4, 2, 4),
-            (4, 2, 1, 8),
-        ]
-    },
+    "2 microbatches on 4 x 2": lambda: training(in_parts(2, 1, d=4, t=2)),
+    "4 chunks on 2 x 4": lambda: training(in_parts(1, 4, d=2, t=4)),
+    "2 microbatches, 2 chunks on 2 x 4": lambda: training(in_parts(2, 2, d=2, t=4)),
+    "4 microbatches, 4 chunks on 2 x 4": lambda: training(in_parts(4, 4, d=2, t=4)),
+    "4 microbatches, 2 chunks on 1 x 8": lambda: training(in_parts(4, 2, d=1, t=8)),
     "validation on 2 x 4": lambda: validation(small_config("mesh={d: 2, t: 4}")),
-    "validation, 4 chunks, on 4 x 2": lambda: validation(small_config("training.loss_chunks=4")),
+    "validation, 4 chunks on 4 x 2": lambda: validation(small_config("training.loss_chunks=4")),
     "prefill on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 8),
     "decode on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 1),
     "decode on 1 x 8": lambda: generation(small_config("mesh={d: 1, t: 8}"), 1, 1),
@@ -83,9 +78,8 @@ def program(name):
 
 
 QUICK = [
-    "synthetic on 4 x 2",
     "one layer on 4 x 2",
-    "2 microbatches, 2 chunks, on 2 x 4",
+    "2 microbatches, 2 chunks on 2 x 4",
     "validation on 2 x 4",
     "prefill on 2 x 4",
     "decode on 2 x 4",
@@ -102,7 +96,7 @@ def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(
 
 def test_only_what_is_the_same_in_each_microbatch_has_no_exact_count():
     """The three gathers outside of the layers. XLA moves each out of the loop."""
-    transfers, actual, axes, _ = program("2 microbatches, 2 chunks, on 2 x 4")
+    transfers, actual, axes, _ = program("2 microbatches, 2 chunks on 2 x 4")
     marked = [row for row in transfers if row.at_least != row.times]
     assert [(row.kind, row.phase, row.times, row.at_least) for row in marked] == (
         [("all-gather", "forward", 2, 1)] * 3
@@ -125,7 +119,7 @@ def test_without_the_rule_some_program_is_not_explained(rule):
 
 
 def test_a_row_too_many_or_too_few_is_noticed():
-    transfers, actual, axes, _ = program("synthetic on 4 x 2")
+    transfers, actual, axes, _ = program("2 microbatches, 2 chunks on 2 x 4")
     for i in range(0, len(transfers), 5):
         if transfers[i].kind == "all-reduce":  # merged ones keep only one of their lines
             continue
