@@ -182,7 +182,7 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
 
 # The numbers beside gathers_in_loops: at most and, if it may be fewer, at least.
 RUNS = [(3, 1), (3, 3), (15, 1), (15, 3), (15, 15), (3, 1), (3, 3), (3, 0), (math.inf, 1)]
-RUNS += [(math.inf, 7)]
+RUNS += [(15, 5), (math.inf, 7)]
 TWO_BY_FOUR = f32["two M/d"], f32["B/d M"]
 SIZES = {"two": 2, "M": 4, "B": 6}
 
@@ -205,6 +205,10 @@ def gathers_in_loops(w: f32["two M/d"], x: f32["B/d M"]) -> f32["B/d M"]:
         def branch():
             return x + ops.all_gather("M/d -> M", w[1] * a)  # 3, 0
 
+        def alone(total, b):
+            return total + ops.all_gather("M/d -> M", w[1] * b), ()  # 15, 5: the loop is the same
+
+        x += lax.scan(alone, lax.pcast(jnp.zeros(4), "d", to="varying"), jnp.arange(5.0))[0]
         same, other = both(w[0], w[0] * a)
         x += ops.all_gather("M/d -> M", same)  # 3, 1
         x += ops.all_gather("M/d -> M", other)  # 3
@@ -242,8 +246,10 @@ def test_what_xla_moves_out_of_loops_is_within_the_bounds(own_metadata):
         program = jax.jit(typed_shard_map(gathers_in_loops)).lower(*placed).compile()
     actual = compiled.collectives(program.as_text(), axes, "test_audit.py")
     assert compiled.unexplained(ledger.transfers, actual, axes) == ([], [])
-    # It moves each of the four as far as it can, also out of both loops.
-    assert sorted(row.times for row in actual) == sorted([1, 3, 1, 3, 15, 1, 3, 3, 2, 14])
+    # It moves all as far as it can: out of both loops, the inner one, and an entire loop. The
+    # program's text counts both branches of a cond, and two iterations of the while_loop.
+    times = [1, 3, 1, 3, 15, 1, 3, 3, 5, 2, 14]
+    assert sorted(row.times for row in actual) == sorted(times)
 
 
 def flops(function, *shapes):
@@ -261,15 +267,15 @@ def test_the_flops_of_convolutions_and_of_matmuls_by_group():
 
     def convolution(x, kernel, **options):
         def loss(x, kernel):
-            return jnp.sin(lax.conv_general_dilated(x, kernel, (2,), "SAME", **options)).sum()
+            return jnp.sin(lax.conv_general_dilated(x, kernel, (2,), [(1, 0)], **options)).sum()
 
         return jax.grad(loss, (0, 1))(x, kernel)
 
-    # Of the 5 places of a kernel of 3 along 9, the first and the last are padded by one. The
-    # gradients multiply the same pairs.
-    assert flops(convolution, (2, 4, 9), (6, 4, 3)) == [2 * 2 * 6 * 4 * (5 * 3 - 2)] * 3
+    # A kernel of 3 has 4 places along 9, the first of them padded by one. The gradients multiply
+    # the same pairs.
+    assert flops(convolution, (2, 4, 9), (6, 4, 3)) == [2 * 2 * 6 * 4 * (4 * 3 - 1)] * 3
     grouped = functools.partial(convolution, feature_group_count=2)
-    assert flops(grouped, (2, 4, 9), (6, 2, 3)) == [2 * 2 * 6 * 2 * (5 * 3 - 2)] * 3
+    assert flops(grouped, (2, 4, 9), (6, 2, 3)) == [2 * 2 * 6 * 2 * (4 * 3 - 1)] * 3
 
 
 def check(function, axes, sizes, *hints):
