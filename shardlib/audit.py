@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.devices import probe_mesh, probe_total
 from shardlib.errors import ShardTypeError, source_line
+from shardlib.kernels import KERNEL
 from shardlib.ops import SCOPE
 from shardlib.types import Dim
 
@@ -25,6 +27,16 @@ COLLECTIVES = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
     "ppermute": "permute",
 }
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+WINDOW = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")  # of a convolution
+
+
+class Runs(NamedTuple):
+    """Bounds on how often an equation runs. A compiler may compute before a loop
+    what is the same in each iteration. Of a cond, one branch runs."""
+
+    times: float = 1  # at most; infinity in a while_loop
+    at_least: int = 1  # taking a while_loop to iterate
 
 
 class Equation(NamedTuple):
@@ -33,24 +45,59 @@ class Equation(NamedTuple):
     eqn: JaxprEqn
     path: str  # JAX's name stack
     line: str  # `train.py:253 block`
-    times: int  # it runs
+    runs: Runs
 
 
-def equations(jaxpr: Any, outer: Equation | None = None) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs.
+def equations(
+    jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
+) -> Iterator[Equation]:
+    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: how often
+    a variable's value changes, at least; once for those that it lacks.
 
     The body of a library's jitted function was traced where it was first called, so its equations
     get the line of the call at hand.
     """
-    path, times = (outer.path, outer.times) if outer else ("", 1)
+    path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
+    changes = {} if known is None else known
+
+    def changes_of(variables: Any) -> list[int]:
+        return [1 if isinstance(v, Literal) else changes.get(v, 1) for v in variables]
+
     for eqn in jaxpr.eqns:
         line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
-        here = Equation(eqn, f"{path}/{eqn.source_info.name_stack}", line, times)
-        yield here
-        inside = here._replace(times=times * eqn.params.get("length", 1))
+        at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
+        place = f"{path}/{eqn.source_info.name_stack}"
+        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least)))
+        changes |= dict.fromkeys(eqn.outvars, at_least)
+        name, length = eqn.primitive.name, eqn.params.get("length", 1)
+        loop = name == "while" or length != 1
+        times = math.inf if name == "while" else runs.times * length
+        each = 0 if name == "cond" else at_least * length
+        changing = len(eqn.invars) - carried(eqn).start if loop else 0
         for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner, inside)
+            same = changes_of(eqn.invars[-len(inner.invars) : len(eqn.invars) - changing])
+            changes |= zip(inner.invars, same + [each] * changing, strict=False)
+            yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
+            if not loop and name != "cond" and len(inner.outvars) == len(eqn.outvars):
+                changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
+
+
+def carried(eqn: JaxprEqn) -> slice:
+    """The operands that a loop carries. Those before are the same in each iteration, those after
+    are sliced. Tells them by their shapes in the body, as the names of a scan's parameters differ
+    between JAX versions."""
+    start = stop = len(eqn.invars)
+    if eqn.primitive.name in ("scan", "while"):
+        *_, body = jaxprs_in_params(eqn.params)
+        stop -= _differ(eqn.invars, body.invars)
+        start = stop - len(eqn.outvars) + _differ(eqn.outvars, body.outvars)
+    return slice(start, stop)
+
+
+def _differ(outer: Any, inner: Any) -> int:
+    pairs = zip(reversed(outer), reversed(inner), strict=False)
+    return sum(a.aval.shape != b.aval.shape for a, b in pairs)
 
 
 def line_of(eqn: JaxprEqn) -> str:
@@ -207,20 +254,23 @@ class Transfer(NamedTuple):
     kind: str
     axes: tuple[str, ...]
     phase: str
-    times: int
+    times: float  # at most; see `Runs`
+    at_least: int
     elements: int  # of the array gathered over the axes
     bytes: float  # with a ring: each of n devices gets what the other n - 1 hold
 
 
 class Product(NamedTuple):
-    """A matmul, and each device's FLOPs each time it runs."""
+    """A matmul or convolution, and each device's FLOPs each time it runs."""
 
     line: str
     op: str
     phase: str
-    times: int
+    times: float  # at most; see `Runs`
+    at_least: int
     flops: int
     bytes: int  # of operands and result
+    in_kernel: bool  # on GPUs, so that not all of these go through memory
 
 
 class Saved(NamedTuple):
@@ -238,6 +288,7 @@ class Ledger(NamedTuple):
     transfers: list[Transfer]
     products: list[Product]
     saved: list[Saved]
+    kernel_bytes: int  # that ops with a kernel for GPUs read and write, at least
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
@@ -245,7 +296,7 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
-    for eqn, path, line, times in equations(live):
+    for eqn, path, line, runs in equations(live):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         if name in COLLECTIVES:
@@ -254,15 +305,56 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)
             size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
-            row = (line, op, kind, over, phase(path), times, elements, size * (n - 1) / n)
+            row = (line, op, kind, over, phase(path), *runs, elements, size * (n - 1) / n)
             transfers.append(Transfer(*row))
-        if name == "dot_general":
-            (summed, _), _ = eqn.params["dimension_numbers"]
-            flops = 2 * math.prod(arrays[0].shape[i] for i in summed) * arrays[-1].size
-            size = sum(array.size * array.dtype.itemsize for array in arrays)
-            products.append(Product(line, op, phase(path), times, flops, size))
+        if name in PRODUCTS:
+            flops = _flops(eqn, [array.shape for array in arrays])
+            size = sum(map(_bytes, arrays))
+            products.append(Product(line, op, phase(path), *runs, flops, size, KERNEL in path))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
-    return Ledger(transfers, products, [array for body in bodies for array in _saved(body)])
+    saved = [array for body in bodies for array in _saved(body)]
+    return Ledger(transfers, products, saved, _kernel_bytes(live))
+
+
+def _bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
+    """The FLOPs of a matmul or convolution, without those on the zeros that pad or dilate a
+    convolution's operands. Takes the groups of a ragged_dot to cover all rows."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "conv_general_dilated":
+        specs = zip(shapes, params["dimension_numbers"], strict=True)
+        left, right, result = ([shape[i] for i in spec] for shape, spec in specs)
+        flops = 2 * result[0] * result[1] * right[1]
+        settings = (params[key] for key in WINDOW)
+        windows = zip(left[2:], right[2:], result[2:], *settings, strict=True)
+        for n, taps, places, stride, (before, _), gap, apart in windows:
+            at = np.add.outer(np.arange(places) * stride, np.arange(taps) * apart) - before
+            flops *= int(np.isin(at, np.arange(n) * gap).sum())
+        return flops
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    (_, summed), (_, batch) = numbers
+    matched = {*summed, *batch, *(ragged.rhs_group_dimensions if ragged else ())}
+    return 2 * math.prod((*shapes[0], *(n for i, n in enumerate(shapes[1]) if i not in matched)))
+
+
+def _kernel_bytes(jaxpr: Any) -> int:
+    """The least bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: the
+    arrays that other equations have too."""
+    touched: list[set[Any]] = [{*jaxpr.invars}, set()]
+    touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    size = 0
+    for eqn in jaxpr.eqns:
+        in_kernel = KERNEL in str(eqn.source_info.name_stack)
+        variables = (*eqn.invars, *eqn.outvars)
+        touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
+        apart = in_kernel or eqn.primitive.name == "cond"
+        for inner in () if apart else jaxprs_in_params(eqn.params):
+            size += eqn.params.get("length", 1) * _kernel_bytes(inner)
+    return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
 
 
 def _saved(body: Any) -> Iterator[Saved]:
@@ -282,8 +374,7 @@ def _saved(body: Any) -> Iterator[Saved]:
                         (inner,) = jaxprs_in_params(maker.params)
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
-                    size = array.size * array.dtype.itemsize
-                    row = (made_at(maker, index), times, shape, array.dtype.name, size)
+                    row = (made_at(maker, index), times, shape, array.dtype.name, _bytes(array))
                     yield Saved(*row, "host" if on_host(array) else "device")
         else:
             makers |= dict.fromkeys(eqn.outvars, eqn)

@@ -16,6 +16,7 @@ from shardlib.activations import explicit_activation_checkpointing
 from shardlib.ops import Call, define_op, widening_einsum
 from shardlib.types import Spec, floating, integer, typechecked
 
+KERNEL = "gpu_kernel"  # the scope of a twin in whose place GPUs run a kernel
 BLOCK = 512  # queries whose scores are in memory at a time
 
 
@@ -47,7 +48,10 @@ def attention(
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     on_gpu = device is not None and device.platform == "gpu"
     has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
-    return (cudnn_attention if on_gpu and has_kernel else plain_attention)(q, k, v, document)
+    if on_gpu and has_kernel:
+        return cudnn_attention(q, k, v, document)
+    with jax.named_scope(KERNEL if has_kernel else "plain"):
+        return plain_attention(q, k, v, document)
 
 
 @typechecked

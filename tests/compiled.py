@@ -33,8 +33,8 @@ def _tables(text: str) -> dict[str, dict[str, str]]:
     return tables
 
 
-def _source_lines(text: str, file: str) -> dict[str, str]:
-    """Frame id -> the innermost line of `file` on its stack, with the function's name."""
+def _source_lines(text: str, own: tuple[str, ...]) -> dict[str, str]:
+    """Frame id -> the innermost line of its own files on its stack, with the function's name."""
     tables = _tables(text)
     files = {i: name.strip('"') for i, name in tables["FileNames"].items()}
     lines = {}
@@ -44,7 +44,7 @@ def _source_lines(text: str, file: str) -> dict[str, str]:
             place, parent = re.findall(r"=(\d+)", tables["StackFrames"][frame])[:2]
             location = tables["FileLocations"][place]
             name = files[re.search(r"file_name_id=(\d+)", location)[1]]
-            if os.path.basename(name) == file:
+            if (file := os.path.basename(name)) in own:
                 line = re.search(r" line=(\d+)", location)[1]
                 qualified = tables["FunctionNames"][
                     re.search(r"function_name_id=(\d+)", location)[1]
@@ -79,8 +79,11 @@ def _trip_counts(text: str) -> dict[str, int]:
         elif match := re.search(r" while\(.*body=%([\w.-]+)", line):
             known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             inside[match[1]] = here, int(known[1]) if known else OFTEN
-        for called in re.findall(r"(?:calls|to_apply|condition)=%([\w.-]+)", line):
-            inside.setdefault(called, (here, 1))
+        for names in re.findall(
+            r"(?:calls|to_apply|condition|computations)=({.*?}|%[^,) ]+)", line
+        ):
+            for called in re.findall(r"%([\w.-]+)", names):
+                inside.setdefault(called, (here, 1))
 
     def times(name):
         return inside[name][1] * times(inside[name][0]) if name in inside else 1
@@ -88,8 +91,8 @@ def _trip_counts(text: str) -> dict[str, int]:
     return {name: times(name) for name in [*inside, here]}
 
 
-def collectives(text: str, mesh: dict[str, int], file: str = "train.py") -> list[Collective]:
-    lines, trips = _source_lines(text, file), _trip_counts(text)
+def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
+    lines, trips = _source_lines(text, files or ("train.py",)), _trip_counts(text)
     actual, here = [], ""
     for line in text.splitlines():
         if match := re.match(r"(?:ENTRY )?%(\S+) \(", line):
@@ -134,16 +137,14 @@ RULES = {
 
 def unexplained(transfers, program, mesh, rules=RULES):
     """The rows of a ledger and the collectives of a program that are left after pairing those that
-    agree in kind, axes, elements, phase, line and trip count."""
+    agree in kind, axes, elements, phase, line and number of runs. A row that a compiler may move
+    out of a loop allows several numbers."""
 
     def real(axes):
         return tuple(sorted(a for a in axes if mesh[a] > 1 or "one" not in rules))
 
-    rows = [
-        Collective(r.kind, real(r.axes), r.elements, r.phase, r.line, r.times, False)
-        for r in transfers
-        if r.bytes or "one" not in rules
-    ]
+    rows = [r._replace(axes=real(r.axes)) for r in transfers if r.bytes or "one" not in rules]
+    rows.sort(key=lambda r: r.times - r.at_least)  # pairs exact ones first
     left = []
     for collective in sorted(
         (c._replace(axes=real(c.axes)) for c in program), key=lambda c: c.merged
@@ -151,16 +152,23 @@ def unexplained(transfers, program, mesh, rules=RULES):
         if not collective.axes and "one" in rules:
             continue
         loose = collective.merged and collective.kind == "all-reduce" and "merged" in rules
-        key = ("kind", "axes", "elements", "times", *(() if loose else ("phase", "line")))
-        same = [r for r in rows if all(getattr(r, k) == getattr(collective, k) for k in key)]
+        key = ("kind", "axes", "elements", *(() if loose else ("phase", "line")))
+        same = [
+            r
+            for r in rows
+            if all(getattr(r, k) == getattr(collective, k) for k in key)
+            and r.at_least <= collective.times <= r.times
+        ]
         if same:
             rows.remove(same[0])
         else:
             left.append(collective)
     if "once" in rules:
-        gathers = {c._replace(axes=real(c.axes)) for c in program if c.times == 1}
+        gathers = {
+            (c.kind, real(c.axes), c.elements, c.phase, c.line) for c in program if c.times == 1
+        }
         again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
-        known = [r for r in again if r._replace(phase="forward") in gathers]
+        known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
         rows = [r for r in rows if r not in known]
     return rows, left
 

@@ -16,6 +16,7 @@ import html
 import json
 import math
 import pathlib
+import re
 import string
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
 
     buffers = [
         {"line": b.line, "type": type_of(b, probed.arrays.get(b.key, ())), "op": b.op,
-         "times": 1, "bytes": b.bytes}
+         "times": 1, "at_least": 1, "bytes": b.bytes}
         for b in predicted.buffers
     ]  # fmt: skip
     saved = zip(ledger.saved, probed.saved, strict=True)
@@ -126,6 +127,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
         ],
         "transfers": merged((row._asdict() for row in ledger.transfers), "bytes"),
         "products": merged((row._asdict() for row in ledger.products), "flops"),
+        "kernel_bytes": ledger.kernel_bytes,
         "model_flops": sum(train.step_flops(config)),
     }
 
@@ -138,13 +140,22 @@ def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> 
 
 
 def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
-    """Merges rows that differ only in `times`, and adds to each its `total`: `times` times its
-    `amount`, the key "bytes" or "flops"."""
-    times: collections.Counter[Any] = collections.Counter()
+    """Merges rows that differ only in how often they run, and adds to each its `total`: `times`
+    times its `amount`, the key "bytes" or "flops". `bound` says what `times` is: "at most" if a
+    compiler may run them less often, "at least" in a while_loop, which counts as one iteration."""
+    most, least = collections.Counter[Any](), collections.Counter[Any]()
     for row in rows:
-        times[tuple((row | {"times": 0}).items())] += row["times"]
-    merged_rows = [dict(items) | {"times": count} for items, count in times.items()]
-    return [row | {"total": row["times"] * row[amount]} for row in merged_rows]
+        key = tuple((row | {"times": 0, "at_least": 0}).items())
+        most[key] += row["times"]
+        least[key] += row["at_least"]
+    merged_rows = []
+    for key, at_least in least.items():
+        row, times, bound = dict(key), most[key], "at most" if at_least < most[key] else ""
+        if times == math.inf:
+            times, bound = max(at_least, 1), "at least"
+        row |= {"times": times, "at_least": at_least, "bound": bound}
+        merged_rows.append(row | {"total": times * row[amount]})
+    return merged_rows
 
 
 # --- As text --------------------------------------------------------------------------------------
@@ -162,7 +173,7 @@ class Table(NamedTuple):
         values = (row[key] for key in self.columns.values())
         texts = [value if isinstance(value, str) else ",".join(value) for value in values]
         each, total = show(row["total"] / row["times"], self.unit), show(row["total"], self.unit)
-        return (*texts, each, str(row["times"]), total)
+        return (*texts, each, f"{row.get('bound', '')} {row['times']}".strip(), total)
 
     def head(self) -> tuple[str, ...]:
         return (*self.columns, "each", "count", "total")
@@ -172,7 +183,7 @@ class Table(NamedTuple):
         cells = [self.cells(row) for row in rows if row["total"] > least]
         if small := [row for row in rows if 0 < row["total"] <= least]:
             blank = [""] * (len(self.columns) + 1)
-            cells.append((f"and {len(small)} smaller", *blank, show(total_of(small), self.unit)))
+            cells.append((f"and {len(small)} smaller", *blank, show_total(small, self.unit)))
         return table(self.head(), cells)
 
 
@@ -207,13 +218,22 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     columns = []
     for title, *texts in zip(head, *rows, strict=True):
         width = max(map(len, (title, *texts)))
-        justify = str.rjust if all(text[:1].isdigit() for text in texts if text) else str.ljust
+        numbers = all(re.match(r"(at (mo|lea)st )?\d", text) for text in texts if text)
+        justify = str.rjust if numbers else str.ljust
         columns.append([justify(text, width) for text in (title, *texts)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def total_of(rows: Iterable[dict[str, Any]]) -> float:
     return sum(row["total"] for row in rows)
+
+
+def show_total(rows: list[dict[str, Any]], unit: str) -> str:
+    """The total of rows: `1.07 GB`, or `at most 1.07 GB` if some of their counts are upper bounds.
+    With lower bounds as well it is `about 1.07 GB`."""
+    bounds = {row.get("bound", "") for row in rows} - {""}
+    bound = "about" if len(bounds) > 1 else "".join(bounds)
+    return f"{bound} {show(total_of(rows), unit)}".strip()
 
 
 def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
@@ -262,10 +282,10 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
             TABLES["saved"].text(result["saved"]),
             "\nAt its peak it holds weights, moments, batch and:\n",
             peak_table(result),
-            f"\nA device receives {show(total_of(sent))} a step"
+            f"\nA device receives {show_total(sent, 'B')} a step"
             + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
             TABLES["transfers"].text(sent),
-            f"\nA device computes {show(total_of(products), 'FLOP')} a step: {flops_by_phase}.",
+            f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
             f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half.",
         ]
     )
@@ -284,18 +304,18 @@ MARGIN = [("saved", "")] + [
 def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
     """train.py as HTML, with what each line saves, receives and computes beside it. What precedes
     the model is folded away."""
-    amounts: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    at: dict[tuple[str, str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for name, _ in MARGIN[::3]:
         for row in result[name]:
             phase = row.get("phase", "").replace("update", "forward")
-            amounts[row["line"].partition(" ")[0], name, phase] += row["total"]
+            at[row["line"].partition(" ")[0], name, phase].append(row)
 
     def cell(line: str, name: str, phase: str) -> str:
-        if not (amount := amounts[line, name, phase]):
+        if not (amount := total_of(at[line, name, phase])):
             return "<td></td>"
-        largest = max(other for (_, table, _), other in amounts.items() if table == name)
+        largest = max(total_of(rows) for (_, table, _), rows in at.items() if table == name)
         heat = 0.6 * math.sqrt(amount / largest)  # amounts differ by orders of magnitude
-        text = show(amount, TABLES[name].unit)
+        text = show_total(at[line, name, phase], TABLES[name].unit)
         return f'<td class="{name}" style="--heat: {heat:.2f}">{text}</td>'
 
     source = pathlib.Path(train.__file__).read_text().splitlines()
@@ -326,7 +346,7 @@ def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
         link = f'<a href="#L{number}">{line}</a>' if line else ""
         body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{title}</th>" for title in table.head())
-    total = show(total_of(rows), table.unit)
+    total = show_total(rows, table.unit)
     return (
         f"<details><summary>{table.title}: {total}, {len(rows)} rows</summary>"
         f'<table class="rows"><tr>{head}</tr>{"".join(body)}</table></details>'
@@ -355,18 +375,21 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
 def least_seconds(
     result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
 ) -> dict[str, float]:
-    """The least time that a step needs of each resource. Memory traffic counts what matmuls and the
-    optimizer read and write. A collective over several axes takes their slowest link."""
-    moved = sum(row["times"] * row["bytes"] for row in result["products"])
-    moved += 7 * result["held"]["weights"]  # 4 arrays read, 3 written
+    """The least time that a step needs of each resource, if what runs "at most" so often runs as
+    rarely as it may. Memory traffic counts what matmuls, on GPUs also ops with a kernel instead of
+    their matmuls, and the optimizer read and write. A collective over several axes takes their
+    slowest link."""
+    products, on_gpu = result["products"], not chip.kind.startswith("TPU")
+    moved = sum(r["at_least"] * r["bytes"] for r in products if not (on_gpu and r["in_kernel"]))
+    moved += result["kernel_bytes"] * on_gpu + 7 * result["held"]["weights"]  # 4 read, 3 written
     seconds = {
-        "compute": total_of(result["products"]) / chip.flops,
+        "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
         "memory": moved / chip.bandwidth,
         **dict.fromkeys(chip.links, 0.0),
     }
     for row in result["transfers"]:
         link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
-        seconds[link] += row["total"] / chip.links[link]
+        seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
     return seconds
 
 

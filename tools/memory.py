@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import COLLECTIVES, axes_of, line_of, made_at, on_host, op_of, phase
+from shardlib.audit import COLLECTIVES, axes_of, carried, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
 
 # Kind -> pattern of its primitives' names. The first that matches counts.
@@ -195,9 +195,8 @@ def _read(
                 overwrites = operands if kind in ("fused", "scatter") else []
                 bodies = []
                 if kind == "loop":
-                    carried, count_sliced = _parts_of(eqn)
-                    overwrites = operands[carried]
-                    inside = (here, at, results[0].key, count_sliced)
+                    overwrites = operands[carried(eqn)]
+                    inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
                 row = (name, kind, phase(here), at, operands, results, overwrites, bodies)
                 steps.append(_Step(*row))
@@ -222,21 +221,6 @@ def _kind(eqn: JaxprEqn, axes: dict[str, int]) -> str:
         if re.fullmatch(names, name):
             return kind
     return "call" if next(jaxprs_in_params(eqn.params), None) else "fused"
-
-
-def _parts_of(loop: JaxprEqn) -> tuple[slice, int]:
-    """The operands that a scan carries, and how many it slices, which come last. Tells them by
-    their shapes in the body, since the names of a scan's parameters differ between JAX versions."""
-    if loop.primitive.name != "scan":
-        return slice(0), 0
-    (body,) = jaxprs_in_params(loop.params)
-    stop = len(loop.invars) - (slices := _differ(loop.invars, body.invars))
-    carried = len(loop.outvars) - _differ(loop.outvars, body.outvars)
-    return slice(stop - carried, stop), slices
-
-
-def _differ(outer: Any, inner: Any) -> int:
-    return sum(a.aval.shape != b.aval.shape for a, b in zip(outer, inner, strict=True))
 
 
 # --- The peak -------------------------------------------------------------------------------------

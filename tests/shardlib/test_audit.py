@@ -1,4 +1,6 @@
 import collections
+import functools
+import math
 import re
 
 import jax
@@ -13,10 +15,11 @@ from shardlib.types import (
     Stacked,
     f32,
     make_shapes,
+    make_shardings,
     pytree_dataclass,
     typed_shard_map,
 )
-from tests import golden
+from tests import compiled, golden
 from tests.helpers import compose_config, edited
 
 
@@ -40,6 +43,13 @@ def test_a_collective_outside_of_ops_is_found(case):
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 
 
+def ledger_of(function, axes, sizes, *hints):
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
+        shapes = make_shapes(tuple[hints], sizes)
+        traced = jax.jit(typed_shard_map(function)).trace(*shapes)
+    return audit.ledger(traced.jaxpr.jaxpr, axes)
+
+
 def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
     """Two layers, each gathering its weight over d and paying a sum over t."""
 
@@ -60,12 +70,7 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
     sizes = {"layers": 2, "B": 24, "M": 40, "F": 56}
     for axes in {"d": 4, "t": 2}, {"d": 2, "t": 4}, {"d": 1, "t": 8}:
         d, t = axes["d"], axes["t"]
-        kinds = (jax.sharding.AxisType.Auto,) * 2
-        on = jax.sharding.AbstractMesh((d, t), ("d", "t"), axis_types=kinds)
-        with jax.sharding.use_abstract_mesh(on):
-            shapes = make_shapes(tuple[Stacked["layers", Weight], f32["B/d M"]], sizes)
-            traced = jax.jit(typed_shard_map(gradient)).trace(*shapes)
-        ledger = audit.ledger(traced.jaxpr.jaxpr, axes)
+        ledger = ledger_of(gradient, axes, sizes, Stacked["layers", Weight], f32["B/d M"])
         weight, sums = 40 * 56 // t * 4, 24 // d * 40 * 4
         rows = [(r.kind, "".join(r.axes), r.phase, r.times, r.bytes) for r in ledger.transfers]
         assert sorted(rows) == sorted(
@@ -86,6 +91,104 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
         saved = [(row.shape, row.times, row.bytes) for row in ledger.saved]
         assert ((24 // d, 56 // t), 2, 2 * (24 // d) * (56 // t) * 4) in saved
         assert ((24 // d, 40), 2, 2 * sums) in saved and len(saved) == 2
+
+
+# The numbers beside gathers_in_loops: at most and, if it may be fewer, at least.
+RUNS = [(3, 1), (3, 3), (15, 1), (15, 3), (15, 15), (3, 1), (3, 3), (3, 0), (math.inf, 1)]
+RUNS += [(15, 5), (math.inf, 7)]
+TWO_BY_FOUR = f32["two M/d"], f32["B/d M"]
+SIZES = {"two": 2, "M": 4, "B": 6}
+
+
+def gathers_in_loops(w: f32["two M/d"], x: f32["B/d M"]) -> f32["B/d M"]:
+    @jax.jit
+    def both(a, b):
+        return jnp.sin(a), jnp.sin(b)
+
+    def three(x, a):
+        def five(x, b):
+            x += ops.all_gather("M/d -> M", w[0])  # 15, 1
+            x += ops.all_gather("M/d -> M", w[0] * a)  # 15, 3
+            return x + ops.all_gather("M/d -> M", w[0] * b), ()  # 15
+
+        def one(x, part):
+            x += ops.all_gather("M/d -> M", part)  # 3, 1: a slice, but always the same
+            return x + ops.all_gather("M/d -> M", part * x[0, 0]), ()  # 3
+
+        def branch():
+            return x + ops.all_gather("M/d -> M", w[1] * a)  # 3, 0
+
+        def alone(total, b):
+            return total + ops.all_gather("M/d -> M", w[1] * b), ()  # 15, 5: the loop is the same
+
+        x += lax.scan(alone, lax.pcast(jnp.zeros(4), "d", to="varying"), jnp.arange(5.0))[0]
+        same, other = both(w[0], w[0] * a)
+        x += ops.all_gather("M/d -> M", same)  # 3, 1
+        x += ops.all_gather("M/d -> M", other)  # 3
+        x, () = lax.scan(five, x, jnp.arange(5.0))
+        x, () = lax.scan(one, x, w[1:])
+        return lax.cond(a > 1, branch, lambda: 2 * x), ()
+
+    def more(state):
+        def seven(x, a):
+            return x + ops.all_gather("M/d -> M", w[0] * a * i), ()  # 7 or more
+
+        i, x = state
+        x += ops.all_gather("M/d -> M", w[0] * i)  # 1 or more
+        return i + 1, lax.scan(seven, x, jnp.arange(7.0))[0]
+
+    x, () = lax.scan(three, x, jnp.arange(3.0))
+    return lax.while_loop(lambda state: state[0] < 2, more, (0.0, x))[1]
+
+
+def test_the_ledger_says_how_often_at_least_and_at_most_a_loop_communicates():
+    ledger = ledger_of(gathers_in_loops, {"d": 2}, SIZES, *TWO_BY_FOUR)
+    assert sorted((row.times, row.at_least) for row in ledger.transfers) == sorted(RUNS)
+
+
+def test_what_xla_moves_out_of_loops_is_within_the_bounds(own_metadata):
+    axes = {"d": 2}
+    ledger = ledger_of(gathers_in_loops, axes, SIZES, *TWO_BY_FOUR)
+    with jax.set_mesh(devices.make_mesh(axes)):
+        hint = tuple[TWO_BY_FOUR]
+        placed = jax.tree.map(
+            lambda shape, on: shape.update(sharding=on),
+            make_shapes(hint, SIZES),
+            make_shardings(hint),
+        )
+        program = jax.jit(typed_shard_map(gathers_in_loops)).lower(*placed).compile()
+    actual = compiled.collectives(program.as_text(), axes, "test_audit.py")
+    assert compiled.unexplained(ledger.transfers, actual, axes) == ([], [])
+    # It moves all as far as it can: out of both loops, the inner one, and an entire loop. The
+    # program's text counts both branches of a cond, and two iterations of the while_loop.
+    times = [1, 3, 1, 3, 15, 1, 3, 3, 5, 2, 14]
+    assert sorted(row.times for row in actual) == sorted(times)
+
+
+def flops(function, *shapes):
+    arrays = [jnp.ones(shape) for shape in shapes]
+    jaxpr = jax.jit(function).trace(*arrays).jaxpr.jaxpr
+    return [row.flops for row in audit.ledger(jaxpr, {}).products]
+
+
+def test_the_flops_of_convolutions_and_of_matmuls_by_group():
+    def groups(left, right):
+        sizes = jnp.array([2, 4])
+        return jax.grad(lambda *x: jnp.sin(lax.ragged_dot(*x, sizes)).sum(), (0, 1))(left, right)
+
+    assert flops(groups, (6, 4), (2, 4, 5)) == [2 * 6 * 4 * 5] * 3
+
+    def convolution(x, kernel, **options):
+        def loss(x, kernel):
+            return jnp.sin(lax.conv_general_dilated(x, kernel, (2,), [(1, 0)], **options)).sum()
+
+        return jax.grad(loss, (0, 1))(x, kernel)
+
+    # A kernel of 3 has 4 places along 9, the first of them padded by one. The gradients multiply
+    # the same pairs.
+    assert flops(convolution, (2, 4, 9), (6, 4, 3)) == [2 * 2 * 6 * 4 * (4 * 3 - 1)] * 3
+    grouped = functools.partial(convolution, feature_group_count=2)
+    assert flops(grouped, (2, 4, 9), (6, 2, 3)) == [2 * 2 * 6 * 2 * (4 * 3 - 1)] * 3
 
 
 def check(function, axes, sizes, *hints):

@@ -1,11 +1,13 @@
 import html.parser
 import json
 import math
+import pathlib
 import re
 
 import pytest
 
 import train
+from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
 from tools import audit
@@ -130,6 +132,75 @@ def test_a_mesh_that_does_not_fit(capsys, monkeypatch):
     )
 
 
+# The lengths of the config above on a device.
+TOKENS, M, HEADS, F, V, LAYERS = 256 * 1024 // 4, 2048, 16 * 128 // 2, 16384 // 2, 32768 // 2, 8
+
+
+def memory_traffic(attention):
+    """The bytes that matmuls and the optimizer read and write, given attention's in a layer. The
+    gradients of a matmul have the same three arrays as the matmul."""
+
+    def product(a, b, c, times=1, result_bytes=2):
+        return 2 * (a * b + times * b * c) + result_bytes * a * c
+
+    projections = 3 * (4 * product(TOKENS, M, HEADS) + 3 * product(TOKENS, M, F))
+    chunks = 8  # of the loss, each of which reads the unembedding or writes its gradient
+    logits = product(TOKENS, M, V, chunks, 4) + 2 * product(TOKENS, M, V, chunks)
+    weights = (2 * V * M + LAYERS * (4 * M * HEADS + 3 * M * F)) // 4 + (2 * LAYERS + 1) * M // 8
+    return LAYERS * (projections + attention) + logits + 7 * 4 * weights
+
+
+# A kernel reads q, k, v and writes their mix; backward it reads that mix's gradient too, and writes
+# three. Without a kernel, seven products read or write scores, two of them in f32, and read k or v,
+# or add to its gradient, for each of two blocks of queries.
+ATTENTION = {
+    "h100": 11 * TOKENS * HEADS * 2,
+    "v5p": TOKENS * 1024 * HEADS // 128 * (2 * 4 + 5 * 2) + 7 * 3 * TOKENS * HEADS * 2,
+}
+
+
+@pytest.mark.parametrize("chip", ATTENTION)
+def test_attentions_scores_are_memory_traffic_only_without_a_kernel(chip):
+    config = compose_config("c4_h100x8_1b", *CONFIG[1:], "paths.model_name=x",
+                            "flat_tokens.filespec=x")  # fmt: skip
+    result, chip_ = audit.audit_step(config, audit.probe(config), None), devices.CHIPS[chip]
+    links = dict.fromkeys("dt", next(iter(chip_.links)))
+    moved = audit.least_seconds(result, chip_, links)["memory"] * chip_.bandwidth
+    expected = memory_traffic(ATTENTION[chip])
+    documents = TOKENS * 4 * LAYERS  # which the kernel reads too: 1 to 4 times
+    assert moved - expected == pytest.approx(0 if chip == "v5p" else 2.5 * documents, abs=documents)
+
+
+def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "audit.html"
+    options = [*CONFIG, "training.microbatches=2", "audit.json=x", f"audit.html={file}"]
+    monkeypatch.chdir(tmp_path)
+    out, _ = train_here(capsys, monkeypatch, *options, program=audit.main)
+    rows = json.loads(pathlib.Path("x").read_text())["transfers"]
+    marked = [row for row in rows if row["bound"]]
+    assert [(r["bound"], r["times"], r["at_least"]) for r in marked] == [("at most", 2, 1)] * 3
+    assert "A device receives at most 1" in out and "A device computes 2" in out
+    gather = 'embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))'
+    cells = {row[1].strip(): row[2:] for row in Page(file.read_text()).rows.values()}
+    assert cells[gather][1:4] == ["at most 101 MB", "", "101 MB"]
+
+
+def test_rows_in_a_while_loop_count_once_and_say_so():
+    rows = [
+        {"kind": "all-gather", "times": times, "at_least": at_least, "bytes": 10}
+        for times, at_least in [(math.inf, 3), (2, 2), (math.inf, 0)]
+    ]
+    (row,) = audit.merged(rows, "bytes")
+    assert (row["times"], row["bound"], row["total"]) == (5, "at least", 50)
+    assert audit.show_total([row], "B") == "at least 50 B"
+    assert audit.show_total([row, *audit.merged([rows[2] | {"times": 1}], "bytes")], "B") == (
+        "about 60 B"
+    )
+    assert audit.merged(rows[2:], "bytes")[0]["times"] == 1
+    text = audit.Table("", {"collective": "kind"}).text([row])
+    assert text.splitlines()[1] == "all-gather  10 B  at least 5   50 B"
+
+
 def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch):
     chip = ["audit.chip=a100", "audit.links={d: ib}"]
     out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)
@@ -138,7 +209,8 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[0] for row in rows] == [f"d={2**i}, t=2" for i in range(2, 9)]
     # The amounts of the test above: 205.6 TFLOP, 2.316 GB over d, 11.28 GB over t.
-    assert rows[0][2:] == [audit.show(205.6087e12 / 312e12, "s"), "124 ms", "37.6 ms", "92.6 ms",
+    memory = audit.show(memory_traffic(ATTENTION["h100"]) / 2.039e12, "s")
+    assert rows[0][2:] == [audit.show(205.6087e12 / 312e12, "s"), memory, "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
     assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L"] needs; B is '
                         "training.tokens.batch.\n")  # fmt: skip
