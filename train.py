@@ -630,9 +630,9 @@ def tiny(config: Config) -> list[Config]:
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
     """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
     numbers. See runtime/checks.py."""
-    configs = tiny(config)
-    relevant = [getattr(configs[-1], section) for section in Config.__annotations__]
-    return checks.checked(config.check, lambda: check_types(config), configs, relevant)
+    return checks.checked(
+        config.check, lambda: check_types(config), lambda: tiny(config), Config.__annotations__
+    )
 
 
 # --- Loop -----------------------------------------------------------------------------------------

@@ -153,32 +153,38 @@ class Numbers:
 
 @contextlib.contextmanager
 def checked(
-    level: str, check_types: Callable[[], object], configs: list[Any], relevant: object
+    level: str, check_types: Callable[[], object], tiny: Callable[[], list[Any]], sections: Any
 ) -> Iterator[Callable[[], str]]:
     """Checks types, and numbers beside the block, as far as `level` asks for it: numbers, types or
     none. Yields a function that blocks until the numbers are checked. It raises UserError if they
     differ between meshes, and returns, and prints, a warning if generation differs from training.
-    What has passed before, according to JAX's cache folder, isn't checked again."""
-    skipped = {"none": "types and numbers are", "types": "numbers are", "numbers": ""}[level]
-    if skipped:
-        say(f"check={level}: {skipped} not checked")
-    folder = cache_folder()
-    mark = mark_of(folder, (level, relevant)) if folder else None
-    due = level != "none" and not (mark and mark.exists())
-    if due:
+
+    tiny: makes the configs to compare. What has passed before with the same `sections` of these,
+        according to JAX's cache folder, isn't checked again.
+    """
+    if level != "numbers":
+        say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
+        if level == "types":
+            check_types()
+        yield lambda: ""
+        return
+    configs, folder = tiny(), cache_folder()
+    relevant = [getattr(configs[-1], section) for section in sections]
+    mark = mark_of(folder, relevant) if folder else None
+    passed = mark is not None and mark.exists()
+    if not passed:
         check_types()
     # Numbers are the same on all hosts, so the first one checks for all.
-    compares = due and level == "numbers" and jax.process_index() == 0
-    running = Numbers(configs) if compares else None
+    running = Numbers(configs) if not passed and jax.process_index() == 0 else None
 
     def wait() -> str:
-        warning = mark.read_text() if mark and mark.exists() else ""
+        warning = mark.read_text() if mark and passed else ""
         if running:
             say("comparing the numbers of two meshes ...")
             warning = running.verdict()
         if warning:
             say(f"warning: {warning}")
-        if due and mark:
+        if mark and not passed:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text(warning)
         return warning

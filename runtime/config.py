@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.errors import UserError
 
@@ -68,7 +69,10 @@ class Section:
         """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""
         config = OmegaConf.structured(self)
         for key, value in values.items():
-            OmegaConf.update(config, key, value)
+            try:
+                OmegaConf.update(config, key, value)
+            except OmegaConfBaseException as error:
+                raise UserError(f"{key}={value}: {str(error).splitlines()[0]}") from None
         return typing.cast(typing.Self, OmegaConf.to_object(config))
 
     def to_yaml(self) -> str:

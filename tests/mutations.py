@@ -200,26 +200,30 @@ def verdict(edit: tuple[str, str]) -> Verdict:
 
 
 def by_numbers(configs: Any) -> Verdict:
-    """Compares what the configs compute, like runtime/checks.py, but in this process."""
+    """Compares what the configs compute, like runtime/checks.py, but in this process. The last one
+    comes first, as it shows most mistakes."""
     tiny = importlib.import_module("tools.tiny")
-    meshes = [make_mesh(vars(config.mesh)) for config in configs]
-    results = [tiny.results(config) for config in configs]
-    made: dict[str, Any] = {}
-    while True:
-        step = []
-        for mesh, result in zip(meshes, results, strict=True):
-            jax.device_count = lambda size=mesh.size: size
+
+    def computed(config: Any) -> Iterator[tuple[str, Any]]:
+        mesh, results = make_mesh(vars(config.mesh)), tiny.results(config)
+        while True:
+            jax.device_count = lambda: mesh.size
             with jax.set_mesh(mesh):
-                step.append(next(result, None))
-        if not step[0]:
-            break
-        (name, made[name]), *others = step
-        for _, other in others:
-            if differ := numbers.differences(made[name], other):
-                return Verdict("numbers", f"{name}: {', '.join(differ)}")
-    if differ := numbers.differences(made["forward"], made["generation"]):
+                if not (made := next(results, None)):
+                    return
+            yield made
+
+    first: dict[str, Any] = {}
+    pairs = zip(computed(configs[0]), computed(configs[-1]), strict=True)
+    rest = ((None, made) for config in configs[1:-1] for made in computed(config))
+    for one, (function, made) in itertools.chain(pairs, rest):
+        if one:
+            first[function] = one[1]
+        if differ := numbers.differences(first[function], made):
+            return Verdict("numbers", f"{function}: {', '.join(differ)}")
+    if differ := numbers.differences(first["forward"], first["generation"]):
         return Verdict("generation", ", ".join(differ))
-    return Verdict(made=tuple(float(made["training_step"][x]) for x in ("loss", "grad_norm")))
+    return Verdict(made=tuple(float(first["training_step"][x]) for x in ("loss", "grad_norm")))
 
 
 REFUSALS = {"spec", "layout", "jax's shapes", "reductions", "collective", "numbers", "generation"}
