@@ -205,7 +205,7 @@ def by_numbers(configs: Any) -> Verdict:
     tiny = importlib.import_module("tools.tiny")
 
     def computed(config: Any) -> Iterator[tuple[str, Any]]:
-        mesh, results = make_mesh(vars(config.mesh)), tiny.results(config)
+        mesh, results = meshes[config], tiny.results(config)
         while True:
             jax.device_count = lambda: mesh.size
             with jax.set_mesh(mesh):
@@ -213,6 +213,7 @@ def by_numbers(configs: Any) -> Verdict:
                     return
             yield made
 
+    meshes = {config: make_mesh(vars(config.mesh)) for config in configs}
     first: dict[str, Any] = {}
     pairs = zip(computed(configs[0]), computed(configs[-1]), strict=True)
     rest = ((None, made) for config in configs[1:-1] for made in computed(config))
