@@ -24,7 +24,8 @@ all devices along it), varying (it may differ) or unreduced (partial sums), and 
 `bf16[2,64]{V:d, U:t}`; see "check_vma" in the documentation of `jax.shard_map`. Casting invariant
 to varying is free; in the backward pass the cast is an all-reduce of the gradient. A value becomes
 unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX takes
-the partial result for any varying value; `audit.check` finds such sums.
+the partial result for any varying value; only the numbers then differ between meshes, which
+numbers.py compares.
 """
 
 import contextlib
@@ -288,7 +289,10 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
             f"ops.psum or ops.psum_scatter, or declare {{U:{undeclared}}}"
         )
     if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
-        return f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
+        problem = f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
+        if any(axis in kind.varying for axis in spec.unreduced):
+            problem += "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
+        return problem
     # Of an op's result only the layout is known, and that of ops.broadcast may vary.
     if isinstance(expected, ArrayType) and not spec.dims and kind.varying:
         return (
