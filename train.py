@@ -58,6 +58,7 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
+from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError, explain
 from shardlib.types import (
     Stacked,
@@ -565,7 +566,6 @@ TINY = {
     "training.adam_eps": 1e-3,
     "training.seed": 0,
     "training.max_skipped_updates": 0,
-    "model.start_token": 1,
     "metrics.norms_interval": 1,
 }
 
@@ -577,6 +577,7 @@ def resized(
     loss chunks, and with other values by key."""
     values = {DIMENSIONS[name]: size for name, size in sizes.items()}
     values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
+    values |= {"model.start_token": 0}  # it must be in the vocabulary, of whatever size
     return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
 
 
@@ -598,13 +599,18 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 
 def probe(config: Config) -> Any:
     """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
-    length by chance. Takes about a second. Raises ShardTypeError, or whatever an edited step raises
-    while it is traced."""
+    length by chance. Checks at the config's sizes that the step on its mesh is that of one device,
+    split. Takes about a second. Raises ShardTypeError, or whatever an edited step raises while it
+    is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
         return trace_step(resized(config, sizes, mesh.shape), mesh)
 
-    return audit.probe(trace, dataclasses.asdict(config.mesh), dimensions(config))
+    axes = dataclasses.asdict(config.mesh)
+    probed = audit.probe(trace, axes, dimensions(config))
+    meshes = abstract_mesh(axes), abstract_mesh(dict.fromkeys(axes, 1))
+    audit.check_structure(*(trace(mesh, {}) for mesh in meshes))
+    return probed
 
 
 def check_types(config: Config) -> Any:
@@ -630,9 +636,8 @@ def tiny(config: Config) -> list[Config]:
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
     """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
     numbers. See runtime/checks.py."""
-    return checks.checked(
-        config.check, lambda: check_types(config), lambda: tiny(config), Config.__annotations__
-    )
+    sections = Config.__annotations__
+    return checks.checked(config, sections, lambda: check_types(config), lambda: tiny(config))
 
 
 # --- Loop -----------------------------------------------------------------------------------------

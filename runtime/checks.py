@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -25,24 +25,6 @@ from shardlib.errors import UserError
 
 def cache_folder() -> str | None:
     return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
-
-
-def mark_of(folder: str, relevant: object) -> pathlib.Path:
-    """The file that says that the checks have passed with this source, JAX, Python and whatever
-    else is relevant. "Source" is every imported module that is not an installed package, and the
-    tools that the check runs. Modules whose file doesn't exist, such as some of PyTorch's, are
-    ignored."""
-    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
-    files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    files |= {str(ROOT / "tools" / name) for name in ("tiny.py", "generate.py")}
-    texts = [
-        pathlib.Path(file).read_bytes()
-        for file in sorted(files)
-        if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
-    ]
-    versions = repr((relevant, version("jax"), sys.version)).encode()
-    digest = hashlib.sha256(b"".join([versions, *texts])).hexdigest()
-    return pathlib.Path(folder, f"checked-{digest}")
 
 
 class Numbers:
@@ -151,42 +133,70 @@ class Numbers:
         self.folder.cleanup()
 
 
+class Mark:
+    """Remembers, in the folder of JAX's cache, that a check has passed with this source, JAX and
+    Python and whatever else is relevant, and what it said. "Source" is every imported module that
+    is not an installed package, and the tools that the checks run. Modules whose file doesn't
+    exist, such as some of PyTorch's, are ignored."""
+
+    def __init__(self, *relevant: object):
+        installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
+        files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+        files |= {str(ROOT / "tools" / name) for name in ("tiny.py", "generate.py")}
+        texts = [
+            pathlib.Path(file).read_bytes()
+            for file in sorted(files)
+            if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
+        ]
+        versions = repr((relevant, version("jax"), sys.version)).encode()
+        digest = hashlib.sha256(b"".join([versions, *texts])).hexdigest()
+        folder = cache_folder()
+        self.file = pathlib.Path(folder, f"checked-{digest}") if folder else None
+        self.exists = self.file is not None and self.file.exists()
+
+    def read(self) -> str:
+        return self.file.read_text() if self.file and self.exists else ""
+
+    def write(self, text: str) -> None:
+        if self.file and not self.exists:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(text)
+
+
 @contextlib.contextmanager
 def checked(
-    level: str, check_types: Callable[[], object], tiny: Callable[[], list[Any]], sections: Any
+    config: Any, sections: Iterable[str], check_types: Callable[[], object], tiny: Any
 ) -> Iterator[Callable[[], str]]:
-    """Checks types, and numbers beside the block, as far as `level` asks for it: numbers, types or
-    none. Yields a function that blocks until the numbers are checked. It raises UserError if they
-    differ between meshes, and returns, and prints, a warning if generation differs from training.
+    """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
+    types or none. Yields a function that blocks until the numbers are checked. It raises UserError
+    if they differ between meshes, and returns, and prints, a warning if generation differs from
+    training. What has passed before isn't checked again.
 
-    tiny: makes the configs to compare. What has passed before with the same `sections` of these,
-        according to JAX's cache folder, isn't checked again.
+    sections: those of the config that the step depends on.
+    tiny: makes the configs with which numbers are compared.
     """
+    level = config.check
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
-        if level == "types":
-            check_types()
-        yield lambda: ""
-        return
-    configs, folder = tiny(), cache_folder()
-    relevant = [getattr(configs[-1], section) for section in sections]
-    mark = mark_of(folder, relevant) if folder else None
-    passed = mark is not None and mark.exists()
-    if not passed:
+    types = Mark("types", [getattr(config, section) for section in sections])
+    if level != "none" and not types.exists:
         check_types()
-    # Numbers are the same on all hosts, so the first one checks for all.
-    running = Numbers(configs) if not passed and jax.process_index() == 0 else None
+        types.write("")
+    running, mark = None, None
+    if level == "numbers":
+        configs = tiny()
+        mark = Mark("numbers", [getattr(configs[-1], section) for section in sections])
+        # Numbers are the same on all hosts, so the first one checks for all.
+        if not mark.exists and jax.process_index() == 0:
+            running = Numbers(configs)
 
     def wait() -> str:
-        warning = mark.read_text() if mark and passed else ""
-        if running:
+        warning = mark.read() if mark else ""
+        if running and mark:
             say("comparing the numbers of two meshes ...")
-            warning = running.verdict()
+            mark.write(warning := running.verdict())
         if warning:
             say(f"warning: {warning}")
-        if mark and not passed:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(warning)
         return warning
 
     try:

@@ -27,6 +27,7 @@ COLLECTIVES = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
     "ppermute": "permute",
 }
+SHAPING = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 WINDOW = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")  # of a convolution
 
@@ -230,6 +231,23 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
+
+
+def check_structure(jaxpr: Any, other: Any) -> None:
+    """Raises ShardTypeError unless two traces of a function, for two meshes, compute the same but
+    for lengths: where they part, a branch in Python has taken other ways. What only shapes arrays
+    doesn't count, as jnp does that differently where a length is one."""
+
+    def computing(jaxpr: Any) -> Iterator[Equation]:
+        return (e for e in equations(jaxpr) if e.eqn.primitive.name not in SHAPING)
+
+    for one, two in itertools.zip_longest(computing(jaxpr), computing(other)):
+        if not one or not two or one.eqn.primitive != two.eqn.primitive:
+            at = (one or two).line.replace(" ", ", in ")
+            raise ShardTypeError(
+                f"{at}: what is computed from this line on depends on the mesh; does a branch in "
+                "Python depend on the length of a device's part, or on the number of devices?"
+            )
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

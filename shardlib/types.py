@@ -291,7 +291,9 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
     if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
         problem = f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
         if any(axis in kind.varying for axis in spec.unreduced):
-            problem += "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
+            problem += (
+                "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
+            )
         return problem
     # Of an op's result only the layout is known, and that of ops.broadcast may vary.
     if isinstance(expected, ArrayType) and not spec.dims and kind.varying:

@@ -64,8 +64,8 @@ def generation(
 
 def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
     """Yields functions with the arrays that they take, as NumPy arrays, and their other arguments.
-    Rows have documents of any length from one token on, and end in padding; for generation, a row
-    is one document."""
+    Rows have documents of any length from one token on, shorter ones in later rows, and end in
+    padding. For generation, a row is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
     shape = sizes["B"], sizes["L"]
 
@@ -74,7 +74,9 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
         ids *= np.arange(shape[1]) < lengths
         return TokenBatch.of(ids, is_start, config.model.start_token)
 
-    training = batch(random.random(shape) < 0.2, random.integers(1, shape[1] + 1, (shape[0], 1)))
+    often = (np.arange(shape[0]) / shape[0])[:, None] ** 3  # a document starts, by row
+    lengths = random.integers(1, shape[1] + 1, (shape[0], 1))
+    training = batch(random.random(shape) < often, lengths)
     whole = batch(np.zeros(shape, bool), shape[1])
     cached = Stacked["layers", generate.Cache]
     shapes = make_shapes(cached, sizes | {"S": shape[1]})
