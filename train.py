@@ -617,6 +617,8 @@ def check_types(config: Config) -> Any:
     """The probe's jaxpr. Raises UserError if the types in this file don't hold."""
     try:
         return probe(config)
+    except UserError:  # the mesh doesn't fit
+        raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
         raise UserError(f"{problem}\n{explain(error)}") from None

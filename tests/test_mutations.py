@@ -1,6 +1,11 @@
 import re
+import subprocess
+import sys
 
-from tests import mutations
+import pytest
+
+from runtime.config import ROOT
+from tests import bugs, edits, mutations
 from tests.helpers import SMALL, compose_config
 
 # Edits that pass the probe and give the same numbers, as `make mutations` has checked.
@@ -28,12 +33,33 @@ def test_the_strings_that_are_tried():
     assert text not in tried
 
 
-def test_an_edit_that_changes_numbers_shows():
-    config = compose_config("local_test_synthetic", *mutations.SETTINGS, "mesh.d=2")
-    only = mutations.MESHES[:1]
-    wanted = mutations.numbers(mutations.SOURCE, config, only)
-    times_two = mutations.SOURCE.replace(
-        "jnp.log(sum_exp) - target_logit)", "jnp.log(sum_exp) - 2 * target_logit)"
-    )
-    assert times_two != mutations.SOURCE
-    assert not mutations.same(mutations.numbers(times_two, config, only), wanted)
+LISTED = {name: getattr(edits, name) for name in vars(edits) if name.isupper()}
+LISTED = {name: listed for name, listed in LISTED.items() if isinstance(listed, dict)}
+
+
+def test_each_listed_edit_can_be_made():
+    sources = [edits.edited_source(edit) for listed in LISTED.values() for edit in listed.values()]
+    sources += [edits.edited_source(bug) for bug in bugs.BUGS.values()]
+    assert len({*sources}) == len(sources) > 400
+    assert len(edits.WRONG) > 280 and len(edits.RIGHT) > 95
+
+
+def test_each_bug_is_a_row_of_the_page_that_says_what_refuses_it():
+    page = (ROOT / "docs/bugs.md").read_text()
+    for name, bug in bugs.BUGS.items():
+        (row,) = [line for line in page.splitlines() if f"| [{name}]({bug.link}) |" in line]
+        assert row.split(" | ")[-1].removesuffix(" |") in mutations.REFUSALS, name
+    assert mutations.stale_rows({"Megatron-LM #3769": "nothing"}) == ["Megatron-LM #3769"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, expected",
+    [("softmax_neurons_first_part", "numbers"), ("few_heads", "branch"), ("gelu", "passes")],
+)
+def test_listed_edits_are_refused_or_accepted(name, expected):
+    command = [sys.executable, "-m", "tests.mutations", "--only", name]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if f" {name} " in f"{line} "]
+    assert line.split()[1] == expected

@@ -25,7 +25,7 @@ from data.loader import TokenBatch
 from shardlib import numbers
 from shardlib.devices import make_mesh
 from shardlib.errors import explain
-from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
+from shardlib.types import Stacked, f32, make_shapes, typechecked, typed_shard_map, u32
 from tools import generate
 
 
@@ -62,6 +62,7 @@ def generation(
     return jnp.concatenate([prompt, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
 
 
+@typechecked
 def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
     """Yields functions with the arrays that they take, as NumPy arrays, and their other arguments.
     Rows have documents of any length from one token on, shorter ones in later rows, and end in
@@ -69,6 +70,7 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
     sizes, random = train.dimensions(config), np.random.default_rng(0)
     shape = sizes["B"], sizes["L"]
 
+    @typechecked
     def batch(is_start: Any, lengths: Any) -> TokenBatch:
         ids = random.integers(1, sizes["V"], shape).astype(np.uint32)
         ids *= np.arange(shape[1]) < lengths

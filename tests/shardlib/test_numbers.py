@@ -119,7 +119,7 @@ def test_what_should_be_equal_on_devices_and_is_not_differs():
 
 
 def test_narrow_floats_become_wide_everywhere():
-    """In a loop, in a branch, in a matmul's result type and in constants."""
+    """Checks a loop, a branch, a matmul's result type and constants."""
 
     @jax.jit
     def fn(x):
