@@ -1534,7 +1534,6 @@ WRONG: dict[str, Edit] = {
         """,
     ),
     "each_microbatch_sign": block(MEAN, ROWS, "part = part[0], jax.tree.map(jnp.sign, part[1])"),
-    "last_microbatch_only": instead(MEAN, ADDED, "return (total[0] + part[0], part[1]), ()"),
     "running_average_of_microbatches": instead(
         MEAN, ADDED, "return jax.tree.map(lambda a, b: 0.9 * a + b, total, part), ()"
     ),
@@ -2246,11 +2245,6 @@ WRONG: dict[str, Edit] = {
                 "visible = (age >= 0) & (age",
                 "visible = (age",
             ),
-            (
-                "decode_position_from_zero",
-                "jnp.broadcast_to(position.astype(u32.dtype), inputs.shape)",
-                "jnp.broadcast_to((position - first).astype(u32.dtype), inputs.shape)",
-            ),
             ("decode_scale", "math.sqrt(q.shape[-1])", "math.sqrt(q.shape[-1] * q.shape[2])"),
             (
                 "decode_scale_by_local_heads",
@@ -2406,7 +2400,7 @@ layers = dataclasses.replace(
 nu = dataclasses.replace(nu, layers=layers)
 """
 
-# Wrong, and not refused: a branch on a length picks another number, for lengths that no tiny run has.
+# Wrong, and not refused: a branch picks another number, for lengths that no tiny run has.
 NOT_PROMISED: dict[str, Edit] = {
     "group_size_that_divides": block(
         BRANCH,
