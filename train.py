@@ -565,6 +565,9 @@ TINY = {
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
     "training.seed": 0,
+    "training.skip_steps": (),
+    "training.validation_interval": 0,
+    "training.validation_batches": 1,
     "training.max_skipped_updates": 0,
     "metrics.norms_interval": 1,
 }
@@ -573,11 +576,12 @@ TINY = {
 def resized(
     config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], **others: Any
 ) -> Config:
-    """The config with these sizes of dimensions and of mesh axes, at most two microbatches and two
-    loss chunks, and with other values by key."""
+    """The config with these sizes of dimensions and of mesh axes, and with other values by key. With
+    other sizes there are at most two microbatches and two loss chunks."""
     values = {DIMENSIONS[name]: size for name, size in sizes.items()}
-    values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
-    values |= {"model.start_token": 0}  # it must be in the vocabulary, of whatever size
+    if sizes:
+        values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
+        values["model.start_token"] = 0  # in a vocabulary of any size
     return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
 
 

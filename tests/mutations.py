@@ -275,7 +275,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
-    parser.add_argument("--only", default="", help="try only edits whose line contains this")
+    parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -292,7 +292,10 @@ def main() -> None:
     for file in FILES:
         for op in mutations(file=file):
             tried.append(("op", f"{file}:{op.line} {op.what}", file, op.source))
-    tried = [tried[0], *(t for t in tried[1 :: args.every] if args.only in f"{t[0]}: {t[1]}")]
+    tried = [
+        tried[0],
+        *(t for t in tried[1 :: args.every] if re.search(args.only, f"{t[0]}: {t[1]}")),
+    ]
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     bad: list[str] = []
     nets: dict[str, str] = {}
