@@ -565,7 +565,7 @@ TINY = {
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
     "training.seed": 0,
-    "training.skip_steps": (),
+    "training.skip_steps": [],
     "training.validation_interval": 0,
     "training.validation_batches": 1,
     "training.max_skipped_updates": 0,
