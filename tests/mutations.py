@@ -292,10 +292,8 @@ def main() -> None:
     for file in FILES:
         for op in mutations(file=file):
             tried.append(("op", f"{file}:{op.line} {op.what}", file, op.source))
-    tried = [
-        tried[0],
-        *(t for t in tried[1 :: args.every] if re.search(args.only, f"{t[0]}: {t[1]}")),
-    ]
+    chosen = [t for t in tried[1:] if re.search(args.only, f"{t[0]}: {t[1]}")]
+    tried = [tried[0], *chosen[:: args.every]]
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     bad: list[str] = []
     nets: dict[str, str] = {}
