@@ -576,9 +576,10 @@ TINY = {
 def resized(
     config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], **others: Any
 ) -> Config:
-    """The config with these sizes of dimensions and of mesh axes, and with other values by key. With
-    other sizes there are at most two microbatches and two loss chunks."""
-    values = {DIMENSIONS[name]: size for name, size in sizes.items()}
+    """The config with these sizes of dimensions and of mesh axes, and with other values by key.
+    With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
+    # Other dimensions follow from these.
+    values = {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
@@ -633,6 +634,7 @@ def tiny(config: Config) -> list[Config]:
     the config has them, and for a mesh that splits along all axes."""
     split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3)), strict=False))
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
+    sizes["B"] *= 2  # for two microbatches
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), **TINY)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardlib import ops
+from shardlib.devices import PRIMES
 from shardlib.errors import caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
@@ -33,16 +34,16 @@ TOLERANCE = 3e-5  # of an array's largest entry
 
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
-    """The sizes of dimensions on a mesh of these axes. Dimensions that `hint` splits get sizes that
-    split over all axes twice over, and are so close that parts over different axes compare
-    otherwise than the whole dimensions do. The other dimensions are at most as large as given."""
-    unit = 2 * math.prod(axes.values())
+    """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that split
+    over all axes, into parts that are no multiples of the same number, and so close that parts over
+    different axes compare otherwise than the whole dimensions do. The others have at most 12."""
+    unit = math.prod(axes.values())
     split = {
         dim.name for kind in jax.tree.leaves(type_tree(hint)) for dim in kind.spec.dims if dim.axes
     }
-    factors = itertools.count(5)
+    primes = iter(PRIMES[2:])
     return {
-        name: unit * next(factors) if name in split else min(size, unit)
+        name: unit * next(primes) if name in split else min(size, 12)
         for name, size in sizes.items()
     }
 
@@ -127,12 +128,14 @@ def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest difference between two arrays, relative to the largest entry; inf if an entry
-    isn't finite."""
+    """The largest difference between two arrays, relative to the largest finite entry; inf if an
+    entry is NaN, or infinite in one of them only."""
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
     if one.shape != other.shape:
         return math.inf
-    apart = np.abs(one - other).max(initial=0) / (np.abs(other).max(initial=0) + 1e-30)
+    apart = np.subtract(one, other, where=one != other, out=np.zeros_like(one))
+    largest = np.abs(other).max(initial=1e-30, where=np.isfinite(other))
+    apart = np.abs(apart).max(initial=0) / largest
     return float(apart) if np.isfinite(apart) else math.inf
 
 
