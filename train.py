@@ -583,7 +583,11 @@ def resized(
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
-    return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
+    try:
+        return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
+    except UserError as error:
+        cure = "; the checks try other sizes: let `dimensions` compute this one, or set check=none"
+        raise UserError(f"{error}{cure if sizes else ''}") from None
 
 
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
