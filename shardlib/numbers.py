@@ -34,8 +34,8 @@ TOLERANCE = 3e-5  # of an array's largest entry
 
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
-    """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that split
-    over all axes, into parts without a common factor, and so close that parts over different axes
+    """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that
+    split over all axes, into parts without a common factor, and so close that parts over two axes
     compare otherwise than the whole dimensions do. The others have at most 12."""
     unit = math.prod(axes.values())
     split = {
