@@ -128,8 +128,8 @@ class Numbers:
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.wait()
+            with process:  # closes its pipe
+                process.kill()
         self.folder.cleanup()
 
 

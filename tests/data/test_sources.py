@@ -43,6 +43,7 @@ def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
     )
     train = edited("train.py", ("from data.sources import", f"from {sources.__name__} import"))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
+    arguments += ["check=types"]  # the processes that compare numbers don't have this source
     arguments += ["training.steps=20", f"paths.root_working_dir={tmp_path}", "paths.model_name=r"]
     overrides = "flat_tokens=null", "counting={first: 5}", "training.validation_interval=10"
     _, message = train_here(capsys, monkeypatch, *arguments, *overrides, program=train.main)
