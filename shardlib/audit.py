@@ -219,11 +219,22 @@ def probe(
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has a
     collective outside of ops: one written with JAX, or one that JAX adds where a value that all
-    devices hold meets one that differs, for its gradient."""
+    devices hold meets one that differs, for its gradient. Also if it numbers the entries of a part
+    from 0, as these indices may be compared with constants that no run at tiny sizes reaches."""
     problems = []
     for eqn, path, line, _ in equations(jaxpr):
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
-        if name in COLLECTIVES and not SCOPE.search(path):
+        if SCOPE.search(path):
+            continue
+        if name == "iota" and "transpose(" not in path:
+            length = eqn.params["shape"][eqn.params["dimension"]]
+            for dim in dims_of(length, axes, sizes):
+                if dim.axes:
+                    problems.append(
+                        f"{at}: iota numbers the entries of {dim} from 0 on each device, which "
+                        "holds only a part: use ops.indices"
+                    )
+        if name in COLLECTIVES:
             over = ", ".join(axes_of(eqn))
             cure = ": use an op, whose type string shows it"
             if name == "psum_invariant" and "transpose(" in path:

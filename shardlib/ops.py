@@ -177,6 +177,22 @@ def split(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
+def indices(call: Call, x: jax.Array) -> jax.Array:
+    """The index of each entry along one dimension, in the whole array.
+
+        ops.indices("B/d L V/t -> V/t", logits)     i32; jnp.arange would number each part from 0
+
+    Communicates nothing. Raises ShardTypeError unless the right side is a dimension of the operand.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(len(wanted.dims) == 1, "the right side is one dimension")
+    call.require(wanted.dims[0] in given.dims, f"the operand has no dimension {wanted}")
+    size = x.shape[given.dims.index(wanted.dims[0])]
+    first = lax.axis_index(wanted.axes) * size if wanted.axes else 0
+    return first + jnp.arange(size)
+
+
+@define_op
 def broadcast(call: Call, x: jax.Array) -> jax.Array:
     """Marks a value that all devices hold as one that each uses on its own part of the data.
 

@@ -2602,7 +2602,7 @@ RIGHT: dict[str, Edit] = {
         "reshape",
         ATTEND,
         """
-        heads = mixed.reshape(*mixed.shape[:2], -1, d_head)
+        heads = mixed.reshape(*mixed.shape[:2], -1, mixed.shape[-1])
         heads = heads * lax.rsqrt(jnp.square(heads).mean(-1, keepdims=True) + 1e-6)
         mixed = heads.reshape(mixed.shape)
         """,

@@ -36,6 +36,16 @@ def probe(*edits):
     module.probe(compose_config("local_test_synthetic", "paths.model_name=x", "mesh={d: 2, t: 2}"))
 
 
+def test_a_part_that_is_numbered_from_0_is_found():
+    position = "jnp.arange(up.shape[{}]) < 50257"
+    with pytest.raises(ShardTypeError) as error:
+        probe((LINE, f"hidden = gate * up * ({position.format(2)})"))
+    golden.check("by_hand.txt", "indices", re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
+    probe((LINE, f"hidden = gate * up * ({position.format(1)})[:, None]"))
+    by_op = 'ops.indices("B/d L F/t -> F/t", up) < 50257'
+    probe((LINE, f"hidden = gate * up * ({by_op})"))
+
+
 @pytest.mark.parametrize("case", ["lax.pmax(lax.stop_gradient(up), 't')", "lax.psum(up, 't')"])
 def test_a_collective_outside_of_ops_is_found(case):
     with pytest.raises(ShardTypeError) as error:

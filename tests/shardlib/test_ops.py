@@ -109,6 +109,10 @@ def look_up_across_both_axes(table: f32["V/t/d M"], x: f32["B L"]) -> f32["B L M
     return ops.psum("B L M {U:t,d} -> B L M", y)
 
 
+def plain_indices():
+    return jnp.arange(16) + jnp.arange(8)[:, None]
+
+
 def plain_ids(x):
     return jnp.abs(x * 10).astype(jnp.int32)
 
@@ -124,6 +128,12 @@ def split_over_two_axes(x: f32["M"]) -> f32["M/t/d"]:
 def split_what_was_gathered(x: f32["B/d M/t"]) -> f32["B/d M/t"]:
     x = ops.all_gather("B/d M/t -> B/d M", x)
     return ops.split("B/d M -> B/d M/t", x * jnp.cumsum(x, axis=1))
+
+
+def weighted_by_index(x: f32["B/d M/t"], w: f32["V/t/d"]) -> f32["B/d M/t"]:
+    w = ops.all_gather("V/t/d -> V", w * ops.indices("V/t/d -> V/t/d", w))
+    by = ops.indices("B/d M/t -> M/t", x) + ops.indices("B/d M/t -> B/d", x)[:, None]
+    return x * by * w.sum()
 
 
 def replicated_weights(x: f32["B/d M/t"], gain: f32["B"], by: f32[""]) -> f32["B/d M/t"]:
@@ -155,6 +165,7 @@ VALUES = [
     (split_and_scaled, lambda x, w: 3 * x * w),
     (split_over_two_axes, jnp.sin),
     (split_what_was_gathered, lambda x: x * jnp.cumsum(x, axis=1)),
+    (weighted_by_index, lambda x, w: x * plain_indices() * (w @ jnp.arange(24.0))),
     (replicated_weights, lambda x, gain, by: x * (gain @ jnp.arange(8.0)) + by),
     (scaled_partial_sums, lambda x, w: 0.5 * (x @ w.T)),
 ]
@@ -397,6 +408,8 @@ MISUSES = {
     "split of nothing": lambda a: ops.split("B/d L M/t -> B/d L M/t", a.x),
     "split of a sum": lambda a: ops.split("B/d L M {U:t} -> B/d L M/t", a.owed),
     "split that gathers": lambda a: ops.split("B/d L M/t -> B/d L M", a.x),
+    "indices of a dimension that isn't there": lambda a: ops.indices("B/d L M/t -> M", a.x),
+    "indices of two dimensions": lambda a: ops.indices("B/d L M/t -> L M/t", a.x),
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
     "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
     "scale that changes the layout": lambda a: ops.scale("B/d L M/t -> B/d L M", a.x, by=2),
