@@ -245,9 +245,10 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 
 
 def check_structure(jaxpr: Any, other: Any) -> None:
-    """Raises ShardTypeError unless two traces of a function, for two meshes, compute the same but
-    for lengths: where they part, a branch in Python has taken other ways. What only shapes arrays
-    doesn't count, as jnp does that differently where a length is one."""
+    """Raises ShardTypeError unless two traces of a function, for two meshes, compute the same from
+    the same floating-point numbers, but for lengths: where they part, a branch in Python has taken
+    another way, or a number comes from a length. What only shapes arrays doesn't count, as jnp does
+    that differently where a length is one."""
 
     def computing(jaxpr: Any) -> Iterator[Equation]:
         return (e for e in equations(jaxpr) if e.eqn.primitive.name not in SHAPING)
@@ -259,6 +260,17 @@ def check_structure(jaxpr: Any, other: Any) -> None:
                 f"{at}: what is computed from this line on depends on the mesh; does a branch in "
                 "Python depend on the length of a device's part, or on the number of devices?"
             )
+        if SCOPE.search(one.path):
+            continue
+        for a, b in zip(one.eqn.invars, two.eqn.invars, strict=True):
+            literal: Any = isinstance(a, Literal) and a.val
+            floating = jnp.issubdtype(jnp.result_type(literal), jnp.floating)
+            if floating and str(literal) != str(getattr(b, "val", "")):  # NaN equals itself
+                raise ShardTypeError(
+                    f"{one.line.replace(' ', ', in ')}: {one.eqn.primitive.name} takes "
+                    f"{literal} on this mesh and {getattr(b, 'val', 'an array')} on one device: "
+                    "sum with ops.reduce_sum, or take lengths from the config"
+                )
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

@@ -449,17 +449,6 @@ WRONG: dict[str, Edit] = {
         hidden = jnp.clip(hidden, -capacity / 100, capacity / 100)
         """,
     ),
-    "warmup_in_local_tokens": Edit(
-        MESH,
-        (
-            (
-                RATE,
-                RATE
-                + "\n    seen = step * hyper.tokens.batch * hyper.tokens.len // config.mesh.d"
-                + "\n    rate = rate * jnp.minimum(1, seen / 2000)",
-            ),
-        ),
-    ),
     # --- Branches in Python on the length of a part ---
     "muon_scale_by_local_shape": Edit(
         BRANCH,
@@ -2318,6 +2307,23 @@ WRONG: dict[str, Edit] = {
             ),
         ]
     },
+    "group_size_that_divides": block(
+        BRANCH,
+        HIDDEN,
+        """
+        size = next(n for n in (32, 24, 16, 12, 8, 4, 2, 1) if hidden.shape[-1] % n == 0)
+        groups = hidden.reshape(*hidden.shape[:-1], -1, size)
+        hidden = (groups - groups.mean(-1, keepdims=True)).reshape(hidden.shape)
+        """,
+    ),
+    "decay_large_tensors": instead(
+        BRANCH,
+        UPDATE,
+        """
+        decay = hyper.weight_decay if w.size > 1000 else 0
+        return w - rate * (m * mu_scale / root + decay * w)
+        """,
+    ),
 }
 
 PART_OP = before(
@@ -2400,24 +2406,18 @@ layers = dataclasses.replace(
 nu = dataclasses.replace(nu, layers=layers)
 """
 
-# Wrong, and not refused: a branch picks another number, for lengths that no tiny run has.
+# Wrong, and not refused: a number from the mesh is in a limit that no tiny run reaches.
 NOT_PROMISED: dict[str, Edit] = {
-    "group_size_that_divides": block(
-        BRANCH,
-        HIDDEN,
-        """
-        size = next(n for n in (32, 24, 16, 12, 8, 4, 2, 1) if hidden.shape[-1] % n == 0)
-        groups = hidden.reshape(*hidden.shape[:-1], -1, size)
-        hidden = (groups - groups.mean(-1, keepdims=True)).reshape(hidden.shape)
-        """,
-    ),
-    "decay_large_tensors": instead(
-        BRANCH,
-        UPDATE,
-        """
-        decay = hyper.weight_decay if w.size > 1000 else 0
-        return w - rate * (m * mu_scale / root + decay * w)
-        """,
+    "warmup_in_local_tokens": Edit(
+        MESH,
+        (
+            (
+                RATE,
+                RATE
+                + "\n    seen = step * hyper.tokens.batch * hyper.tokens.len // config.mesh.d"
+                + "\n    rate = rate * jnp.minimum(1, seen / 2000)",
+            ),
+        ),
     ),
 }
 
@@ -3156,13 +3156,6 @@ RIGHT: dict[str, Edit] = {
     # --- Metrics ---
     "largest_gradient": metric('extra = ops.reduce_max("V/t M/d -> ", jnp.abs(raw_grads.embed))'),
     "norm_of_the_weights": metric("extra = jnp.sqrt(ops.sum_of_squares(Weights, weights))"),
-    "mean_of_equal_parts": metric(
-        """
-        own = jnp.abs(weights.embed).mean()
-        extra = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", own[None]))
-        extra = extra / (config.mesh.d * config.mesh.t)
-        """
-    ),
     "mean_by_size_of_the_config": metric(
         """
         total = ops.reduce_sum("V/t M/d -> {U:d,t}", jnp.abs(weights.embed))
@@ -3469,5 +3462,17 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
         VALUES,
         'k = k * gather("K/t/d D -> K/t D", w.k_norm)',
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    k_norm: f32["K/t/d D"]'),
+    ),
+}
+
+# Right, and refused for a number that comes from the length of a part; the message names the op
+# that doesn't need it.
+RIGHT_BUT_REFUSED: dict[str, Edit] = {
+    "mean_of_equal_parts": metric(
+        """
+        own = jnp.abs(weights.embed).mean()
+        extra = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", own[None]))
+        extra = extra / (config.mesh.d * config.mesh.t)
+        """
     ),
 }

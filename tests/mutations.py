@@ -173,8 +173,8 @@ def _kind(error: Exception) -> str:
         return "jax's shapes"
     if "outside of any op" in str(error):
         return "collective"
-    if "branch in Python" in str(error):
-        return "branch"
+    if re.search("branch in Python|on this mesh and", str(error)):
+        return "structure"
     return "reductions" if re.search(r"unreduced|reduce", str(error)) else "layout"
 
 
@@ -237,7 +237,7 @@ def by_numbers(configs: Any) -> Verdict:
 REFUSALS = {
     "spec",
     "layout",
-    "branch",
+    "structure",
     "jax's shapes",
     "reductions",
     "collective",
@@ -249,6 +249,7 @@ EXPECTED = {
     "op": REFUSALS | {"same numbers"},
     "right": {"passes"},
     "right in training": {"passes", "generation"},
+    "right but refused": {"structure"},
     "not promised": {"passes"},
 }
 
@@ -286,6 +287,7 @@ def main() -> None:
     tried = [("unedited", "train.py", "train.py", (ROOT / "train.py").read_text())]
     lists = {"wrong": edits.WRONG | bugs.BUGS, "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST}
     lists |= {"right in training": edits.RIGHT_IN_TRAINING, "not promised": edits.NOT_PROMISED}
+    lists["right but refused"] = edits.RIGHT_BUT_REFUSED
     for kind, listed in lists.items():
         for name, edit in listed.items():
             tried.append((kind, name, edit.file, edits.edited_source(edit)))
