@@ -638,11 +638,12 @@ def tiny(config: Config) -> list[Config]:
     the config has them, and for a mesh that splits along all axes."""
     split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3)), strict=False))
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
-    sizes["B"] *= 2  # for two microbatches
-    in_parts = resized(config, sizes, dict.fromkeys(split, 1), **TINY)
+    parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
+    sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
+    in_parts = resized(config, sizes, dict.fromkeys(split, 1), **TINY, **parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []
-    return [whole, *others, resized(config, sizes, split, **TINY)]
+    return [whole, *others, resized(config, sizes, split, **TINY, **parts)]
 
 
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:

@@ -27,6 +27,15 @@ def cache_folder() -> str | None:
     return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
 
 
+# Runs tools.tiny with another module in the place of train.py.
+RUN_TINY = """
+import importlib, sys
+sys.modules["train"] = importlib.import_module(sys.argv.pop(1))
+from tools import tiny
+tiny.main()
+"""
+
+
 class Numbers:
     """Computes the same at tiny sizes on several meshes, beside the program. Each gets a process of
     its own, whose only devices are the mesh's: CPUs, whatever the program trains on. See
@@ -36,6 +45,10 @@ class Numbers:
     """
 
     def __init__(self, configs: list[Any]):
+        # What runs as a program may be a copy of train.py.
+        program: Any = sys.modules["__main__"]
+        name = type(configs[0]).__module__
+        self.module = pathlib.Path(program.__file__).stem if name == "__main__" else name
         self.folder = tempfile.TemporaryDirectory(prefix="tiny_")
         self.start(configs)
 
@@ -57,7 +70,7 @@ class Numbers:
             settings |= {"JAX_COMPILATION_CACHE_DIR": folder}
             settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         return subprocess.Popen(
-            [sys.executable, "-m", "tools.tiny", str(file), *record],
+            [sys.executable, "-c", RUN_TINY, self.module, str(file), *record],
             cwd=ROOT,
             env=os.environ | settings,
             stderr=subprocess.PIPE,
@@ -110,6 +123,8 @@ class Numbers:
 
     def _where(self, function: str, config: Any) -> str:
         """Computes a function again, in one part, and returns the op where its values part."""
+        if function == "init_state":
+            return "the values of a fresh state may depend on nothing but the config"
         whole = config.changed({"training.microbatches": 1, "training.loss_chunks": 1})
         self.start([self.configs[0], whole], function)
         try:
@@ -135,14 +150,14 @@ class Numbers:
 
 class Mark:
     """Remembers, in the folder of JAX's cache, that a check has passed with this source, JAX and
-    Python and whatever else is relevant, and what it said. "Source" is every imported module that
-    is not an installed package, and the tools that the checks run. Modules whose file doesn't
-    exist, such as some of PyTorch's, are ignored."""
+    Python and whatever else is relevant, and what it said. "Source" is every file of this
+    repository, and every imported module that is not an installed package. Modules whose file
+    doesn't exist, such as some of PyTorch's, are ignored."""
 
     def __init__(self, *relevant: object):
         installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
         files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-        files |= {str(ROOT / "tools" / name) for name in ("tiny.py", "generate.py")}
+        files |= {str(file) for pattern in ("*.py", "[!.]*/*.py") for file in ROOT.glob(pattern)}
         texts = [
             pathlib.Path(file).read_bytes()
             for file in sorted(files)
@@ -151,7 +166,8 @@ class Mark:
         versions = repr((relevant, version("jax"), sys.version)).encode()
         digest = hashlib.sha256(b"".join([versions, *texts])).hexdigest()
         folder = cache_folder()
-        self.file = pathlib.Path(folder, f"checked-{digest}") if folder else None
+        local = folder and "://" not in folder
+        self.file = pathlib.Path(str(folder), f"checked-{digest}") if local else None
         self.exists = self.file is not None and self.file.exists()
 
     def read(self) -> str:
@@ -159,8 +175,11 @@ class Mark:
 
     def write(self, text: str) -> None:
         if self.file and not self.exists:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(text)
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text(text)
+            except OSError as error:
+                say(f"warning: the next start will check again: {error}")
 
 
 @contextlib.contextmanager

@@ -231,7 +231,7 @@ def by_numbers(configs: Any) -> Verdict:
             return Verdict("numbers", f"{function}: {', '.join(differ)}")
     if differ := numbers.differences(first["forward"], first["generation"]):
         return Verdict("generation", ", ".join(differ))
-    return Verdict(made=tuple(float(first["training_step"][x]) for x in ("loss", "grad_norm")))
+    return Verdict(made=tuple(float(first["training_step 3"][x]) for x in ("loss", "grad_norm")))
 
 
 REFUSALS = {

@@ -64,7 +64,7 @@ def generation(
 
 @typechecked
 def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
-    """Yields functions with the arrays that they take, as NumPy arrays, and their other arguments.
+    """Yields names, functions, the arrays that they take, as NumPy arrays, and other arguments.
     Rows have documents of any length from one token on, shorter ones in later rows, and end in
     padding. For generation, a row is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
@@ -83,15 +83,17 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
     cached = Stacked["layers", generate.Cache]
     shapes = make_shapes(cached, sizes | {"S": shape[1]})
     cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
-    yield train.validation_step, (state.weights, training), config
-    yield train.gradients, (state.weights, training), config
-    yield train.training_step, (state, training), config
-    yield forward, (state.weights, whole), config
+    yield "validation_step", train.validation_step, (state.weights, training), config
+    yield "gradients", train.gradients, (state.weights, training), config
+    for step in 3, 999:  # in the middle of the schedule, and before what is done now and then
+        at_step = dataclasses.replace(state, step=np.uint32(step))
+        yield f"training_step {step}", train.training_step, (at_step, training), config
+    yield "forward", forward, (state.weights, whole), config
     rows = state.weights, cache, whole.inputs
-    yield generation, rows, config
+    yield "generation", generation, rows, config
     draws = random.random(shape[0]).astype(np.float32)
     how = generate.Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
-    yield generate.step, (*rows, np.int32(0), draws), config, how
+    yield "generate.step", generate.step, (*rows, np.int32(0), draws), config, how
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:
@@ -106,14 +108,13 @@ def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any
     state = train.init_state(config)
     if not recorded:
         yield "init_state", named(state)
-    state = dataclasses.replace(numbers.stirred(state), step=np.uint32(3))
-    for function, *arguments in calls(config, state):
-        if recorded == function.__name__:
+    for name, *call in calls(config, numbers.stirred(state)):
+        if recorded == name:
             with numbers.recording() as events:
-                numbers.run(function, *arguments)
-            yield recorded, events
+                numbers.run(*call)
+            yield name, events
         elif not recorded:
-            yield function.__name__, named(numbers.run(function, *arguments))
+            yield name, named(numbers.run(*call))
 
 
 def main() -> None:
