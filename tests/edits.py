@@ -2421,6 +2421,10 @@ NOT_PROMISED: dict[str, Edit] = {
     ),
 }
 
+# The same of a limit on a part's entries, and of what a host draws before a step.
+for name in "condition_on_a_part", "samples_with_draws_by_column", "samples_with_a_seed_by_mesh":
+    NOT_PROMISED[name] = WRONG.pop(name)
+
 RIGHT: dict[str, Edit] = {
     # --- Activations, elementwise ---
     "gelu": instead("activation", HIDDEN, "hidden = jax.nn.gelu(gate) * up"),
