@@ -41,15 +41,17 @@ def test_each_listed_edit_can_be_made():
     sources = [edits.edited_source(edit) for listed in LISTED.values() for edit in listed.values()]
     sources += [edits.edited_source(bug) for bug in bugs.BUGS.values()]
     assert len({*sources}) == len(sources) > 400
-    assert len(edits.WRONG) > 280 and len(edits.RIGHT) > 95
+    assert len(edits.WRONG) > 270 and len(edits.RIGHT) > 95
 
 
 def test_each_bug_is_a_row_of_the_page_that_says_what_refuses_it():
     page = (ROOT / "docs/bugs.md").read_text()
     for name, bug in bugs.BUGS.items():
         (row,) = [line for line in page.splitlines() if f"| [{name}]({bug.link}) |" in line]
-        assert row.split(" | ")[-1].removesuffix(" |") in mutations.REFUSALS, name
-    assert mutations.stale_rows({"Megatron-LM #3769": "nothing"}) == ["Megatron-LM #3769"]
+        refused_by = row.removesuffix(" |").rpartition(" | ")[2]
+        expected = {"nothing"} if name in bugs.NOT_PROMISED else mutations.REFUSALS
+        assert refused_by in expected, name
+    assert mutations.stale_rows({"Megatron-LM #3769": "passes"}) == ["Megatron-LM #3769"]
 
 
 @pytest.mark.slow
