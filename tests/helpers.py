@@ -57,6 +57,7 @@ SMALL = [
     "model.rope_max_timescale=100",
     "training.tokens={batch: 8, len: 12}",
     "training.learning_rate=1e-2",
+    "check=types",  # numbers take a while, and tests/tools/test_check.py compares them
 ]
 
 

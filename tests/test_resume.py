@@ -49,6 +49,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     before = written()
     out, message = train_here(capsys, monkeypatch, *short)
     assert (out, message) == (
+        "check=types: numbers are not checked\n"
         f"{tmp_path}/run is complete: all its steps are done. Raise training.steps to "
         "continue it, or choose another paths.model_name to start a new run\n",
         "",

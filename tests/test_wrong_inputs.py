@@ -24,7 +24,7 @@ from tests.helpers import ROOT, SMALL, train_here
 from tools import huggingface_to_flat_tokens
 
 MODEL = [
-    *SMALL,
+    *(setting for setting in SMALL if setting != "check=types"),  # messages show all settings
     "training.steps=2",
     "flat_tokens.filespec=tokens.zarr",
     "paths.model_name=run",

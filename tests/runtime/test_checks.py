@@ -40,7 +40,7 @@ def checked(tmp_path, monkeypatch):
         ran: list[str] = []
         monkeypatch.setattr(train, "check_types", lambda _: ran.append("types"))
         Running.made.clear()
-        with train.checked(small_config(*overrides)) as wait:
+        with train.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
         assert all(running.closed for running in Running.made)
         return ran + ["numbers"] * len(Running.made)

@@ -48,11 +48,8 @@ def test_the_source_as_it_is_passes():
     assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case == "a softmax of a part" else pytest.param(case, marks=pytest.mark.slow)
-     for case in EDITS],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EDITS)
 def test_a_wrong_edit_is_refused_with_the_place(case, tmp_path):
     for name in PRODUCT:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
