@@ -95,7 +95,10 @@ def _widened(jaxpr: Jaxpr) -> Jaxpr:
             dtype = getattr(old.aval, "dtype", None)
             aval = old.aval.update(dtype=_wide(dtype)) if dtype != _wide(dtype) else old.aval
             if isinstance(old, Literal):
-                new.append(Literal(widened(old.val), aval))
+                value: Any = widened(old.val)
+                if value is not old.val and hasattr(value, "aval"):  # JAX's subclass of ndarray
+                    value = type(value)(value, aval)
+                new.append(Literal(value, aval))
             else:
                 new.append(made[old] if old in made else made.setdefault(old, Var(aval)))
         return new

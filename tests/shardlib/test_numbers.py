@@ -119,6 +119,19 @@ def test_what_should_be_equal_on_devices_and_is_not_differs():
     assert np.isnan(operand.values).all()
 
 
+def test_a_narrow_number_that_scales_a_partial_sum_becomes_wide():
+    @jax.jit
+    @typed_shard_map
+    def fn(x: f32["B/d M/t"]) -> f32["B/d"]:
+        y = ops.reduce_sum("B/d M/t -> B/d {U:t}", x.astype(jnp.bfloat16))
+        y = ops.scale("B/d {U:t} -> B/d {U:t}", y, by=0.3)
+        return ops.psum("B/d {U:t} -> B/d", y).astype(jnp.float32)
+
+    with jax.set_mesh(make_mesh(OTHER)):
+        made = numbers.run(fn, INPUTS[1:])
+    np.testing.assert_allclose(made, INPUTS[1].sum(1) * float(jnp.bfloat16(0.3)), atol=1e-5)
+
+
 def test_narrow_floats_become_wide_everywhere():
     """Checks a loop, a branch, a matmul's result type and constants."""
 
