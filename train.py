@@ -574,7 +574,7 @@ TINY = {
 
 
 def resized(
-    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], **others: Any
+    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
 ) -> Config:
     """The config with these sizes of dimensions and of mesh axes, and with other values by key.
     With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
@@ -613,12 +613,12 @@ def probe(config: Config) -> Any:
     is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(resized(config, sizes, mesh.shape), mesh)
+        return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
 
     axes = dataclasses.asdict(config.mesh)
     probed = audit.probe(trace, axes, dimensions(config))
-    meshes = abstract_mesh(axes), abstract_mesh(dict.fromkeys(axes, 1))
-    audit.check_structure(*(trace(mesh, {}) for mesh in meshes))
+    if axes != (one := dict.fromkeys(axes, 1)):
+        audit.check_structure(*(trace(abstract_mesh(sizes), {}) for sizes in (axes, one)))
     return probed
 
 
@@ -640,10 +640,10 @@ def tiny(config: Config) -> list[Config]:
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
     parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
     sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
-    in_parts = resized(config, sizes, dict.fromkeys(split, 1), **TINY, **parts)
+    in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []
-    return [whole, *others, resized(config, sizes, split, **TINY, **parts)]
+    return [whole, *others, resized(config, sizes, split, TINY | parts)]
 
 
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:

@@ -1,6 +1,7 @@
 """Runs the check that the mesh doesn't change the numbers, and remembers what has passed."""
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -148,23 +149,29 @@ class Numbers:
         self.folder.cleanup()
 
 
+@functools.cache
+def source_digest() -> str:
+    """A hash of JAX's and Python's versions and of the source: every file of this repository, and
+    every imported module that is not an installed package. Ignores modules whose file doesn't
+    exist, such as some of PyTorch's."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
+    files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    files |= {str(file) for pattern in ("*.py", "[!.]*/*.py") for file in ROOT.glob(pattern)}
+    texts = [
+        pathlib.Path(file).read_bytes()
+        for file in sorted(files)
+        if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
+    ]
+    versions = f"{version('jax')} {sys.version}".encode()
+    return hashlib.sha256(b"".join([versions, *texts])).hexdigest()
+
+
 class Mark:
-    """Remembers, in the folder of JAX's cache, that a check has passed with this source, JAX and
-    Python and whatever else is relevant, and what it said. "Source" is every file of this
-    repository, and every imported module that is not an installed package. Modules whose file
-    doesn't exist, such as some of PyTorch's, are ignored."""
+    """Remembers, in the folder of JAX's cache, that a check has passed with this source and
+    whatever else is relevant, and what it said."""
 
     def __init__(self, *relevant: object):
-        installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
-        files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-        files |= {str(file) for pattern in ("*.py", "[!.]*/*.py") for file in ROOT.glob(pattern)}
-        texts = [
-            pathlib.Path(file).read_bytes()
-            for file in sorted(files)
-            if file.endswith(".py") and not file.startswith(installed) and os.path.exists(file)
-        ]
-        versions = repr((relevant, version("jax"), sys.version)).encode()
-        digest = hashlib.sha256(b"".join([versions, *texts])).hexdigest()
+        digest = hashlib.sha256(repr((source_digest(), relevant)).encode()).hexdigest()
         folder = cache_folder()
         local = folder and "://" not in folder
         self.file = pathlib.Path(str(folder), f"checked-{digest}") if local else None
@@ -191,13 +198,14 @@ def checked(
     if they differ between meshes, and returns, and prints, a warning if generation differs from
     training. What has passed before isn't checked again.
 
-    sections: those of the config that the step depends on.
     tiny: makes the configs with which numbers are compared.
+    sections: those of the config that the numbers depend on.
     """
     level = config.check
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
-    types = Mark("types", [getattr(config, section) for section in sections])
+    relevant = {key: value for key, value in vars(config).items() if key not in ("paths", "check")}
+    types = Mark("types", relevant)
     if level != "none" and not types.exists:
         check_types()
         types.write("")

@@ -119,15 +119,21 @@ def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
     it takes are NumPy arrays, too."""
     hints = list(typing.get_type_hints(inspect.unwrap(function)).values())[: len(arrays)]
     kinds, shardings = tuple(map(type_tree, hints)), tuple(map(make_shardings, hints))
-    placed: Any = jax.tree.map(jax.device_put, arrays, shardings)
+    flat = jax.tree.leaves(jax.tree.map(jax.device_put, arrays, shardings))
     declared = jax.tree.map(
-        lambda x, kind: jax.ShapeDtypeStruct(x.shape, kind.dtype), placed, kinds
+        lambda x, kind: jax.ShapeDtypeStruct(x.shape, kind.dtype), arrays, kinds
     )
-    flat = jax.tree.leaves(placed)
+    program, tree = _program(function, declared, static, jax.sharding.get_mesh(), ops.watch)
+    return jax.tree.unflatten(tree, jax.device_get(program(*flat)))
+
+
+@functools.lru_cache(1)
+def _program(function: Any, declared: Any, static: Any, *_: object) -> tuple[Any, Any]:
+    """The function with f32 for narrower floats, and the structure of its result. Remembers the
+    last one, for another call on the same mesh."""
     traced = function.trace(*declared, *static)
-    wide = jax.jit(jaxpr_as_fun(widened(traced.jaxpr)))
-    out = wide.lower(*flat).compile()(*flat)
-    return jax.tree.unflatten(jax.tree.structure(traced.out_info), jax.device_get(out))
+    wide = jaxpr_as_fun(widened(traced.jaxpr))
+    return jax.jit(wide), jax.tree.structure(traced.out_info)
 
 
 def difference(one: Any, other: Any) -> float:

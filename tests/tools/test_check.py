@@ -25,6 +25,7 @@ EDITS = {
         "weights = tree_map(update, state.weights, mu, nu)",
         "weights = tree_map(lambda w, *m: update(w, *m) + 1e-3 * w.size, state.weights, mu, nu)",
     ),
+    "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
     "positions mixed outside of attend": (LINE, MIXED),
 }
 

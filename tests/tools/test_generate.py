@@ -160,7 +160,7 @@ def test_bf16_is_close():
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = devices.probe_mesh(("d", "t"), names)
-    config = train.resized(small_config(), sizes, probe.shape)
+    config = train.resized(small_config(), sizes, probe.shape, {})
     hint = tuple[
         generate.Weights, Stacked["layers", generate.Cache], u32["B/d L"], i32[""], f32["B/d"]
     ]
