@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -29,7 +28,6 @@ COLLECTIVES = {
 }
 SHAPING = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-WINDOW = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")  # of a convolution
 
 
 class Runs(NamedTuple):
@@ -362,19 +360,12 @@ def _bytes(array: Any) -> int:
 
 
 def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
-    """The FLOPs of a matmul or convolution, without those on the zeros that pad or dilate a
-    convolution's operands. Takes the groups of a ragged_dot to cover all rows."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "conv_general_dilated":
-        specs = zip(shapes, params["dimension_numbers"], strict=True)
-        left, right, result = ([shape[i] for i in spec] for shape, spec in specs)
-        flops = 2 * result[0] * result[1] * right[1]
-        settings = (params[key] for key in WINDOW)
-        windows = zip(left[2:], right[2:], result[2:], *settings, strict=True)
-        for n, taps, places, stride, (before, _), gap, apart in windows:
-            at = np.add.outer(np.arange(places) * stride, np.arange(taps) * apart) - before
-            flops *= int(np.isin(at, np.arange(n) * gap).sum())
-        return flops
+    """The FLOPs of a matmul or convolution. Counts those on the zeros that pad or dilate the
+    operand of a convolution. Takes the groups of a ragged_dot to cover all rows."""
+    params = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(shapes[2]) * math.prod(shapes[1]) // features
     ragged = params.get("ragged_dot_dimension_numbers")
     numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
     (_, summed), (_, batch) = numbers
