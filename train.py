@@ -677,10 +677,11 @@ def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
     return sum(losses, start=jnp.float32(0)) / count
 
 
-def starting_state(config: Config, checkpoints: Checkpoints, data: Batches) -> tuple[State, str]:
-    """The state to start from, and a line that says where it comes from: the run's newest
-    checkpoint, else the one to clone from, else a fresh state and an empty line."""
-    source = checkpoints.starting_point(config.paths.clone_from)
+def starting_state(
+    config: Config, checkpoints: Checkpoints, source: Checkpoints, data: Batches
+) -> tuple[State, str]:
+    """The state to start from, and a line that says where it comes from: the newest checkpoint of
+    `source`, which is the run's own or the one to clone from, else a fresh state and no line."""
     if not source.newest.step:
         return init_state(config), ""
     if source is not checkpoints and config.paths.clone_weights_only:
@@ -717,11 +718,12 @@ def train(
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()
         return
+    source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
     tokens = hyper.tokens.batch * hyper.tokens.len
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(Weights, dimensions(config))))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
-    state, origin = starting_state(config, checkpoints, data)
+    state, origin = starting_state(config, checkpoints, source, data)
     wait_for_check()
     run.begin(
         first=int(state.step),
@@ -749,7 +751,7 @@ def train(
             checkpoints.save(step + 1, state, data.position)
         if run.stopping:
             break
-    checkpoints.wait()
+    checkpoints.close()
 
 
 @program(Config, "configs", names="paths.model_name")

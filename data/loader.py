@@ -19,7 +19,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, SupportsInt
+from typing import Annotated, Any, SupportsInt
 
 import jax
 import numpy as np
@@ -27,13 +27,13 @@ from jaxtyping import Bool, Int64, UInt32
 
 from data.flat_tokens import Decoded, FlatTokens, FlatTokensError, checked, decode, tokenizer_of
 from data.text import ahead
-from runtime.config import Name, NonNegativeInt, PositiveInt, Section
+from runtime.config import NOT_EMPTY, NonNegativeInt, Path, PositiveInt, Section
 from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class FlatTokensConfig(Section, key="flat_tokens"):
-    filespec: Name
+    filespec: Annotated[Path, NOT_EMPTY]
     streams: PositiveInt
     read_blocks_per_shuffle_buffer: PositiveInt
     sequences_per_read_block: PositiveInt
@@ -45,8 +45,9 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         return Loader(self, spec, split)
 
     def tokenizer_used(self) -> tuple[str, int] | None:
-        """Returns the tokenizer that the dataset names and the offset added to its ids, if any."""
-        return tokenizer_of(self.filespec)
+        """Returns the tokenizer that the dataset names and the offset added to its ids, if any.
+        Opens no remote dataset, as the config may be that of somebody else's checkpoint."""
+        return None if "://" in self.filespec else tokenizer_of(self.filespec)
 
 
 @pytree_dataclass

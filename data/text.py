@@ -76,7 +76,9 @@ class Tokenizer:
                 inner = tokenizers.Tokenizer.from_file(name)
                 self.slow: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
             else:
-                self.slow = transformers.AutoTokenizer.from_pretrained(name)
+                self.slow = transformers.AutoTokenizer.from_pretrained(
+                    name, trust_remote_code=False
+                )
         except Exception as error:  # what tokenizers raises is a plain Exception
             raise UserError(f"tokenizer={name} can't be opened: {error}".split("\n")[0]) from None
         self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None

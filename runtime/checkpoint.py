@@ -7,7 +7,7 @@ docs/checkpoints.md is the specification. The steps of a save, in order:
 3. Each host waits for the attribute `arrays`, then writes its parts.
 4. Each host records under `writers/<host>` how its writes ended.
 5. The first host waits for the records of all hosts, then sets `write_completed`: true if every
-   part was written, else false.
+   part was written, else false; then it removes the parts that were, to make room.
 6. The first host removes old checkpoints, if the new one is complete.
 7. Each host waits for `write_completed` and reports how the save ended.
 
@@ -24,7 +24,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -38,14 +38,19 @@ from omegaconf.errors import OmegaConfBaseException
 from zarr.codecs import Crc32cCodec
 
 from runtime import storage
-from runtime.config import NonNegativeInt, Section
+from runtime.config import NonNegativeInt, Path, Section
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, type_tree
 
 C = TypeVar("C")
 FORMAT = 1
-NAME = r"\d{8,}\.\d+"  # of a checkpoint: steps done, and when its run started, in milliseconds
+NAME = (
+    r"\d{8,10}\.\d{1,16}"  # of a checkpoint: steps done, and when its run started, in milliseconds
+)
+# What the attributes of a checkpoint, and the entries of its manifest, have at least.
+ATTRIBUTES = {"step": int, "config": str, "hosts": int, "format": int, "arrays": dict}
+ENTRY = {"dtype": str, "dimensions": list, "shape": list, "chunk_shape": list}
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
 
 
@@ -55,7 +60,7 @@ class CheckpointError(UserError):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CheckpointsConfig(Section, key="checkpoints"):
-    root: str  # folder or bucket for all runs; empty: paths.root_working_dir
+    root: Path  # folder or bucket for all runs; empty: paths.root_working_dir
     keep_last: NonNegativeInt  # how many of the last checkpoints to keep; 0: all
     keep_every: NonNegativeInt  # also keep those whose step is a multiple of this; 0: none
     stop_on_error: bool  # whether a checkpoint that can't be written stops the run or only warns
@@ -112,6 +117,11 @@ def _checksum(attrs: dict[str, Any]) -> int:
     """Returns the CRC-32 of a checkpoint's attributes, except the two that are written last."""
     rest = {k: v for k, v in attrs.items() if k not in ("checksum", "write_completed")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _has(values: Any, types: Mapping[str, type]) -> bool:
+    """Returns whether values, read from JSON, are a dict with these keys and types."""
+    return isinstance(values, dict) and all(type(values.get(k)) is t for k, t in types.items())
 
 
 def create(path: str, arrays: dict[str, Any], attrs: dict[str, Any]) -> Any:
@@ -183,13 +193,23 @@ class Checkpoint:
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
         """The attributes of a complete checkpoint, verified. Raises DamageError if they changed
-        since they were written, and CheckpointError if the format is unknown."""
+        since they were written, and CheckpointError if the format is unknown, or if the config
+        isn't plain: it may be somebody else's, and reading it must not read the environment."""
         metadata = self.attributes or {}
-        if metadata.get("step") != self.step or metadata.get("checksum") != _checksum(metadata):
+        valid = metadata.get("step") == self.step and metadata.get("checksum") == _checksum(
+            metadata
+        )
+        if not (valid and _has(metadata, ATTRIBUTES)):
             cure = "delete the checkpoint to use the one before it"
             raise DamageError(f"{self.path}/zarr.json was changed since it was written; {cure}")
         if (version := metadata["format"]) != FORMAT:
             raise CheckpointError(f"{self.path} has format {version}; this code reads {FORMAT}")
+        if "${" in metadata["config"]:
+            raise CheckpointError(
+                f"{self.path} has a config with ${{...}}: only plain ones are read"
+            )
+        if not all(_has(entry, ENTRY) for entry in metadata["arrays"].values()):
+            raise DamageError(f"{self.path}/zarr.json lists arrays incompletely")
         return metadata
 
     def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
@@ -290,21 +310,47 @@ class Checkpoints:
     key: str = "paths.model_name"  # the setting that error messages suggest to change
 
     def __post_init__(self) -> None:
-        self.path = self.path.rstrip("/")
+        self.path, self.problem = self.path.rstrip("/"), ""
         self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
         self.saving: Future[None] | None = None
         self.start = time.time_ns() // 10**6
         self._find_newest(None)
 
-    def starting_point(self, clone_from: str) -> "Checkpoints":
+    def starting_point(self, clone_from: str, weights_only: bool) -> "Checkpoints":
         """Returns the checkpoints to start from: those of this run if it has any or `clone_from` is
-        empty, else those at the path `clone_from`. Raises CheckpointError if it has none."""
-        if self.newest.step or not clone_from:
-            return self
-        source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
-        if not source.newest.step:
-            raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
+        empty, else those at the path `clone_from`. Raises CheckpointError if there are none, if the
+        newest has a different model, or if this run can't save its own."""
+        source, prefix = self, ""
+        if clone_from and not self.newest.step:
+            source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
+            prefix = "weights/" if weights_only else ""
+            if not source.newest.step:
+                raise CheckpointError(NO_CHECKPOINT.format(f"paths.clone_from={clone_from}"))
+        if source.newest.step:
+            with contextlib.suppress(DamageError):  # `restore` takes the one before
+                source.check_model(prefix)
+        self._try_store()
         return source
+
+    def _try_store(self) -> None:
+        """Writes, lists and removes a group, as saves do with different libraries. The first host
+        then removes what killed starts of this run left incomplete after its newest checkpoint."""
+        name = f"try.{self.start}.{jax.process_index()}"
+        try:
+            trial: Any = zarr.open_group(f"{self.path}/{name}", mode="w-", zarr_format=3)
+            trial.update_attributes({"name": name})
+            listed = name in storage.names(self.path)
+            read = storage.attributes(f"{self.path}/{name}")
+            storage.remove(f"{self.path}/{name}")
+            if not listed or read != {"name": name} or name in storage.names(self.path):
+                raise OSError("what is written there can't be listed, read or removed")
+            for group in list_checkpoints(self.path) if jax.process_index() == 0 else []:
+                left = group.order > self.newest.order and not group.may_be_complete
+                if left and "zarr.json" in storage.names(group.path):
+                    storage.remove(group.path)
+        except Exception as error:  # stores raise errors of many types
+            problem = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self.path} can't hold checkpoints: {problem}") from None
 
     def _find_newest(self, below: tuple[int, int] | None) -> None:
         """Sets `newest` to the newest checkpoint, before `below` if that is given. The first host
@@ -357,10 +403,16 @@ class Checkpoints:
         if saving:
             saving.result()
 
+    def close(self) -> None:
+        """Blocks until the pending save is done. Raises CheckpointError if it, the last, failed."""
+        self.wait()
+        if self.problem:
+            raise CheckpointError(f"the last checkpoint is missing: {self.problem}")
+
     def _save(self, path: str, arrays: Any, attrs: Any, parts: Any, position: Any) -> None:
         """Performs steps 2 to 7 of a save, as numbered above in this file. The hosts communicate
         only through the store, because their devices are busy with training steps."""
-        host, hosts = jax.process_index(), range(jax.process_count())
+        host, hosts, completed = jax.process_index(), range(jax.process_count()), False
         try:
             if host == 0:  # step 2
                 create(path, arrays, attrs)
@@ -379,27 +431,47 @@ class Checkpoints:
                 ]
                 problem = next((record["problem"] for record in records if record["problem"]), None)
                 if problem:
-                    group.update_attributes({"write_completed": False, "write_failed": problem})
+                    self._abandon(path, problem)
                 else:
                     complete(group, [record["position"] for record in records])
+                    completed = True
                     self._remove_old(attrs["step"])
             # Step 7.
             problem = self._await_key(path, "write_completed", writer=0).get("write_failed")
         except Exception as error:  # stores raise errors of many types
             problem = f"{error!r}"
+            if host == 0 and not completed:
+                self._abandon(path, problem)
+        self.problem = f"{path} can't be written: {problem}" if problem else ""
         if not problem:
             self.say(f"saved {path}")
         elif self.policy.stop_on_error:
             self.failed()
-            raise CheckpointError(f"{path} can't be written: {problem}")
+            raise CheckpointError(self.problem)
         else:
-            self.say(f"warning: {path} can't be written: {problem}; the run continues")
+            self.say(f"warning: {self.problem}; the run continues")
+
+    @staticmethod
+    def _abandon(path: str, problem: str) -> None:
+        """Marks a save as failed, which the other hosts wait for, and removes its arrays. On a full
+        disk only their removal makes room for the mark. The next start removes the rest."""
+
+        def mark() -> None:
+            failed = {"write_completed": False, "write_failed": problem}
+            zarr.open_group(path, mode="a", zarr_format=3).update_attributes(failed)
+
+        for action in mark, functools.partial(storage.empty, path), mark:
+            with contextlib.suppress(Exception):
+                action()
 
     @staticmethod
     def _await_key(path: str, key: str, writer: int) -> dict[str, Any]:
-        """Waits until a group has the attribute `key`, and returns the group's attributes. On the
-        host that wrote it, raises FileNotFoundError instead of waiting: the write was lost."""
+        """Waits until a group has the attribute `key`, and returns the group's attributes. Raises
+        OSError once the save has failed. On the host that wrote the attribute, raises
+        FileNotFoundError instead of waiting: the write was lost."""
         while key not in (attributes := storage.attributes(path) or {}):
+            if problem := attributes.get("write_failed"):
+                raise OSError(problem)
             if writer == jax.process_index():
                 raise FileNotFoundError(f"{key} of {path} was written but can't be read back")
             time.sleep(0.2)

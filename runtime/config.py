@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 import pathlib
 import typing
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ class Bound(NamedTuple):
     below: float = 2**31
 
 
-NOT_EMPTY = "not empty"
+NOT_EMPTY, PATH = "not empty", "path"
 PositiveInt = Annotated[int, Bound(1)]
 NonNegativeInt = Annotated[int, Bound(0)]
 NonNegativeFloat = Annotated[float, Bound(0, below=math.inf)]
 Seconds = Annotated[float, Bound(0)]  # what a timer can wait for
 Fraction = Annotated[float, Bound(0, below=1)]
 Name = Annotated[str, NOT_EMPTY]
+Path = Annotated[str, PATH]  # ~ is expanded, which only some of the libraries below do
 
 
 class Section:
@@ -53,6 +55,8 @@ class Section:
                 setattr(self, name, tuple(value))  # OmegaConf has a list
             if NOT_EMPTY in parts and not value.strip():
                 raise UserError(f"{key} must not be empty")
+            if PATH in parts:
+                setattr(self, name, os.path.expanduser(value))
             for low, below in (part for part in parts if isinstance(part, Bound)):
                 for number in value if tuple in parts else [value]:
                     if not (isinstance(number, int | float) and low <= number < below):

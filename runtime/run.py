@@ -8,9 +8,11 @@ import faulthandler
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from omegaconf import MISSING, OmegaConf
 
 from runtime import hlo
 from runtime.checkpoint import CheckpointsConfig
-from runtime.config import ROOT, Name, NonNegativeInt, PositiveInt, Seconds, Section, flat
+from runtime.config import ROOT, Name, NonNegativeInt, Path, PositiveInt, Seconds, Section, flat
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
 from runtime.supervise import Stop, locked
 from shardlib import devices
@@ -35,8 +37,8 @@ SECONDS_BETWEEN_LINES = 10  # of progress
 
 @dataclasses.dataclass(unsafe_hash=True)
 class PathsConfig(Section, key="paths"):
-    root_working_dir: str
-    clone_from: str  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
+    root_working_dir: Path
+    clone_from: Path  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
     clone_weights_only: bool  # true: weights only, from step 0; false: the whole state
     model_name: Name = MISSING
 
@@ -85,6 +87,9 @@ class RunConfig(Section):
         super().__post_init__()
         known = ("numbers", "types", "none")
         self.require(self.check in known, "check", f"choose from {', '.join(known)}")
+        _, colon, port = self.coordinator.rpartition(":")
+        valid = not self.coordinator or (colon and port.isdecimal() and 0 < int(port) < 2**16)
+        self.require(valid, "coordinator", "it must be ADDRESS:PORT of the first host")
 
 
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
@@ -96,11 +101,15 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
         try:
             settings = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
             if config.coordinator:
+                if config.process_id == 0:  # JAX crashes if it can't listen
+                    port = int(config.coordinator.rpartition(":")[2])
+                    socket.create_server(("", port)).close()
                 settings |= {"coordinator_address": config.coordinator}
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
             jax.distributed.initialize(**settings)
-        except ValueError as error:
-            raise UserError(f"num_hosts={config.num_hosts}: {error}") from None
+        except (ValueError, OSError) as error:
+            where = config.coordinator and f" coordinator={config.coordinator}"
+            raise UserError(f"num_hosts={config.num_hosts}{where}: {error}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     return devices.make_mesh(axes)
@@ -114,16 +123,20 @@ def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.C
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first host only."""
+    """Prints a line, on the first host only. A run outlives its standard output."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except OSError as error:  # a pipe whose reader has ended, or a full disk
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"warning: standard output ends here: {error.strerror}", file=sys.stderr)
 
 
 def use_cache(root: str) -> None:
     """Makes JAX cache compiled programs in `<root>/.compilation_cache`, unless the user has chosen
     a cache folder. The next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        folder = pathlib.Path(root).expanduser().absolute() / ".compilation_cache"
+        folder = pathlib.Path(root).absolute() / ".compilation_cache"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Otherwise an edit that only changes a type string would load the old program.
@@ -143,18 +156,18 @@ def replace(file: pathlib.Path, content: bytes) -> None:
     part.replace(file)
 
 
-def rows_before(metrics: pathlib.Path, step: int) -> Iterator[bytes]:
-    """Yields the lines of a metrics.jsonl for steps before `step`. Stops at a line that was cut off
-    in writing. Raises UserError for a line that can't be parsed."""
-    for number, line in enumerate(metrics.read_bytes().splitlines(keepends=True), 1):
+def rows_before(metrics: pathlib.Path, step: int) -> tuple[list[bytes], int]:
+    """Returns the lines of a metrics.jsonl for steps before `step`, and how many others, which a
+    crash has damaged, are among them. A last line that was cut off in writing doesn't count."""
+    lines, damaged = list[bytes](), 0
+    for line in metrics.read_bytes().splitlines(keepends=True):
         try:
             if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                return
+                break
+            lines.append(line)
         except (ValueError, TypeError, KeyError):
-            raise UserError(
-                f"{metrics}, line {number} is not a metrics row; fix the line or move the file away"
-            ) from None
-        yield line
+            damaged += 1
+    return lines, damaged
 
 
 def open_folder(
@@ -165,18 +178,30 @@ def open_folder(
     for metrics.jsonl and one for each sink that `to` names. Called on the first host only.
 
     Truncates metrics.jsonl to the steps before `first_step`: an earlier start may have run further
-    than its last checkpoint. A run from step 0 renames existing metrics to `metrics.<time>.jsonl`.
-    Raises UserError for metrics that it can't parse."""
+    than its last checkpoint. A run from step 0 renames existing metrics to `metrics.<time>.jsonl`,
+    and so does one that finds damaged ones. The files are there to inform people, so damage to them
+    is reported and doesn't stop the run."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics, earlier = folder / "metrics.jsonl", folder / "config.yaml"
-    if metrics.exists() and first_step == 0:
-        renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
-        metrics.rename(renamed)
-        say(f"no checkpoint to resume from; renamed the earlier metrics to {renamed.name}")
     if metrics.exists():
-        replace(metrics, b"".join(rows_before(metrics, first_step)))
+        lines, damaged = rows_before(metrics, first_step)
+        if damaged or first_step == 0:
+            renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
+            metrics.rename(renamed)
+            found = (
+                f"left out {damaged} damaged lines" if damaged else "no checkpoint to resume from"
+            )
+            say(f"{found}; renamed the earlier metrics to {renamed.name}")
+        if first_step:
+            replace(metrics, b"".join(lines))
     if first_step and earlier.exists():
-        before, now = (flat(OmegaConf.create(text)) for text in (earlier.read_text(), config))
+        now: Any = OmegaConf.to_container(OmegaConf.create(config))
+        try:
+            before: Any = OmegaConf.to_container(OmegaConf.create(earlier.read_text()))
+            before, now = flat(before), flat(now)
+        except Exception:  # it may hold anything
+            say(f"{earlier.name} is damaged, so what has changed since isn't listed")
+            before = now = {}
         for key in sorted({*before, *now}):
             if (value := now.get(key)) != (previous := before.get(key)):
                 say(f"changed since the last start: {key}={value}, was {previous}")
@@ -209,11 +234,12 @@ class Run:
     def __init__(self, config: RunConfig):
         check_sinks(config.metrics.to)  # here, as only a run needs their packages
         self.config, self.name = config, config.paths.model_name
-        self.folder = pathlib.Path(config.paths.root_working_dir).expanduser() / self.name
+        self.folder = pathlib.Path(config.paths.root_working_dir) / self.name
         self.first_host = jax.process_index() == 0
         self.profile = self.folder / f"profile/host_{jax.process_index()}"
         self.stop = Stop()
-        self.stopping = self.last = False
+        self.stopping = self.last = self.saves = False
+        self.unlogged = ""  # why metrics can't be written any more
         self.loggers: list[Callable[[Row], None]] = []  # one per sink, on the first host
         self.row: dict[str, Any] = {}  # the last step's, until it is written
         self.seconds: list[float] = []  # duration of each step
@@ -292,6 +318,7 @@ class Run:
         if step in self.profiled[:1]:
             self.flush()
             hlo.start_profile(self.profile)
+        self.saves = False
         if not self.row:  # otherwise the previous step is still running, and this one follows it
             self.since = time.perf_counter() - waited
         self.waited = waited
@@ -332,20 +359,24 @@ class Run:
             self.settle()
             row, self.row = self.row, {}
             self.write(row | {name: float(value) for name, value in extra.items()})
-        if self.last:
-            # A save follows, which may take longer than a step.
+        if self.saves:  # now, which may take longer than a step, and so may the save before it
             faulthandler.cancel_dump_traceback_later()
 
     def write(self, row: Row) -> None:
         """Logs a row, prints progress, and ends the run after too many skipped updates."""
-        for log in self.loggers:
-            log(row)
+        try:
+            for log in self.loggers:
+                log(row)
+        except Exception as error:  # sinks raise errors of many types
+            self.unlogged = self.unlogged or f"step {row['step']} can't be logged: {error}"
+            self.stop.ask()
         self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
             loss, norm = row["loss"], row["grad_norm"]
             problem = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
+                faulthandler.cancel_dump_traceback_later()  # `explain` waits for a save
                 raise UserError(
                     f"{problem}; {self.explain()}. No checkpoint includes this step. Skip its "
                     "batch with training.skip_steps, or raise training.max_skipped_updates"
@@ -360,7 +391,8 @@ class Run:
         if step in self.profiled and (self.last or self.done == self.profiled.stop):
             self.flush()
             say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
-        return self.last or due(self.config.checkpoint_interval, step, self.steps)
+        self.saves = self.last or due(self.config.checkpoint_interval, step, self.steps)
+        return self.saves
 
     def end(self) -> int:
         """Prints how the run ended, after the last save. Returns the exit code."""
@@ -371,6 +403,8 @@ class Run:
             )
             return 0
         self.flush()
+        if self.unlogged:
+            raise UserError(f"{self.unlogged}; stopped after {self.done} steps, which are saved")
         if self.stopping and self.done < self.steps:
             name = self.stop.signal.name
             say(f"stopped by {name} after {self.done} steps; the same command resumes there")

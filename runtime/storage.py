@@ -58,12 +58,18 @@ def attributes(path: str) -> dict[str, Any] | None:
         return None
 
 
-def remove(path: str) -> None:
-    """Removes a group, its zarr.json last, so that an interrupted removal can be recognized."""
+def empty(path: str) -> None:
+    """Removes a group's arrays and groups, but not its attributes."""
     store, inner = fsspec.core.url_to_fs(path)
     for name in names(path):
         if name != "zarr.json":
             store.rm(f"{inner}/{name}", recursive=True)
+
+
+def remove(path: str) -> None:
+    """Removes a group, its zarr.json last, so that an interrupted removal can be recognized."""
+    empty(path)
+    store, inner = fsspec.core.url_to_fs(path)
     store.rm(inner, recursive=True)
 
 

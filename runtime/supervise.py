@@ -54,6 +54,9 @@ class Stop:
                 interrupts += number[0] == signal.SIGINT
                 if interrupts == 2:
                     os._exit(128 + signal.SIGINT)
+                if number[0] in (signal.SIGINT, signal.SIGTERM):
+                    name = signal.Signals(number[0]).name
+                    print(f"{name}: stops after this step, and saves", file=sys.stderr, flush=True)
 
     def ask(self) -> None:
         """Requests a stop after the current step, on all hosts."""

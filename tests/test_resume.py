@@ -5,8 +5,6 @@ import pathlib
 import pytest
 
 from runtime.run import open_folder
-from shardlib.errors import UserError
-from tests import golden
 from tests.helpers import SMALL, rows, train_here
 from tests.torture import Kill, Torture
 
@@ -65,34 +63,33 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+# The text, the steps whose rows are kept at a start from step 2, and the number of damaged lines.
 METRICS = {
-    "rows": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n', 2),
-    "a row cut short": ('{"step": 0}\n{"step": 1}\n{"st', 2),
-    "rows of an earlier start twice": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 2}\n', 2),
-    "a damaged row": ('{"step": 0}\n{"st"\n{"step": 2}\n', None),
-    "an empty row": ('\n{"step": 0}\n', None),
-    "no row": ('{"step": 0}\n5\n', None),
-    "nothing": ("", 0),
+    "rows": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n', [0, 1], 0),
+    "a row cut short": ('{"step": 0}\n{"step": 1}\n{"st', [0, 1], 0),
+    "rows twice": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 2}\n', [0, 1], 0),
+    "a damaged row": ('{"st"\n{"step": 1}\n{"step": 2}\n', [1], 1),
+    "an empty row": ('\n{"step": 0}\n', [0], 1),
+    "no row": ('{"step": 0}\n5\n', [0], 1),
+    "zeros, as a power failure leaves them": ('{"step": 0}\n' + "\0" * 99 + "\n", [0], 1),
+    "nothing": ("", [], 0),
 }
 
 
 @pytest.mark.parametrize("case", METRICS)
-def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
+def test_what_is_kept_of_the_metrics(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text, kept = METRICS[case]
+    text, kept, damaged = METRICS[case]
     folder = pathlib.Path("runs/run")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(text)
-    if kept is None:
-        with pytest.raises(UserError) as error:
-            open_folder(folder, (), "", 2)
-        golden.check("wrong_inputs.txt", f"metrics with {case}", str(error.value))
-        assert (folder / "metrics.jsonl").read_text() == text
-    else:
-        (write,) = open_folder(folder, (), "", 2)
-        assert [row["step"] for row in rows(folder)] == list(range(kept))
-        write({"step": 2, "loss": 1.5})
-        assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
+    (write,) = open_folder(folder, (), "", 2)
+    assert [row["step"] for row in rows(folder)] == kept
+    write({"step": 2, "loss": 1.5})
+    assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
+    said, copies = capsys.readouterr().out, [*folder.glob("metrics.*.jsonl")]
+    assert [copy.read_text() for copy in copies] == [text] * bool(damaged)
+    assert (f"left out {damaged} damaged lines; renamed" in said) == bool(damaged)
 
 
 def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, monkeypatch):
@@ -109,3 +106,14 @@ def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, 
         open_folder(tmp_path / "run", (), config, 2)
     open_folder(tmp_path / "run", (), config, 2)
     assert (tmp_path / "run/config.yaml").read_text() == config
+
+
+@pytest.mark.parametrize("text", ["\0" * 64, "model: [", "a: ${oc.env:HOME}", "- 1", b"\xff\xfe"])
+def test_a_damaged_config_of_the_last_start_stops_no_run(text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    open_folder(folder, (), "model:\n  d_model: 32\n", 0)
+    (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    open_folder(folder, (), "model:\n  d_model: 32\n", 2)
+    said = capsys.readouterr().out
+    assert "config.yaml is damaged" in said or "was ${oc.env:HOME}" in said
+    assert (folder / "config.yaml").read_text() == "model:\n  d_model: 32\n"

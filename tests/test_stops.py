@@ -18,7 +18,17 @@ from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
 from shardlib.types import make_shardings
 from tests import golden
-from tests.helpers import ROOT, SMALL, arrays, edited, mesh, rows, small_config, train_here
+from tests.helpers import (
+    ROOT,
+    SMALL,
+    arrays,
+    edited,
+    mesh,
+    rows,
+    small_config,
+    starting_state,
+    train_here,
+)
 
 # All runs have the same program, which is compiled once.
 ARGUMENTS = [
@@ -163,7 +173,7 @@ def test_a_clone_starts_from_anothers_weights(runs):
     arguments = train.State, train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
-        state, line = train.starting_state(config, own, FLAT)
+        state, line = starting_state(config, own, FLAT)
         for name, actual in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert actual.tobytes() == wanted[name]
@@ -175,9 +185,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
         # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = train.starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        state, line = starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
-            train.starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
+            starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))

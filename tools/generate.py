@@ -384,7 +384,8 @@ def run(args: argparse.Namespace) -> None:
             named = named or config.source().tokenizer_used()
             if not named:
                 raise UserError(
-                    "the run's dataset isn't here or doesn't name its tokenizer; set --tokenizer "
+                    "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
+                    "--tokenizer "
                     "to bytes_utf8, a tokenizers JSON file, or what transformers loads"
                 )
             codec = Text(*named)

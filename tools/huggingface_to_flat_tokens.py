@@ -24,7 +24,7 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import Bound, Name, NonNegativeInt, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Bound, Name, NonNegativeInt, Path, PositiveInt, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -42,7 +42,7 @@ class ConvertConfig(Section):
     validation_share: Annotated[float, Bound(0, below=1)]
     max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
     processes: PositiveInt | None  # that tokenize; null: only this one, with a thread per core
-    output: Name = MISSING
+    output: Annotated[Path, NOT_EMPTY] = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()

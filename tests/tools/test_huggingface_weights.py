@@ -32,6 +32,7 @@ from tests.helpers import (
     edited,
     mesh,
     small_config,
+    starting_state,
 )
 from tools import huggingface_weights as tool
 
@@ -383,14 +384,14 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     settings = train.State, train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
-        state, _ = train.starting_state(start, none, None)
+        state, _ = starting_state(start, none, None)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: actual.pop(name) for name in wanted} == wanted
         assert not any(map(any, actual.values())), "Adam's moments, and the step"
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
-            train.starting_state(start, none, None)
+            starting_state(start, none, None)
         message = str(error.value).replace(str(tmp_path), "...")
         golden.check("huggingface_weights.txt", "a clone of a whole state", message)
 
