@@ -335,9 +335,9 @@ class Checkpoints:
     def _try_store(self) -> None:
         """Writes, lists and removes a group, as saves do with different libraries. The first host
         then removes what killed starts of this run left incomplete after its newest checkpoint."""
-        name = f"try.{self.start}.{jax.process_index()}"
+        name = f"try.{jax.process_index()}"
         try:
-            trial: Any = zarr.open_group(f"{self.path}/{name}", mode="w-", zarr_format=3)
+            trial: Any = zarr.open_group(f"{self.path}/{name}", mode="w", zarr_format=3)
             trial.update_attributes({"name": name})
             listed = name in storage.names(self.path)
             read = storage.attributes(f"{self.path}/{name}")

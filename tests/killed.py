@@ -2,9 +2,10 @@
 
     python -m tests.killed KIND SAVE NUMBER ARGUMENTS...
 
-The moment is number NUMBER of kind KIND in this start's save number SAVE, both counted from 1. For
-a `row` of the metrics, NUMBER is its step. For a `read`, SAVE is 0. A process that reaches its end
-prints the largest number of moments of each kind in any save.
+KILLED_BY=SIGSTOP stops the process instead. The moment is number NUMBER of kind KIND in this
+start's save number SAVE, both counted from 1. For a `row` of the metrics, NUMBER is its step. For a
+`read` or a `compile`, SAVE is 0. A process that reaches its end prints the largest number of
+moments of each kind in any save.
 """
 
 import collections
@@ -29,12 +30,13 @@ from runtime.checkpoint import Checkpoints
 from runtime.run import Run
 
 KIND, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
+SIGNAL = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
 saves = [collections.Counter()]  # moments before the first save, and in each save
 lock = threading.Lock()
 
 
 def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGNAL)
 
 
 def moment(kind):
@@ -106,6 +108,7 @@ if __name__ == "__main__":
     before(ArrayImpl, "copy_to_host_async", "copy")
     before(pathlib.Path, "replace", "rename")  # zarr writes under a temporary name
     before(storage, "read", "read")
+    before(Run, "compile", "compile")
     # On a CPU each host's programs have different cache keys, and JAX lets only the first host
     # write to the cache. Here all hosts write, so that each start is fast.
     compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))

@@ -2,14 +2,17 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.helpers import ROOT, arrays, rows
-from tests.torture import ARGUMENTS, ENDS, LIMIT, Hosts, complete
+from runtime.run import make_mesh
+from shardlib.errors import UserError
+from tests.helpers import ROOT, arrays, rows, small_config
+from tests.torture import ARGUMENTS, ENDS, LIMIT, NEVER, Hosts, complete
 
 # A run saves only when it stops; the number of steps is chosen after that.
 SETTINGS = [*ARGUMENTS, "checkpoint_interval=0"]
@@ -23,11 +26,11 @@ class Run:
         self.root, self.cache, self.name, self.folder = root, cache, name, root / name
         self.starts = 0
 
-    def start(self, steps):
+    def start(self, steps, *moments):
         self.starts += 1
         where = [f"paths.root_working_dir={self.root}", f"paths.model_name={self.name}"]
         output = self.root / f"{self.name}.{self.starts}"
-        return Hosts(output, self.cache, [*SETTINGS, *where, f"training.steps={steps}"])
+        return Hosts(output, self.cache, [*SETTINGS, *where, f"training.steps={steps}"], *moments)
 
     @staticmethod
     def until_it_trains(hosts):
@@ -90,6 +93,23 @@ def test_a_host_that_is_lost_ends_the_other_one(run):
     assert_ends_as_one_that_was_left_alone(run, step + 9)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_host_that_is_lost_in_compiling_restoring_or_saving_ends_the_other_one(run, number):
+    run.finish(3)
+    for moment in "compile 0 1", "read 0 1", "write 1 4":
+        for host in 0, 1:
+            moments = [moment if i == host else NEVER for i in range(2)]
+            with run.start(6, moments, number) as hosts:
+                code, other = hosts.processes[1 - host].wait(LIMIT), hosts.text(1 - host)
+            assert any(code == ends and re.search(text, other) for ends, text in ENDS.values())
+            assert list(complete(run.folder)) == [3]
+    assert "\nresumed at step 3 from " in run.finish(6)
+    assert_ends_as_one_that_was_left_alone(run, 6)
+    left = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert left == {path.name for path in complete(run.folder).values()}, "no incomplete ones"
+
+
 # Hangs in C code, as a hung step does; no Python signal handler runs there.
 HANGS = """
 import ctypes
@@ -105,12 +125,12 @@ with Stop():
 
 def test_the_second_ctrl_c_ends_a_process_at_once():
     command = [sys.executable, "-c", HANGS]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline() == "hangs\n"
-        for _ in range(2):
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.5)  # two signals at once would be delivered as one
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "SIGINT: stops after this step, and saves\n"
+        process.send_signal(signal.SIGINT)
         try:
             assert process.wait(LIMIT) == 130
         finally:
@@ -127,3 +147,13 @@ def test_the_second_ctrl_c_ends_a_host_that_waits_for_another(run):
             time.sleep(0.5)
         assert hosts.processes[1].wait(LIMIT) == 130, hosts.text(1)
     assert not complete(run.folder)
+
+
+def test_a_port_in_use_gets_one_message():
+    with socket.create_server(("", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        config = small_config("num_hosts=2", f"coordinator={address}")
+        with pytest.raises(UserError) as error:
+            make_mesh(config, {"d": 2, "t": 1})
+    message = f"num_hosts=2 coordinator={address}: [Errno 98] Address already in use"
+    assert str(error.value).startswith(message)

@@ -1,11 +1,13 @@
 """Tests the state that a run starts from, and what makes it stop."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import types
 
 import jax
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import train
+from runtime import sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
 from shardlib.types import make_shardings
@@ -191,3 +194,56 @@ def test_a_clone_starts_from_anothers_weights(runs):
         with pytest.raises(CheckpointError) as error:
             starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
+
+
+def test_metrics_that_can_not_be_written_end_the_run_after_a_checkpoint(runs, start, monkeypatch):
+    def json_lines(*arguments):
+        write = sinks.json_lines(*arguments)
+
+        def log(row):
+            if row["step"] == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(row)
+
+        return log
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.run.json_lines", json_lines)
+        out, message = start("full")
+    problem = "error: step 2 can't be logged: [Errno 28] No space left on device; stopped after "
+    steps = int(message.removeprefix(problem).removesuffix(" steps, which are saved"))
+    out, message = start("full")
+    assert not message and f"\nresumed at step {steps} from " in out
+    assert arrays(checkpoint(runs / "full", 6)) == arrays(checkpoint(runs / "whole", 6))
+
+
+def test_a_run_whose_last_save_fails_does_not_end_well(start, monkeypatch):
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr("runtime.checkpoint.write", fail)
+    out, message = start("unsaved", "checkpoints.stop_on_error=false")
+    assert re.search("^warning: .*/00000006.* can't be written: .*; the run continues$", out, re.M)
+    assert re.fullmatch("error: the last checkpoint is missing: .*/00000006.*no room.*", message)
+    assert "done: " not in out
+
+
+PRINTS = """
+import sys
+from runtime.run import say
+for number in range(10**5):
+    say(f"line {number}")
+print("over", file=sys.stderr)
+"""
+
+
+def test_a_run_outlives_its_standard_output():
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == "warning: standard output ends here: Broken pipe\nover\n"
+    assert process.returncode == 0

@@ -97,6 +97,8 @@ CASES = {
     "an override without a value": (nothing, ["training.steps"]),
     "a config group that isn't one": (nothing, ["model=84m"]),
     "a config group as a number": (nothing, ["model=84"]),
+    "a coordinator without a port": (nothing, ["num_hosts=2", "coordinator=10.0.0.1"]),
+    "a coordinator whose port is no number": (nothing, ["num_hosts=2", "coordinator=a:b"]),
     "several values": (nothing, ["training.seed=1,2"]),
     "a section that is null": (nothing, ["hf_dataset.path=x"]),
     "null for a section": (nothing, ["checkpoints=null"]),

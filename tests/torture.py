@@ -59,7 +59,12 @@ class Hosts:
     """A start of a run on two hosts with two devices each. Leaving the `with` block kills it."""
 
     def __init__(
-        self, texts: pathlib.Path, cache: pathlib.Path, arguments: list[str], moments=(NEVER, NEVER)
+        self,
+        texts: pathlib.Path,
+        cache: pathlib.Path,
+        arguments: list[str],
+        moments=(NEVER, NEVER),
+        killed_by: str = "SIGKILL",
     ):
         """Starts the hosts. The output of host i goes to `<texts>.<i>`, and `moments` to
         tests/killed.py."""
@@ -67,7 +72,7 @@ class Hosts:
         def command(i: int) -> list[str]:
             return ["-m", "tests.killed", *moments[i].split(), *arguments]
 
-        settings = QUICK | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        settings = QUICK | {"JAX_COMPILATION_CACHE_DIR": str(cache), "KILLED_BY": killed_by}
         self.texts = texts
         self.processes = start_hosts(2, 2, command, str(texts), **settings)
 

@@ -25,6 +25,7 @@ from runtime.checkpoint import (
     chunk_shape,
 )
 from runtime.storage import DamageError
+from shardlib.errors import UserError
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
 from tests.helpers import MESHES, mesh, slow_but_for
@@ -358,6 +359,11 @@ OTHERS = {
     "another format": {"format": 2},
     "another number in the model's config": {"config": "model: {size: small, rope: 50}\n"},
     "another key in the model's config": {"config": "model: {size: small}\n"},
+    "a config that reads the environment": {"config": "model: {size: '${oc.env:HOME}'}\n"},
+    "a config that is no text": {"config": 5},
+    "arrays that are none": {"arrays": ["embed"]},
+    "an array without a shape": {"arrays": {"embed": {"dtype": "float32"}}},
+    "no hosts": {"hosts": None},
 }
 
 
@@ -369,9 +375,15 @@ def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
         attributes = zarr.open_group(path).attrs
         about = attributes.asdict() | OTHERS[case]
         attributes.update(about | {"checksum": runtime.checkpoint._checksum(about)})
-        with pytest.raises(CheckpointError) as error:
-            restore("checkpoints")
+        with pytest.raises(UserError) as error:
+            opened("checkpoints").check_model()
     golden.check("checkpoints.txt", case, str(error.value))
+
+
+def test_a_name_with_a_number_too_long_for_any_run_is_no_checkpoint(tmp_path):
+    (tmp_path / f"{10**29}.5").mkdir()
+    (tmp_path / f"00000005.{10**29}").mkdir()
+    assert not runtime.checkpoint.list_checkpoints(str(tmp_path))
 
 
 DESCRIPTIONS = {

@@ -2,6 +2,7 @@
 is complete, or its damage is found."""
 
 import concurrent.futures
+import json
 import os
 import shutil
 import subprocess
@@ -221,11 +222,14 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
             assert "Input/output error" in line and line.endswith("; the run continues")
             assert not failed
         checkpoints.wait()  # the error was reported once already
+        with pytest.raises(CheckpointError, match="the last checkpoint is missing: "):
+            checkpoints.close()  # but a run doesn't end as if all were well
         assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(1))
     writes.failing = 0
     checkpoints.save(9, tiny_on_mesh(9))
     end(checkpoints)
     assert_same_bits(restore(tmp_path, Tiny, TINY), tiny(9))
+    checkpoints.close()
 
 
 @pytest.fixture
@@ -267,6 +271,53 @@ def test_a_full_disk_gets_one_message(small_disk, one_device):
         number += 3
     assert len(errors) > 5
     assert_same_bits(restore(small_disk), new)
+
+
+def test_a_failed_save_leaves_the_disk_as_free_as_before(small_disk, one_device):
+    policy, values = keeping(stop_on_error=False), test_checkpoint.values
+    test_checkpoint.save(small_disk, 1, on_mesh(values(0)))
+    before, page = os.statvfs(small_disk).f_bavail, os.sysconf("SC_PAGE_SIZE")
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes((before - 16) * page))
+    checkpoints = opened(small_disk, policy=policy, say=lambda _: None)
+    checkpoints.save(2, on_mesh(values(1)))
+    checkpoints.wait()
+    assert "No space left" in checkpoints.problem
+    filler.unlink()
+    assert before - os.statvfs(small_disk).f_bavail < 4, "the failed one has no arrays"
+    checkpoints.save(3, on_mesh(values(2)))
+    checkpoints.close()
+    assert_same_bits(restore(small_disk), values(2))
+
+
+def test_what_a_killed_start_left_is_removed_by_the_next_one(two_tiny_ones):
+    """If it is newer than the newest that is complete, or may have been before it was damaged."""
+    old, new = sorted(two_tiny_ones.iterdir())
+    added = {"00000003.1": {}, "00000003.2": {"write_completed": False}, "00000001.1": None}
+    for name, attributes in added.items():
+        shutil.copytree(old, two_tiny_ones / name)
+        group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+        (two_tiny_ones / name / "zarr.json").write_text(json.dumps(group))
+    opened_tiny(two_tiny_ones).starting_point("", False)
+    left = {path.name for path in two_tiny_ones.iterdir()}
+    assert left == {old.name, new.name, "00000001.1"}
+
+
+@pytest.mark.parametrize("name", ["a::b", "~/a", "a*b", "a[b]c", "☃ and spaces"])
+def test_a_folder_that_libraries_read_differently_is_refused_before_the_first_step(
+    name, one_device, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = opened_tiny(f"{name}/x")
+    try:
+        checkpoints.starting_point("", False)
+    except CheckpointError as error:
+        assert str(error).startswith(f"{name}/x can't hold checkpoints: ")
+        return
+    checkpoints.save(1, tiny_on_mesh(1))
+    checkpoints.close()
+    assert_same_bits(restore(f"{name}/x", Tiny, TINY), tiny(1))
+    assert opened_tiny(f"{name}/x").newest.step == 1
 
 
 def check_flips(folder, capsys, count=None):
