@@ -304,7 +304,10 @@ class Run:
         self.profiled = window if self.config.profile else range(0)
         if self.first_host:
             to, config = self.config.metrics.to, self.config.to_yaml()
-            self.loggers = open_folder(self.folder, to, config, first)
+            try:
+                self.loggers = open_folder(self.folder, to, config, first)
+            except OSError as error:  # such as a full disk
+                raise UserError(f"{self.folder} can't be written: {error.strerror}") from None
         if origin:
             say(origin)
 

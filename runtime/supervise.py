@@ -56,7 +56,8 @@ class Stop:
                     os._exit(128 + signal.SIGINT)
                 if number[0] in (signal.SIGINT, signal.SIGTERM):
                     name = signal.Signals(number[0]).name
-                    print(f"{name}: stops after this step, and saves", file=sys.stderr, flush=True)
+                    plan = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
+                    print(f"{name}: {plan}", file=sys.stderr, flush=True)
 
     def ask(self) -> None:
         """Requests a stop after the current step, on all hosts."""

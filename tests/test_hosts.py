@@ -129,7 +129,9 @@ def test_the_second_ctrl_c_ends_a_process_at_once():
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)
-        assert process.stderr.readline() == "SIGINT: stops after this step, and saves\n"
+        assert process.stderr.readline() == (
+            "SIGINT: stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
+        )
         process.send_signal(signal.SIGINT)
         try:
             assert process.wait(LIMIT) == 130

@@ -4,6 +4,7 @@ definition, and the tool's messages."""
 import dataclasses
 import re
 import shutil
+import socket
 import sys
 
 import jax
@@ -14,7 +15,7 @@ import zarr
 
 import train
 from data.flat_tokens import SPLITS, FlatTokens, Writer
-from runtime.checkpoint import Checkpoints
+from runtime.checkpoint import Checkpoints, _checksum
 from shardlib import audit, devices
 from shardlib.types import (
     Stacked,
@@ -443,6 +444,26 @@ def test_what_it_says_of_a_mistake(case, run, tmp_path, capsys, monkeypatch):
     out, error, message = call(capsys, monkeypatch, tmp_path / "run", *WRONG[case])
     assert not out and "Traceback" not in error and message.startswith("error: ")
     golden.check("generate.txt", case, f"{error}{message}")
+
+
+def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
+    run, tmp_path, capsys, monkeypatch
+):
+    shutil.copytree(run / "bytes", tmp_path / "remote")
+    (path,) = (tmp_path / "remote").glob("0*")
+    attributes = zarr.open_group(path).attrs
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/tokens.zarr"
+        about = attributes.asdict()
+        text = about["config"].replace("filespec: bytes.zarr", f"filespec: {url}")
+        assert url in text
+        about["config"] = text
+        attributes.update(about | {"checksum": _checksum(about)})
+        _, _, message = call(capsys, monkeypatch, tmp_path, "remote")
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert message.startswith("error: the run's dataset isn't on this machine or doesn't name its")
 
 
 @pytest.mark.parametrize(
