@@ -3,14 +3,17 @@
 docs/flat_tokens.md is the specification. "Encoded" tokens are ids as the format stores them.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numcodecs
 import numpy as np
 import zarr
 from beartype import beartype
 from jaxtyping import Bool, Int, Int64, Integer, UInt32, jaxtyped
-from zarr.codecs import ZstdCodec
+from zarr.codecs import BytesCodec, ZstdCodec
+from zarr.storage import StorePath, WrapperStore
 
 from runtime import storage
 from runtime.storage import DamageError
@@ -19,6 +22,7 @@ from shardlib.errors import UserError
 SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
+MAX_CHUNK_BYTES = 2**26  # that readers accept: a loader unpacks a chunk in each of its threads
 
 # Ids, and for each whether a sequence starts with it.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
@@ -149,6 +153,45 @@ def tokenizer_of(path: str) -> tuple[str, int] | None:
         return None
 
 
+class _UnpackingStore(WrapperStore[Any]):
+    """Unpacks chunks, into buffers of their size: zarr would allocate whatever a chunk asks for."""
+
+    _supports_sync_io = False  # makes zarr 3.4 read with `get` only
+
+    def __init__(self, store: Any, unpacker: Any, size: int):
+        super().__init__(store)
+        self.unpacker, self.size = unpacker, size
+
+    async def get(self, key: str, prototype: Any, *args: Any, **kwargs: Any) -> Any:
+        value = await super().get(key, prototype, *args, **kwargs)
+        if value is None:
+            return None
+        buffer = np.zeros(self.size, np.uint8)
+        await asyncio.to_thread(self.unpacker.decode, value.to_bytes(), buffer)
+        return prototype.buffer.from_array_like(buffer)
+
+    async def getsize(self, key: str) -> int:
+        return await self._store.getsize(key)  # else that of what `get` returns
+
+
+def _bounded(array: zarr.Array) -> zarr.Array:
+    """Returns the array, such that a chunk can't take more memory than the array's description
+    says. Raises ValueError for a description that isn't as in docs/flat_tokens.md."""
+    steps, size = (*array.filters, *array.compressors), array.chunks[0] * array.dtype.itemsize
+    names = [getattr(step, "codec_id", None) or step.to_dict()["name"] for step in steps]
+    plain = not array.shards and isinstance(array.serializer, BytesCodec | None)
+    # Unlike others, these two unpack into a buffer of limited size.
+    if not plain or names not in ([], ["zstd"], ["blosc"]) or not 0 < size <= MAX_CHUNK_BYTES:
+        limit = f"{MAX_CHUNK_BYTES >> 20} MiB"
+        raise ValueError(f"chunks must be of at most {limit}, uncompressed or with zstd or blosc")
+    if not names:
+        return array
+    store = _UnpackingStore(array.store, numcodecs.get_codec({"id": names[0]}), size)
+    codecs = {"codecs": [array.serializer.to_dict()]} if array.serializer else {"compressor": None}
+    metadata: Any = {**array.metadata.to_dict(), **codecs}
+    return zarr.Array(zarr.AsyncArray(metadata, StorePath(store, array.path)))
+
+
 class FlatTokens:
     """One split of a dataset, opened for reading.
 
@@ -161,9 +204,11 @@ class FlatTokens:
         try:
             root: Any = zarr.open_group(path, mode="r")
             self.group = root.get(split)
-            for name in ARRAYS:
+            for name, dtype in ARRAYS.items():
                 entry = f"{self.name}/{name}"
-                arrays[name] = root.get(f"{split}/{name}")
+                array = root.get(f"{split}/{name}")
+                if isinstance(array, zarr.Array) and array.dtype == dtype and array.ndim == 1:
+                    arrays[name] = _bounded(array)
         except FileNotFoundError:
             raise FlatTokensError(f"{path} doesn't exist or isn't a zarr group") from None
         except Exception as error:  # stores raise errors of many types
@@ -171,17 +216,19 @@ class FlatTokens:
         if self.group is None:
             raise FlatTokensError(f"{path} has no split {split}")
         for name, dtype in ARRAYS.items():
-            array = arrays[name]
-            if not isinstance(array, zarr.Array) or array.dtype != dtype or array.ndim != 1:
+            if name not in arrays:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: its conversion is unfinished")
         self.tokens, self.seq_starts = arrays.values()
-        self.max_token_id: int = self.group.attrs["max_token_id"]
+        largest: Any = self.group.attrs["max_token_id"]
+        if type(largest) is not int or not 1 <= largest < 2**31:
+            raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
+        self.max_token_id = largest
         self.token_count: int = self.tokens.shape[0]
         self.sequence_count: int = self.seq_starts.shape[0] - 1
-        if self.sequence_count < 1:
-            raise FlatTokensError(f"{self.name} has no sequences")
+        if not 1 <= self.sequence_count <= self.token_count:
+            raise FlatTokensError(f"{self.name} has no sequences, or more of them than tokens")
         if self._load(self.seq_starts, slice(-1, None))[0] != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts doesn't end with the token count")
 
@@ -201,6 +248,11 @@ class FlatTokens:
                 f"{self.name}/encoded_tokens: token {index} has the reserved id 0; perhaps "
                 f"chunk {index // self.tokens.chunks[0]} is missing, which reads as zeros"
             )
+        if (largest := int(encoded.max(initial=0)) >> 1) > self.max_token_id:
+            index = start + int(np.argmax(encoded))
+            raise FlatTokensError(
+                f"{self.name}: token {index} is {largest}, above max_token_id={self.max_token_id}"
+            )
         return encoded
 
     def read(self, start: int, stop: int) -> Decoded:
@@ -210,16 +262,20 @@ class FlatTokens:
     @checked
     def starts(self, first: int, last: int) -> Int64[np.ndarray, " {last-first+1}"]:
         """Returns where each of the sequences `first` to `last` starts, and where the last ends."""
-        starts = self._load(self.seq_starts, slice(first, last + 1)).astype(np.int64)
+        starts = self._load(self.seq_starts, slice(first, last + 1))
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
-        if not (grows := np.diff(starts) > 0).all():
+        if not (grows := starts[1:] > starts[:-1]).all():
             index = first + 1 + int(np.argmin(grows))
             raise FlatTokensError(
                 f"{self.name}/seq_starts: entry {index}, in chunk "
                 f"{index // self.seq_starts.chunks[0]}, is not larger than the entry before it"
             )
-        return starts
+        if starts[-1] > self.token_count:
+            raise FlatTokensError(
+                f"{self.name}/seq_starts: entry {last} is {starts[-1]}, more than the token count"
+            )
+        return starts.astype(np.int64)
 
     def validate(self) -> None:
         """Reads the whole split. Raises FlatTokensError for the first rule that is broken."""

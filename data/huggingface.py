@@ -66,7 +66,7 @@ class StreamLoader(Batches):
         self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
         lanes = jax.process_count() * self.workers
         try:
-            _, shards = self.source.check()
+            shards = self.source.check()[1]["shards"]
         except (UserError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
         if shards < lanes:
@@ -103,6 +103,7 @@ class StreamLoader(Batches):
         parts: list[np.ndarray] = []
         missing = count
         for unit in self.units(position):
+            position = {**position, "source": unit.position["source"]}  # that `used` counts in
             while used < len(unit.tokens):
                 parts.append(unit.tokens[used : used + missing])
                 used, missing = used + len(parts[-1]), missing - len(parts[-1])

@@ -3,12 +3,14 @@
 The dataset's shards (usually its files) are divided into contiguous *lanes*. Each lane is read in
 *units* of some documents, and the overall order takes one unit from each lane in turn. A single
 thread reads, so the order does not depend on how many threads or processes tokenize. A *position*
-in that order is JSON and holds everything needed to resume from there.
+in that order is JSON and holds everything needed to resume from there, with a *fingerprint* of the
+source: a position means nothing in a source that has changed.
 """
 
 import array
 import dataclasses
 import functools
+import hashlib
 import itertools
 import multiprocessing
 import os
@@ -53,6 +55,11 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
         while (item := upcoming.result()) is not end:
             upcoming = thread.submit(next, iterator, end)
             yield item
+
+
+def digest(value: Any) -> str:
+    """Returns a short hash of a value whose repr says all about it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class Tokenizer:
@@ -104,6 +111,13 @@ class Tokenizer:
         unshifted = (ids.astype(np.int64) - self.id_offset).tolist()
         return str(self.slow.decode(unshifted, clean_up_tokenization_spaces=False))
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies what it does to a text, or, if it is written in Python, its vocabulary."""
+        if self.name == "bytes_utf8":
+            return self.name
+        return digest(self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items()))
+
     @checked
     def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
         strings = [text or "" for text in texts.to_pylist()]
@@ -149,17 +163,17 @@ class Source:
     id_offset: int  # added to the tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
-    def check(self) -> tuple["Source", int]:
-        """Returns the source, with smaller units if its first documents are long, and its number
-        of shards. Raises UserError or OSError if the split, the column or the tokenizer can't be
-        opened."""
+    def check(self) -> tuple["Source", dict[str, Any]]:
+        """Returns the source, with smaller units if its first documents are long, and its
+        fingerprint, which has the number of its shards. Raises UserError or OSError if the split,
+        the column or the tokenizer can't be opened."""
         tokenizer(self.tokenizer, self.id_offset)
         self._check_files()
-        dataset = self._open()
+        dataset, found = self._open()
         try:
             rows = list(itertools.islice(dataset, 64))
-        except ValueError as error:  # Arrow's, too
-            raise UserError(f"the split {self.split} can't be read: {error}") from error
+        except (ValueError, OSError) as error:  # Arrow's, too
+            raise OSError(f"the split {self.split} can't be read: {error}") from error
         if not rows:
             raise UserError(f"the split {self.split} has no documents")
         kinds = {type(row.get(self.column)) for row in rows}
@@ -169,7 +183,8 @@ class Source:
             raise UserError(f"column={self.column} is not a text column; the columns are {types}")
         size = sum(len(row.get(self.column) or "") for row in rows)
         fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
-        return dataclasses.replace(self, documents=min(self.documents, fit)), dataset.num_shards
+        source = dataclasses.replace(self, documents=min(self.documents, fit))
+        return source, found | {"documents at a time": source.documents}
 
     def _check_files(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
@@ -184,36 +199,74 @@ class Source:
             if local and os.path.isdir(os.path.join(folder, pattern)):
                 raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the split and its fingerprint."""
         import datasets  # takes two seconds
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         # Without these options, all of a parquet file that has been read stays in memory.
         unbuffered = ParquetFragmentScanOptions(pre_buffer=False)
         options = {"fragment_scan_options": unbuffered, "batch_size": self.documents}
-        arguments = {"streaming": True, **self.load_dataset, "split": self.split}
+        load = dict(self.load_dataset)
+        streams, processes = load.pop("streaming", True), load.pop("num_proc", None)
         try:
             try:
-                dataset = datasets.load_dataset(**arguments, **options)
+                builder = datasets.load_dataset_builder(**load, **options)
             except (TypeError, ValueError) as error:  # other formats don't have these options
                 if not any(name in str(error) for name in options):
                     raise
-                dataset = datasets.load_dataset(**arguments)
+                builder = datasets.load_dataset_builder(**load)
+            if streams:
+                dataset = builder.as_streaming_dataset(self.split)
+            else:
+                builder.download_and_prepare(num_proc=processes)
+                dataset = builder.as_dataset(self.split)
+                dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
         except ValueError as error:
             raise UserError(str(error)) from None
         except StopIteration:  # an empty JSON file
             raise UserError(f"the split {self.split} has no documents") from None
         except (TypeError, datasets.exceptions.DatasetsError) as error:
             raise UserError(f"load_dataset: {error}") from None
-        if isinstance(dataset, datasets.Dataset):  # streaming=false: already downloaded
-            dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
-        return dataset
+        return dataset, self._fingerprint(builder, dataset.num_shards)
+
+    def _fingerprint(self, builder: Any, shards: int) -> dict[str, Any]:
+        from datasets import config
+
+        lists: Any = builder.config.data_files or {}
+        lists = [lists[self.split]] if self.split in lists else lists.values()
+        hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
+        # The folder differs between copies of local files, and between revisions on the hub.
+        files: list[Any] = []
+        pairs = (zip(part, part.origin_metadata, strict=False) for part in lists)
+        for name, origin in itertools.chain(*pairs):
+            info: dict[str, Any] = {"size": 0, "blob_id": origin}  # in a bucket: an ETag
+            if name.startswith("hf://") or "://" not in name:  # its folder was just listed
+                info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
+            files.append((os.path.basename(name), info["size"], info.get("blob_id")))
+        return {
+            "files": len(files),
+            "bytes": sum(size for _, size, _ in files),
+            "names and sizes": digest(files),
+            "shards": shards,
+            "documents at a time": self.documents,
+            "tokenizer": tokenizer(self.tokenizer, self.id_offset).digest,
+        }
 
     def read(
         self, lanes: Sequence[int], position: dict[str, Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yields the texts of each unit of `lanes` from a position on, and the position after."""
-        dataset = self._open().select_columns([self.column]).with_format("arrow")
+        dataset, found = self._open()
+        before = position.get("source", {})
+        differ = [f"{k} {v}, now {found.get(k)}" for k, v in before.items() if v != found.get(k)]
+        if differ:
+            raise UserError(
+                f"the split {self.split} has changed since the part before was read: "
+                f"{'; '.join(differ)}. Restore it, or begin anew: delete an unfinished "
+                "conversion, or clone a run's weights into a new one"
+            )
+        dataset = dataset.select_columns([self.column]).with_format("arrow")
         states = list(position["lanes"])  # of each lane; None at its end
 
         def read_lane(lane: int) -> Iterator[Any]:
@@ -239,12 +292,13 @@ class Source:
                 raise OSError(f"the split {self.split} can't be read: {error}") from error
             if texts is not None:
                 readers.append((lane, reader))
-                yield texts, {"turn": (lane + 1) % len(states), "lanes": list(states)}
+                turn_after = (lane + 1) % len(states)
+                yield texts, {"turn": turn_after, "lanes": list(states), "source": found}
 
 
-def start(lanes: int) -> dict[str, Any]:
-    """Returns the position before the first unit."""
-    return {"turn": 0, "lanes": [{}] * lanes}
+def start(lanes: int, fingerprint: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the position before the first unit, of any source if there is no fingerprint."""
+    return {"turn": 0, "lanes": [{}] * lanes, "source": fingerprint or {}}
 
 
 def units(

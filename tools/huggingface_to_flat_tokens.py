@@ -12,7 +12,6 @@ import pathlib
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -78,7 +77,7 @@ class Conversion:
     """The output and the progress of a conversion. From the first commit on, the output's attribute
     `conversion` records the progress and, once complete, how the output was made."""
 
-    def __init__(self, config: ConvertConfig, shards: Sequence[int]):
+    def __init__(self, config: ConvertConfig, starts: list[dict[str, Any]]):
         self.config = config
         with storage.opening(config.output):
             self.root: Any = zarr.open_group(config.output, mode="a")
@@ -95,7 +94,6 @@ class Conversion:
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
                 )
-        starts = [text.start(min(text.LANES, count)) for count in shards]
         self.positions = saved.get("positions", starts)
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
@@ -145,7 +143,8 @@ def convert(config: ConvertConfig) -> None:
     settings = config.column, config.tokenizer, config.id_offset
     # Finds most mistakes before anything is written.
     checked = [Source(config.load_dataset, name, *settings).check() for name in names]
-    conversion = Conversion(config, [shards for _, shards in checked])
+    starts = [text.start(min(text.LANES, found["shards"]), found) for _, found in checked]
+    conversion = Conversion(config, starts)
     for i, (source, _) in enumerate(checked):
         position = conversion.positions[i]
         lanes = range(len(position["lanes"]))

@@ -1,11 +1,16 @@
 """The flat-tokens format: writing and reading back, both storage formats, and refused datasets."""
 
+import json
+import tracemalloc
+
+import numcodecs
 import numpy as np
 import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
+from zarr.codecs import BloscCodec, ZstdCodec
 
 import data.flat_tokens
 from data.flat_tokens import FlatTokens, FlatTokensError, Writer, decode, encode
@@ -118,6 +123,8 @@ DAMAGE = {
     "a start not marked": {"tokens": (11, 6, 16, 2)},
     "the reserved id": {"tokens": (11, 0, 16, 3)},
     "another largest id": {"largest": 9},
+    "ids above the largest": {"largest": 7},
+    "more sequences than tokens": {"starts": (0, 1, 2, 3, 4, 4)},
     "tokens of another dtype": {"encoded_tokens": np.int64},
     "starts of another dtype": {"seq_starts": np.uint32},
     "no sequence": {"tokens": (), "starts": (0,)},
@@ -130,6 +137,115 @@ def test_damage_is_named(tmp_path, monkeypatch, case):
     with pytest.raises(FlatTokensError) as error:
         FlatTokens(make_group("x.zarr", **DAMAGE[case]), "train").validate()
     golden.check("datasets.txt", case, str(error.value))
+
+
+@pytest.mark.parametrize("largest", ["x", -1, 0, 2**31, 2**40, 1.5, True, [8], {}], ids=str)
+def test_a_largest_id_that_is_none(tmp_path, monkeypatch, largest):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FlatTokensError) as error:
+        FlatTokens(make_group("x.zarr", largest=largest), "train")
+    assert str(error.value) == f"x.zarr/train: max_token_id is {largest!r}, which is not an id"
+
+
+def test_a_block_with_damage_is_not_read(tmp_path):
+    dataset = FlatTokens(make_group(tmp_path / "x.zarr", largest=7), "train")
+    assert dataset.read(0, 2)[0].tolist() == [5, 3]
+    with pytest.raises(FlatTokensError, match=r"token 2 is 8, above max_token_id=7$"):
+        dataset.read(1, 4)
+    starts = (0, 9, 2**63 + 1, 4)
+    dataset = FlatTokens(make_group(tmp_path / "y.zarr", starts=starts), "train")
+    with pytest.raises(FlatTokensError, match=r"entry 1 is 9, more than the token count$"):
+        dataset.starts(0, 1)
+    with pytest.raises(FlatTokensError, match="entry 3, in chunk 1, is not larger than the entry"):
+        dataset.starts(2, 3)
+
+
+def chunks_of(*shape):
+    return {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}}}
+
+
+def packed_by(*names):
+    configured = [{"name": name, "configuration": {"level": 1}} for name in names]
+    return {"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, *configured]}
+
+
+TOKENS, STARTS = "encoded_tokens can't be opened", "seq_starts can't be opened"
+DESCRIPTIONS = [
+    *[("", {"attributes": value}, "x.zarr can't be opened") for value in ([], 7)],
+    *[("/encoded_tokens", {"shape": [value]}, TOKENS) for value in (-5, "x", 1e30)],
+    *[("/encoded_tokens", {"shape": [value]}, "end with the token count") for value in (5, 2**70)],
+    *[
+        ("/seq_starts", {"shape": [value]}, "no sequences, or more of them than")
+        for value in (0, 1, 7, 2**62)
+    ],
+    *[("/seq_starts", {"shape": shape}, STARTS) for shape in ([], [3, 1], "x", None)],
+    *[("/encoded_tokens", chunks_of(value), TOKENS) for value in (0, -1, 2**24 + 1, 2**62, "x")],
+    *[("/seq_starts", chunks_of(*shape), STARTS) for shape in ([], [2, 2], [2**23 + 1])],
+    *[("/encoded_tokens", packed_by(*names), TOKENS) for names in (["gzip"], ["zstd", "zstd"])],
+    ("/encoded_tokens", {"codecs": []}, TOKENS),
+    ("/encoded_tokens", {"data_type": "x"}, TOKENS),
+    ("/encoded_tokens", {"zarr_format": 9}, TOKENS),
+]
+
+
+@pytest.mark.parametrize(("where", "change", "message"), DESCRIPTIONS, ids=str)
+def test_a_description_that_parses_but_can_not_be(tmp_path, where, change, message):
+    path = make_group(tmp_path / "x.zarr")
+    file = tmp_path / f"x.zarr/train{where}/zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(FlatTokensError, match=message) as error:
+        FlatTokens(path, "train")
+    assert "\n" not in str(error.value)
+
+
+def frame_without_its_size(frame):
+    """Returns a zstd frame of 64 KiB or more whose header doesn't tell how much it unpacks to."""
+    assert frame[4] & 0xE0 == 0x80, "a size of 4 bytes, after the window's"
+    return frame[:4] + bytes([frame[4] & 0x1F]) + frame[5:6] + frame[10:]
+
+
+LARGE = np.zeros(2**28, np.uint8)
+BOMBS = {
+    "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(LARGE)),
+    "zstd, many frames": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(LARGE[: 2**20]) * 256),
+    "zstd, size unknown": lambda: (
+        numcodecs.Zstd(),
+        frame_without_its_size(numcodecs.Zstd().encode(LARGE)),
+    ),
+    "blosc": lambda: (numcodecs.Blosc("zstd"), numcodecs.Blosc("zstd").encode(LARGE)),
+}
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_chunk_unpacks_to_no_more_than_its_size(tmp_path, kind, zarr_format):
+    """Replaces a chunk by a small one that unpacks to 256 MiB, as an untrusted dataset may."""
+    packer, bomb = BOMBS[kind]()
+    assert len(bomb) < 2**16
+    path, packed = str(tmp_path / "x.zarr"), packer if zarr_format == 2 else "auto"
+    if zarr_format == 3:
+        packed = ZstdCodec() if "zstd" in kind else BloscCodec(cname="zstd")
+    group = zarr.open_group(path, mode="w", zarr_format=zarr_format).create_group("train")
+    for name, dtype, values in (
+        ("encoded_tokens", "u4", [11, 6, 16, 3]),
+        ("seq_starts", "u8", [0, 3, 4]),
+    ):
+        array = group.create_array(
+            name, shape=len(values), dtype=dtype, chunks=2, compressors=packed
+        )
+        array[:] = values
+    group.attrs["max_token_id"] = 8
+    FlatTokens(path, "train").validate()
+    chunk = "encoded_tokens/1" if zarr_format == 2 else "encoded_tokens/c/1"
+    (tmp_path / "x.zarr/train" / chunk).write_bytes(bomb)
+    dataset = FlatTokens(path, "train")
+    assert dataset.read(0, 2)[0].tolist() == [5, 3]
+    tracemalloc.start()
+    with pytest.raises(FlatTokensError, match="encoded_tokens: chunk 1 can't be read: "):
+        dataset.read(0, 4)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**22
 
 
 def test_what_is_not_there(tmp_path, monkeypatch):

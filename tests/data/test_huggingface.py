@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -197,3 +198,62 @@ def test_another_number_of_workers_can_not_go_on(folder):
     with pytest.raises(StreamError) as error:
         next(again.from_step(2, 3))
     golden.check("datasets.txt", "stream: other workers", str(error.value))
+
+
+def resumed(folder, position, step, **changes):
+    """Returns the ids of some batches from a step on, of a stream that goes on at a position."""
+    again = open_loader(folder, **changes)
+    again.position = json.loads(json.dumps(position))
+    return flat(again.from_step(step, step + 5))[0]
+
+
+def grow(file):
+    with file.open("a") as text:
+        text.write(json.dumps({"text": "one more"}) + "\n")
+
+
+NUMBERS = r"bytes \d+, now \d+; names and sizes \w+, now \w+"
+CURE = r"\. Restore it, or begin anew: .*, or clone a run's weights into a new one$"
+CHANGES = {
+    "added": (lambda x: grow(x / "train-4.jsonl"), f"files 4, now 5; {NUMBERS}; shards 4, now 5"),
+    "removed": (lambda x: (x / "train-2.jsonl").unlink(), f"files 4, now 3; {NUMBERS}; shards 4, "),
+    "grown": (lambda x: grow(x / "train-3.jsonl"), NUMBERS),
+}
+
+
+@pytest.mark.parametrize("step", [1, 30], ids=["in the first unit", "later"])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_another_list_of_files_can_not_go_on(folder, tmp_path, kind, step):
+    change, difference = CHANGES[kind]
+    opened = open_loader(folder)
+    list(opened.from_step(0, step))
+    position, (wanted, _) = opened.position, flat(opened.from_step(step, step + 5))
+    shutil.copytree(folder, tmp_path / "moved")
+    grow(tmp_path / "moved/validation-0.jsonl")  # not of this split
+    np.testing.assert_array_equal(resumed(tmp_path / "moved", position, step), wanted)
+    change(tmp_path / "moved")
+    with pytest.raises(StreamError, match=difference + ".*" + CURE):
+        resumed(tmp_path / "moved", position, step)
+    del position["position"]["source"]  # as in a checkpoint of an earlier version
+    resumed(tmp_path / "moved", position, step)
+
+
+def test_other_units_can_not_go_on(folder):
+    opened = open_loader(folder)
+    list(opened.from_step(0, 30))
+    with pytest.raises(StreamError, match=rf"read: documents at a time 5, now 7{CURE}"):
+        resumed(folder, opened.position, 30, sequences_packed_per_batch=7)
+
+
+def test_files_that_change_between_epochs(folder, tmp_path):
+    """Any list of files can be read from its start on."""
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "x" * 100}) + "\n")
+    opened = open_loader(tmp_path)
+    batches = opened.from_step(0, 9)
+    next(batches)
+    position = opened.position
+    grow(tmp_path / "train.jsonl")
+    list(batches)
+    assert resumed(tmp_path, opened.position, 9).size
+    with pytest.raises(StreamError, match="has changed"):
+        resumed(tmp_path, position, 1)

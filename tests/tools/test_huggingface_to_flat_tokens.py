@@ -1,10 +1,14 @@
 """The converter, with real `datasets` and `transformers`, on local files and a loopback server."""
 
+import contextlib
 import http.server
+import itertools
 import json
 import multiprocessing
 import os
 import pathlib
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +20,10 @@ import numpy as np
 import pytest
 import zarr
 
+from data import text
 from data.flat_tokens import FlatTokens
 from data.text import Tokenizer
+from shardlib.errors import UserError
 from tests.helpers import ROOT, train_here
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
@@ -187,12 +193,155 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, p
     assert same(tmp_path / "x.zarr", whole)
 
 
+class Killed(BaseException):
+    """Ends a conversion at once: nothing catches it."""
+
+
+class Deadly:
+    """Makes conversions die before a write."""
+
+    def __init__(self, monkeypatch):
+        self.count, self.last, put = 0, None, zarr.storage.LocalStore.set
+
+        async def put_or_die(store, *args, **kwargs):
+            self.count += 1
+            if self.last and self.count > self.last:
+                raise Killed
+            await put(store, *args, **kwargs)
+
+        monkeypatch.setattr(zarr.storage.LocalStore, "set", put_or_die)
+
+    def convert(self, config, writes=None):
+        """Returns whether it died, which it does after this many writes."""
+        self.count, self.last = 0, writes
+        try:
+            tool.convert(config)
+        except Killed:
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def changed(folder, kind):
+    """Changes a folder of files, and restores it."""
+    before = contents(folder)
+    if kind == "added":
+        write_texts(folder / "05a.jsonl", ["one more"])
+    elif kind == "removed":
+        (folder / "03.jsonl").unlink()
+    elif kind == "grown":
+        with (folder / "09.jsonl").open("a") as file:
+            file.write('{"body": "one more"}\n')
+    elif kind == "renamed":
+        (folder / "02.jsonl").rename(folder / "99.jsonl")
+    yield
+    for path in folder.iterdir():
+        path.unlink()
+    for name, content in before.items():
+        (folder / name).write_bytes(content)
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+NUMBERS = r"bytes \d+, now \d+; names and sizes \w+, now \w+"
+CURE = r"\. Restore it, or begin anew: delete an unfinished conversion, or "
+DIFFERENCES = {
+    "added": rf"train has changed .*: files 11, now 12; {NUMBERS}; shards 11, now 12{CURE}",
+    "removed": rf"train has changed .*: files 11, now 10; {NUMBERS}; shards 11, now 10{CURE}",
+    "grown": rf"train has changed .* read: {NUMBERS}{CURE}",
+    "renamed": rf"train has changed .* read: names and sizes \w+, now \w+{CURE}",
+}
+
+
+def test_killed_at_any_write_and_its_source_changed(shards, tmp_path, monkeypatch):
+    """Every conversion ends equal, byte for byte, to one that wasn't killed; while its source is
+    another, it is refused and stays as it is."""
+    folder, rng = tmp_path / "files", random.Random(0)
+    shutil.copytree(shards.parent, folder)
+    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
+    deadly, outputs = Deadly(monkeypatch), iter(range(1000))
+    assert not deadly.convert(settings(folder / "*.jsonl", tmp_path / "whole.zarr"))
+    most, refused, output = deadly.count // 3, [], None
+    for kind in itertools.islice(itertools.cycle([*DIFFERENCES, "none"]), 20):
+        output = output or tmp_path / f"{next(outputs)}.zarr"
+        config = settings(folder / "*.jsonl", output)
+        while not deadly.convert(config, writes=rng.randrange(1, most)):
+            assert contents(output) == contents(tmp_path / "whole.zarr")
+            output = tmp_path / f"{next(outputs)}.zarr"
+            config = settings(folder / "*.jsonl", output)
+        progress = zarr.open_group(output).attrs.get("conversion", {})
+        if kind != "none" and "positions" in progress:  # else the next start begins anew
+            with changed(folder, kind), pytest.raises(UserError, match=DIFFERENCES[kind]):
+                deadly.convert(config)
+            refused.append(kind)
+    assert not deadly.convert(config)
+    assert contents(output) == contents(tmp_path / "whole.zarr")
+    assert len(refused) > 8, "most were killed after the first commit"
+
+
+@pytest.mark.long
+def test_killed_at_any_time_and_its_source_changed(shards, tmp_path):
+    """Kills the program with SIGKILL, and tries to go on with one of the files grown."""
+    folder, rng, output = tmp_path / "files", random.Random(0), tmp_path / "x.zarr"
+    shutil.copytree(shards.parent, folder)
+    program = "import tools.huggingface_to_flat_tokens as t; t.COMMIT_SECONDS = 0; t.main()"
+    command = [sys.executable, "-c", program, "--config-name=json_files"]
+
+    def run(output, kill_after=600.0):
+        """Returns the exit code and the errors."""
+        wanted = [*arguments(folder / "*.jsonl", output), "validation_share=0.2"]
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, *wanted], cwd=ROOT, stderr=pipe, text=True) as process:
+            while process.poll() is None and not output.exists():
+                time.sleep(0.01)
+            try:
+                errors = process.communicate(timeout=kill_after)[1]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                errors = process.communicate()[1]
+        return process.returncode, errors
+
+    assert run(tmp_path / "whole.zarr")[0] == 0
+    kills = refused = 0
+    while kills < 20:
+        code, errors = run(output, kill_after=rng.uniform(0, 1))
+        progress = zarr.open_group(output).attrs.get("conversion", {})
+        if code == 0 or (progress and "positions" not in progress):  # killed at its very end
+            assert contents(output) == contents(tmp_path / "whole.zarr")
+            shutil.rmtree(output)
+            continue
+        assert code == -signal.SIGKILL, errors
+        kills += 1
+        if progress:
+            with changed(folder, "grown"):
+                code, errors = run(output)
+            assert code == 1 and "has changed" in errors, errors
+            refused += 1
+    assert run(output) == (0, "")
+    assert contents(output) == contents(tmp_path / "whole.zarr")
+    assert refused > 8
+
+
+def test_another_tokenizer_under_the_same_name(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
+    deadly, file = Deadly(monkeypatch), tmp_path / "tokenizer.json"
+    config = settings(shards, tmp_path / "x.zarr", tokenizer=str(file), id_offset=1)
+    train_tokenizer(tmp_path, ["<unused>", "<s>"])
+    assert deadly.convert(config, writes=40)
+    train_tokenizer(tmp_path, ["<unused>", "<pad>"])
+    text.tokenizer.cache_clear()
+    with pytest.raises(UserError, match=r"has changed .* read: tokenizer \w+, now \w+\. Restore"):
+        deadly.convert(config)
+
+
 def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
-    for path in shards.parent.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(shards.parent, tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "08.jsonl"
     damaged.write_text(damaged.read_text()[:9000] + '"}]\n')
-    with pytest.raises((OSError, ValueError), match=r"the split train can't be read: .*JSON"):
+    problem = r"the split train can't be read: .*JSON"
+    with pytest.raises((OSError, ValueError), match=problem):
         tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=2))
     assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match="its conversion is unfinished"):

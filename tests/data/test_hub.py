@@ -1,0 +1,127 @@
+"""Sources on the hub and in a bucket: their files are known by their content."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.parse
+
+import fsspec
+import pytest
+
+from data.text import Source
+from tests.bucket import Proxy
+from tests.helpers import ROOT
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with the dataset some/texts."""
+
+    protocol_version = "HTTP/1.1"
+    files, commit, requests = {}, "", []
+
+    def do_GET(self):
+        url = urllib.parse.urlsplit(self.path)
+        self.requests.append(url.path)
+        code, answer = self.answer(urllib.parse.unquote(url.path))
+        self.send_response(code)
+        self.send_header("ETag", f'"{sha1(answer)}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        if code == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(answer)
+
+    do_HEAD = do_GET
+
+    def answer(self, path):
+        listed = [
+            {"type": "file", "path": name, "size": len(content), "oid": sha1(content)}
+            for name, content in self.files.items()
+        ]
+        known = {
+            f"/datasets/some/texts/resolve/{self.commit}/{n}": c for n, c in self.files.items()
+        }
+        known[f"/api/datasets/some/texts/tree/{self.commit}"] = json.dumps(listed).encode()
+        info = {"id": "some/texts", "sha": self.commit, "tags": [], "siblings": []}
+        known["/api/datasets/some/texts"] = json.dumps(info).encode()
+        path = path.replace("/main/", f"/{self.commit}/").removesuffix(f"/revision/{self.commit}")
+        return (200, known[path]) if path in known else (404, b"")
+
+    def log_message(self, *_):
+        pass
+
+
+def sha1(content):
+    return hashlib.sha1(content).hexdigest()
+
+
+def lines(text, count=30):
+    return f'{{"text": "{text}"}}\n'.encode() * count
+
+
+PROGRAM = """
+import json, sys
+from data.text import Source, start
+from shardlib.errors import UserError
+source, _ = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", 0, 7).check()
+position = json.loads(sys.argv[1])
+try:
+    units = [(len(texts), after) for texts, after in source.read(range(2), position or start(2))]
+    print(json.dumps([sum(count for count, _ in units), units[0][1]]))
+except UserError as error:
+    print(json.dumps([str(error), None]))
+"""
+
+
+@pytest.mark.slow
+def test_another_commit_may_go_on_if_the_files_are_the_same(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever).start()
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+
+        def read(position=None):
+            Hub.commit = sha1(repr(Hub.files).encode())
+            run = subprocess.run(
+                [sys.executable, "-c", PROGRAM, json.dumps(position)],
+                cwd=ROOT, env=os.environ | settings, capture_output=True, text=True,
+            )  # fmt: skip
+            assert not run.returncode, run.stderr
+            return json.loads(run.stdout)
+
+        try:
+            Hub.files = {f"train-{i}.jsonl": lines(f"text {i}") for i in range(9)}
+            count, position = read()
+            assert count == 9 * 30
+            Hub.requests.clear()
+            Hub.files["README.md"] = b"# Texts\n"
+            assert read(position)[0] == 9 * 30 - 7
+            assert sum("/api/" in path for path in Hub.requests) < 9, "none for each file"
+            Hub.files["train-8.jsonl"] = lines("text !")
+            problem, _ = read(position)
+        finally:
+            hub.shutdown()
+    assert "has changed since the part before was read: names and sizes " in problem
+
+
+def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):
+    Proxy.trouble = staticmethod(lambda method, path: None)
+
+    def fingerprint_with(texts):
+        for i, content in enumerate(texts):
+            with fsspec.open(f"{bucket}/texts/{i}.jsonl", "wb") as file:
+                file.write(lines(content))
+        load = {"path": "json", "data_files": f"{bucket}/texts/*.jsonl"}
+        return Source(load, "train", "text", "bytes_utf8", 0).check()[1]
+
+    first = fingerprint_with(["one", "two"])
+    assert first["files"] == first["shards"] == 2
+    assert fingerprint_with(["one", "two"]) == first
+    other = fingerprint_with(["one", "TWO"])
+    assert [key for key in first if first[key] != other[key]] == ["names and sizes"]
