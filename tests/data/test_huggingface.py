@@ -169,6 +169,13 @@ def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
     assert stopped == whole
     ends = [max((tmp_path / n / "checkpoints").glob("00000006.*")) for n in ("stopped", "whole")]
     assert arrays(ends[0]) == arrays(ends[1])
+    shutil.copytree(folder, tmp_path / "grown")
+    grow(tmp_path / "grown/train-0.jsonl")
+    longer = [*arguments(tmp_path / "grown", tmp_path, "stopped"), "training.steps=9"]
+    _, message = train_here(capsys, monkeypatch, *longer)
+    assert message.startswith(
+        "error: hf_dataset: the split train has changed since the part before"
+    )
 
 
 REFUSED = {
