@@ -4,7 +4,7 @@ VENV ?= .venv
 VENV_TPU ?= .venv-tpu
 BIN = $(VENV)/bin
 
-.PHONY: train test test-all test-long test-gpu test-tpu torture mutations lint format size
+.PHONY: train test test-all test-long test-gpu test-tpu torture faults mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -35,6 +35,10 @@ test-long: $(VENV)/dev
 # Ten minutes: kills a run on two hosts 50 times, and checks that it ends like an unkilled run.
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
+
+# A quarter of an hour: a bucket fails in every way while it is written and read.
+faults: $(VENV)/dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.fault_matrix
 
 # An hour: makes 561 edits of ops and tries 470 listed ones, wrong and right; each wrong one
 # that changes the numbers must be refused, and each right one accepted.

@@ -67,23 +67,25 @@ class Writer:
         self.name = f"{path}/{split}"
         with storage.opening(path):
             root: Any = zarr.open_group(path, mode="a")
-        if written is None:
-            if split in root and "max_token_id" in root[split].attrs:
-                raise FileExistsError(f"{path} already has a split {split}; choose another output")
-            group = root.create_group(split, overwrite=True)  # replaces an unfinished one
-            codecs = [ZstdCodec(checksum=True)]  # 4 bytes per chunk let readers detect damage
-            for name, dtype in ARRAYS.items():
-                group.create_array(
-                    name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs
-                )
-            written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
-        self.group = root[split]
-        self.token_count, self.sequence_count = written["tokens"], written["sequences"]
-        self.max_token_id = written["max_token_id"]
-        self.tokens, self.starts = (self.group[name] for name in ARRAYS)
-        # Truncates to the last flush; the caller appends the rest again.
-        self.tokens.resize((self.token_count,))
-        self.starts.resize((self.sequence_count + 1,))  # the first start, 0, is zarr's fill value
+            complete = split in root and "max_token_id" in root[split].attrs
+        if written is None and complete:
+            raise FileExistsError(f"{path} already has a split {split}; choose another output")
+        with storage.opening(self.name, "written"):
+            if written is None:
+                group = root.create_group(split, overwrite=True)  # replaces an unfinished one
+                codecs = [ZstdCodec(checksum=True)]  # 4 bytes per chunk let readers detect damage
+                for name, dtype in ARRAYS.items():
+                    group.create_array(
+                        name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs
+                    )
+                written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
+            self.group = root[split]
+            self.token_count, self.sequence_count = written["tokens"], written["sequences"]
+            self.max_token_id = written["max_token_id"]
+            self.tokens, self.starts = (self.group[name] for name in ARRAYS)
+            # Truncates to the last flush; the caller appends the rest again.
+            self.tokens.resize((self.token_count,))
+            self.starts.resize((self.sequence_count + 1,))  # the first start, 0, is the fill value
         self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends to be written
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
@@ -118,8 +120,9 @@ class Writer:
         """Writes all pending sequences. Returns the counts from which a new Writer can continue."""
         if self.pending:
             tokens, ends = zip(*self.pending, strict=True)
-            self.tokens.append(np.concatenate(tokens))
-            self.starts.append(np.concatenate(ends).astype(np.uint64))
+            with storage.opening(self.name, "written"):
+                self.tokens.append(np.concatenate(tokens))
+                self.starts.append(np.concatenate(ends).astype(np.uint64))
             self.pending = []
         return {
             "tokens": self.token_count,
@@ -140,7 +143,8 @@ class Writer:
         if not self.sequence_count:
             raise FlatTokensError(f"{self.name} has no sequences; a split needs at least one")
         self.flush()
-        self.group.attrs["max_token_id"] = self.max_token_id  # last, as this marks it complete
+        with storage.opening(self.name, "written"):
+            self.group.attrs["max_token_id"] = self.max_token_id  # last: this marks it complete
 
 
 def tokenizer_of(path: str) -> tuple[str, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import zarr
-from zarr.storage import WrapperStore
+from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from shardlib.errors import UserError
 
@@ -18,16 +18,20 @@ class DamageError(UserError):
     """Part of an array is missing, or was changed since it was written."""
 
 
+class StoreError(OSError):
+    """A store doesn't answer, or can't be opened. What it holds may be undamaged."""
+
+
 @contextlib.contextmanager
-def opening(path: str) -> Iterator[None]:
-    """Converts whatever errors a store raises to an OSError that names the path."""
+def opening(path: str, done: str = "opened") -> Iterator[None]:
+    """Converts whatever errors a store raises to a StoreError that names the path."""
     try:
         yield
-    except DamageError:
+    except UserError:
         raise
     except Exception as error:
-        problem = getattr(error, "strerror", None) or error
-        raise OSError(f"{path} can't be opened: {problem}") from error
+        problem = getattr(error, "strerror", None) or str(error) or repr(error)
+        raise StoreError(f"{path} can't be {done}: {problem}") from error
 
 
 def names(path: str) -> list[str]:
@@ -54,7 +58,7 @@ def attributes(path: str) -> dict[str, Any] | None:
             return {}
     try:
         return dict(json.loads(text)["attributes"])
-    except (ValueError, TypeError, KeyError):
+    except Exception:  # of many types, as the file may hold anything
         return None
 
 
@@ -74,31 +78,46 @@ def remove(path: str) -> None:
 
 
 class _WholeStore(WrapperStore[Any]):
-    """Raises DamageError for a missing chunk, which zarr would read as zeros."""
+    """Raises DamageError for what is missing, such as a chunk, which zarr would read as zeros, and
+    StoreError for what can't be fetched, whatever the store raises."""
 
     _supports_sync_io = False  # makes zarr 3.4 read with `get` only
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        value = await super().get(key, *args, **kwargs)
-        if value is None and not key.endswith("zarr.json"):
+        with opening("the store"):
+            value = await super().get(key, *args, **kwargs)
+        if value is None:
             raise DamageError("it is missing")
         return value
 
 
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Names what is read from a group of `open_group` in errors: StoreError if the store doesn't
+    deliver it, else DamageError, because then it is missing or doesn't parse."""
+    try:
+        yield
+    except Exception as error:  # of many types, as a file may hold anything
+        kind = StoreError if isinstance(error, StoreError | MemoryError) else DamageError
+        raise kind(f"{what} can't be read: {str(error).split('. ')[0]}") from error
+
+
 def open_group(path: str) -> zarr.Group:
     """Opens a zarr 3 group for reading. Reading a missing chunk of its arrays is an error."""
-    group = zarr.open_group(path, mode="r", zarr_format=3)
-    return zarr.open_group(_WholeStore(group.store), path=group.path, mode="r", zarr_format=3)
+    store: Any = FsspecStore.from_url if "://" in path else LocalStore
+    with reading("zarr.json"):
+        return zarr.open_group(_WholeStore(store(path, read_only=True)), mode="r", zarr_format=3)
 
 
 def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
     """Returns a part of an array, given by slices. Raises DamageError for a chunk that is missing
-    or was changed, and OSError if the store can't deliver one; both name the chunk."""
+    or was changed, and StoreError if the store doesn't deliver one; both name the chunk."""
     try:
         return np.asarray(array[index])
     except Exception:  # zarr's error doesn't name the chunk; `check` does
         check(array, index)
-    return np.asarray(array[index])  # all chunks are readable now, so the store has recovered
+    with reading(array.path):  # all chunks are readable now, so the store has recovered
+        return np.asarray(array[index])
 
 
 def check(array: zarr.Array, index: Any = ()) -> None:
@@ -111,10 +130,5 @@ def check(array: zarr.Array, index: Any = ()) -> None:
         grid.append(range(covered.start // size, -(-covered.stop // size)))
     for place in itertools.product(*grid):
         corners = zip(place, array.chunks, strict=True)
-        try:
+        with reading(f"{array.path}: chunk {'.'.join(map(str, place)) or 0}"):
             array[tuple(slice(i * size, (i + 1) * size) for i, size in corners)]
-        except Exception as error:
-            chunk = f"{array.path}: chunk {'.'.join(map(str, place)) or 0}"
-            # Codecs raise ValueError or RuntimeError; stores raise OSError or other types.
-            kind = DamageError if isinstance(error, ValueError | RuntimeError) else OSError
-            raise kind(f"{chunk} can't be read: {str(error).split('. ')[0]}") from error

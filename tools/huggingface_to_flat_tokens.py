@@ -126,14 +126,18 @@ class Conversion:
         continues from here."""
         written = {split: writer.flush() for split, writer in self.writers.items()}
         progress = {"positions": self.positions, "empty": self.empty, "written": written}
-        self.root.attrs["conversion"] = {**self.provenance, **progress}
+        self.record(progress)
         self.committed = time.monotonic()
+
+    def record(self, progress: dict[str, Any]) -> None:
+        with storage.opening(self.config.output, "written"):
+            self.root.attrs["conversion"] = {**self.provenance, **progress}
 
     def close(self) -> None:
         """Marks the splits complete."""
         for writer in self.writers.values():
             writer.complete()
-        self.root.attrs["conversion"] = self.provenance
+        self.record({})
 
 
 def convert(config: ConvertConfig) -> None:

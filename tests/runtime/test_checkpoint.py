@@ -393,6 +393,12 @@ DESCRIPTIONS = {
         lambda text: text.replace("24", "25"),
         "its zarr.json was changed since it was",
     ),
+    "with a codec that unpacks": (
+        lambda text: text.replace(
+            '"name": "crc32c"', '"name": "gzip", "configuration": {"level": 1}'
+        ),
+        "its zarr.json was changed since it was",
+    ),
     "of chunks elsewhere": (
         lambda text: text.replace('"separator": "/"', '"separator": "."'),
         "chunk 0.0.0 can't be read: it is missing",

@@ -499,6 +499,41 @@ def remote(bucket, one_device):
     Proxy.trouble = staticmethod(lambda method, path: None)
 
 
+def unanswered():
+    """Returns errors of the kinds that stores raise: some are no OSError, some have no text."""
+    return [
+        OSError(5, "Input/output error"),
+        TimeoutError(),
+        RuntimeError("Session is closed"),
+        ValueError("no credentials"),
+        KeyError("ETag"),
+        pytest.importorskip("aiohttp").ClientPayloadError("cut short"),
+        pytest.importorskip("botocore.exceptions").EndpointConnectionError(endpoint_url="x"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "half/zarr.json", "half/c/0/0"])
+def test_a_store_that_does_not_answer_is_not_damage(name, two_tiny_ones, monkeypatch, capsys):
+    get = zarr.storage.LocalStore.get
+    for error in unanswered():
+
+        async def fail(store, key, *args, error=error, **kwargs):
+            if key == name:
+                raise error
+            return await get(store, key, *args, **kwargs)
+
+        reader = opened_tiny(two_tiny_ones)
+        monkeypatch.setattr(zarr.storage.LocalStore, "get", fail)
+        with pytest.raises(
+            OSError, match=r"can't be read: the store can't be opened: \S"
+        ) as caught:
+            reader.restore()
+        assert "\n" not in str(caught.value) and reader.newest.step == 2
+        with pytest.raises(OSError, match=r"the store can't be opened: \S"):
+            checkpoint_info.describe(reader.newest)
+    assert capsys.readouterr().err == ""
+
+
 REMOTE_DAMAGE = {
     "half/c/0/0": lambda old: bytes([old[0] ^ 1]) + old[1:],
     "step/c": None,
