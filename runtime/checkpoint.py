@@ -125,11 +125,15 @@ def _has(values: Any, types: Mapping[str, type]) -> bool:
     return isinstance(values, dict) and all(type(values.get(k)) is t for k, t in types.items())
 
 
-def create(path: str, arrays: dict[str, Any], attrs: dict[str, Any]) -> Any:
-    """Creates a group with empty arrays, and returns it. `arrays` has each array's manifest entry
-    and the shape of the part that one device writes, which determines the chunks. `attrs` has the
+def create(path: str) -> Any:
+    """Creates an empty group. Raises ContainsGroupError if there is one."""
+    return zarr.open_group(path, mode="w-", zarr_format=3)
+
+
+def describe(group: Any, arrays: dict[str, Any], attrs: dict[str, Any]) -> None:
+    """Creates a group's arrays, which are empty. `arrays` has each array's manifest entry and the
+    shape of the part that one device writes, which determines the chunks. `attrs` has the
     attributes step, config and hosts."""
-    group = zarr.open_group(path, mode="w-", zarr_format=3)
     manifest: Any = {}
     for name, (entry, shard) in arrays.items():
         dtype = jnp.dtype(entry["dtype"])
@@ -147,7 +151,6 @@ def create(path: str, arrays: dict[str, Any], attrs: dict[str, Any]) -> Any:
     versions = {"python": platform.python_version(), **versions}
     # Last: the other hosts wait for the attribute `arrays` before they write.
     group.update_attributes({**attrs, "format": FORMAT, "versions": versions, "arrays": manifest})
-    return group
 
 
 def write(group: Any, name: str, index: Any, values: np.ndarray) -> None:
@@ -411,10 +414,11 @@ class Checkpoints:
     def _save(self, path: str, arrays: Any, attrs: Any, parts: Any, position: Any) -> None:
         """Performs steps 2 to 7 of a save, as numbered above in this file. The hosts communicate
         only through the store, because their devices are busy with training steps."""
-        host, hosts, completed = jax.process_index(), range(jax.process_count()), False
+        host, hosts, incomplete = jax.process_index(), range(jax.process_count()), False
         try:
             if host == 0:  # step 2
-                create(path, arrays, attrs)
+                group, incomplete = create(path), True
+                describe(group, arrays, attrs)
             # Step 3.
             self._await_key(path, "arrays", writer=0)
             group = zarr.open_group(path, mode="r+", zarr_format=3)
@@ -433,13 +437,13 @@ class Checkpoints:
                     self._abandon(path, problem)
                 else:
                     complete(group, [record["position"] for record in records])
-                    completed = True
+                    incomplete = False
                     self._remove_old(attrs["step"])
             # Step 7.
             problem = self._await_key(path, "write_completed", writer=0).get("write_failed")
         except Exception as error:  # stores raise errors of many types
             problem = f"{error!r}"
-            if host == 0 and not completed:
+            if incomplete:
                 self._abandon(path, problem)
         self.problem = f"{path} can't be written: {problem}" if problem else ""
         if not problem:

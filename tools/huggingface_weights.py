@@ -360,7 +360,8 @@ def import_weights(path: str, output: str, id_offset: int) -> None:
         arrays[name] = entry, [1 if dim == "layers" else size for dim, size in lengths]
     target = f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}"
     with storage.opening(target):
-        group = checkpoint.create(target, arrays, {"step": STEP, "config": config, "hosts": 1})
+        group = checkpoint.create(target)
+        checkpoint.describe(group, arrays, {"step": STEP, "config": config, "hosts": 1})
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
             values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
             checkpoint.write(group, tensor.array, tensor.index, values)
