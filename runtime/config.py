@@ -1,11 +1,12 @@
 """The base class of config sections, which check their own values."""
 
+import argparse
 import math
 import operator
 import os
 import pathlib
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -21,6 +22,17 @@ class Bound(NamedTuple):
 
     low: float
     below: float = 2**31
+
+
+def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
+    """Returns an argparse type for numbers from `low` to `high`."""
+
+    def number(written: str) -> Any:
+        if not low <= (value := kind(written)) <= high:
+            raise argparse.ArgumentTypeError(f"{written} is not between {low} and {high}")
+        return value
+
+    return number
 
 
 NOT_EMPTY, PATH = "not empty", "path"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,22 +10,40 @@ from typing import Any
 from shardlib.errors import UserError
 
 
+def _flush(end: str = "") -> None:
+    """Writes all that was printed. Ends the program if standard output is a closed pipe; Python
+    would report that on exit."""
+    try:
+        print(end=end, flush=True)
+    except BrokenPipeError:
+        os._exit(128 + signal.SIGPIPE)
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with `error: ...` and exit code 1 on a UserError or OSError. Any other
-    exception is a bug and keeps its traceback.
+    """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError or a lack of
+    memory. Any other exception is a bug and keeps its traceback. If nobody reads its output any
+    more, as with `| head -1`, the program ends quietly, as others do.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as
     its usual cause is that another host was lost.
     """
     try:
-        yield
+        try:
+            yield
+        except BrokenPipeError:
+            _flush("\n")  # can't be written either if the pipe is standard output
+            raise
+        finally:
+            _flush()
     except Exception as error:
         jax: Any = sys.modules.get("jax")  # not imported here, as most tools don't need it
         several_hosts = jax and jax.distributed.is_initialized()
         if isinstance(error, UserError | OSError):
             message = f"error: {error}"
+        elif isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED: "):
+            message = f"error: not enough memory: {error}"
         elif several_hosts and isinstance(error, jax.errors.JaxRuntimeError):
             message = f"error: a step failed, perhaps because another host was lost: {error}"
         else:

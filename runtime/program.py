@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -75,7 +76,10 @@ def program(
 
             with user_errors():
                 try:
-                    compose()
+                    # Hydra makes folders for a sweep before its configs are checked.
+                    with tempfile.TemporaryDirectory() as folders:
+                        os.environ["SWEEP_FOLDERS"] = folders
+                        compose()
                     for config, hydra_config in composed:  # in compose Hydra would print errors
                         jobs.append((typed(config, hydra_config), hydra_config))
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
@@ -157,7 +161,13 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         similar = similar or difflib.get_close_matches(key, known, n=1)
         return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
     problem = " ".join(str(cause).split("\n    ")[0].split())
+    if group := re.search(r"Could not override '([^']+)'", problem):
+        files = {name: (ROOT / folder / f"{name}.yaml").read_text() for name in _names(folder)}
+        names = [name for name, text in files.items() if f"\n  - {group[1]}: " in text]
+        cure = f"; choose another config with --config-name=NAME: {', '.join(names)}"
+        return f"this config has no choice of {group[1]}{cure if names else ''}"
     problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
-    # Hydra names no key when a whole section or config group is wrong.
-    key = key or ", ".join(arg for arg in sys.argv[1:] if re.match(r"\w+=", arg))
+    # Hydra names no key when a whole section or config group is wrong, nor when a flag is.
+    if not key and " --" not in problem:
+        key = ", ".join(arg for arg in sys.argv[1:] if re.match(r"\+*\w+=", arg))
     return f"{key}: {problem}" if key else problem

@@ -147,6 +147,7 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=1,0"]
     actual = train_here(capsys, monkeypatch, *SWEEP, *settings)
     assert actual == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
+    assert not list(tmp_path.iterdir()), "nothing is written"
 
 
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
@@ -161,8 +162,7 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert "\ndone: 2 steps" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
     sweep = tmp_path / "sweep"
-    assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
-    assert not list((sweep / "0").iterdir())
+    assert {path.name for path in sweep.iterdir()} == {"1"}
     assert yaml.safe_load((sweep / "1/config.yaml").read_text())["mesh"] == {"d": 1, "t": 2}
 
 

@@ -3,9 +3,14 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
+import re
+import resource
 import shutil
+import signal
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -14,9 +19,24 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 import train
-from data.flat_tokens import Writer, encode
+from data.flat_tokens import SPLITS, Writer, encode
+from runtime import checks, program
 from runtime.program import _keys
 from tests.helpers import ROOT
+from tests.tools.test_huggingface_weights import LLAMA_2, random_tensors, write_folder
+from tests.tools.test_plot import make_run
+from tools import (
+    audit,
+    check,
+    checkpoint_info,
+    compile,
+    flat_tokens_info,
+    generate,
+    huggingface_to_flat_tokens,
+    huggingface_weights,
+    plot,
+    synthetic_dataset,
+)
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
@@ -25,23 +45,27 @@ OTHERS = ["null", "true", "text", "", "''", '""', "'", '"', " ", "' '", "a b", "
           "[]", "[1]", "[-1]", "[null]", "[[1]]", "[a,b]", "[" * 50, "{}", "{a:1}", "{a:{b:[]}}",
           "${x}", "${training}", "${training.steps}", "${oc.env:NONE}", "${", "1,2", "range(1,3)",
           "choice(a)", "int(x)", "foo://x", "gs://b/x", "s3://", "tokens.zarr", "texts",
-          "text.txt", "bytes_utf8", "train"]  # fmt: skip
+          "text.txt", "bytes_utf8", "train", "runs/run", "checkpoints", "llama", "new", "t=2",
+          "~/x", "a::b", "a[b"]  # fmt: skip
 FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--resolve",
-         "--none", "-x", "--", "-"]  # fmt: skip
+         "--multirun", "--none", "-x", "--", "-"]  # fmt: skip
 # No slash, as some texts name a folder to write to.
 ANY = st.characters(codec="utf-8", exclude_characters="/\0")
+
+
+VALUES = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(OTHERS),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.text(ANY, max_size=8),
+)
+SECONDS = 60  # that a program may take
 
 
 def overrides(schema):
     """A strategy for an override, with the names of which its error message must have one. They are
     empty unless the override sets a known key."""
-    values = st.one_of(
-        st.sampled_from(NUMBERS),
-        st.sampled_from(OTHERS),
-        st.integers().map(str),
-        st.floats().map(repr),
-        st.text(ANY, max_size=8),
-    )
     known = st.sampled_from(sorted(_keys(schema)))
     keys = st.one_of(
         known,
@@ -53,37 +77,116 @@ def overrides(schema):
     plain = st.builds(
         lambda key, value: (f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "), "inf")),
         known,
-        values,
+        VALUES,
     )
     signs = st.sampled_from(["", "+", "++", "~", "~~", " "])
     other = st.one_of(
-        st.builds("{}{}={}".format, signs, keys, values),
+        st.builds("{}{}={}".format, signs, keys, VALUES),
         st.builds("{}{}".format, signs, keys),
         st.text(ANY, max_size=12),
     )
     return st.one_of(plain, plain, other.map(lambda text: (text, ("",))))
 
 
+def options(main, start):
+    """A strategy for arguments of a program that has argparse."""
+    _, usage = ends(main, [*start[:1], "--help"])
+    names = st.sampled_from(sorted({"--x", *re.findall(r"--[\w-]+", usage)} - {"--help"}))
+    number = st.builds("{}={}".format, names, st.sampled_from(NUMBERS) | st.integers().map(str))
+    other = st.one_of(st.builds("{}={}".format, names, VALUES), names, VALUES)
+    return st.one_of([number] * 5 + [other]).map(lambda text: (text, ("",)))
+
+
+def with_one_wrong(starts):
+    """The starts, a quarter of them with one argument replaced."""
+    for wrong in OTHERS:
+        for start in starts:
+            for i in range(len(start)):
+                yield [*start[:i], wrong, *start[i + 1 :]]
+                yield from [start] * 3
+
+
+STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_dataset.num_workers=1"]
+
+
+def configs():
+    """The arguments that start each shipped config on a dataset in the folder."""
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        if path.stem == "base":
+            continue
+        streams = "stream" in path.stem or "fineweb" in path.stem
+        data = STREAM if streams else ["flat_tokens.filespec=tokens.zarr"]
+        yield [f"--config-name={path.stem}", "paths.model_name=x", *data]
+
+
+SMALLEST = ["--config-name=local_test_synthetic", "flat_tokens.filespec=tokens.zarr"]
+CONVERT = ["--config-name=json_files", "load_dataset.data_files=texts/*.jsonl", "output=new.zarr"]
+CONVERT += ["tokenizer=bytes_utf8"]
+WITH_HYDRA = {
+    "train": (train.main, train.Config, [*configs()]),
+    "audit": (audit.main, audit.AuditConfig, [SMALLEST]),
+    "check": (check.main, train.Config, [SMALLEST]),
+    "compile": (compile.main, compile.CompileConfig, [SMALLEST]),
+    "convert": (
+        huggingface_to_flat_tokens.main,
+        huggingface_to_flat_tokens.ConvertConfig,
+        [CONVERT],
+    ),
+}
+WITH_ARGPARSE = {
+    "checkpoint_info": (checkpoint_info.main, [["checkpoints"]]),
+    "flat_tokens_info": (flat_tokens_info.main, [["tokens.zarr"]]),
+    "generate": (
+        generate.main,
+        [
+            ["checkpoints", "--tokenizer=bytes_utf8"],
+            ["checkpoints", "--evaluate=tokens.zarr", "--batches=1"],
+        ],
+    ),
+    "huggingface_weights": (
+        huggingface_weights.main,
+        [["export", "checkpoints", "new"], ["import", "llama", "new"]],
+    ),
+    "plot": (plot.main, [["runs/run"]]),
+    "synthetic_dataset": (synthetic_dataset.main, [["new.zarr", "--train-tokens=9"]]),
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A working folder with small datasets, which is also the user's home."""
+    """A working folder with small datasets, a run's folder, and a model's weights in both formats.
+    It is also the user's home."""
     folder = tmp_path_factory.mktemp("above") / "work"
     folder.mkdir()
     tokens, lengths = encode(np.full(1024, 7), np.zeros(1, np.intp)), np.array([1024])
-    for split in "train", "validation":
+    for split in SPLITS:
         with Writer(f"{folder}/tokens.zarr", split) as writer:
             for _ in range(1100):
                 writer.extend(tokens, lengths)
     (folder / "texts").mkdir()
     (folder / "texts/a.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
+    (folder / "texts/b.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
     (folder / "text.txt").write_text("a text\n")
+    (folder / "runs").mkdir()
+    make_run(folder / "runs", "run", 0.1, [3.0, 2.0])
+    llama = LLAMA_2 | {"vocab_size": 264}
+    write_folder(folder / "llama", llama, random_tensors(llama))
     import datasets  # noqa: F401  it looks up the home folder on import
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("HOME", str(folder))
         patch.setattr(sys, "argv", ["program"])
+        assert ends(huggingface_weights.main, ["import", "llama", "checkpoints"])[0] == ""
         yield folder
+
+
+class Hangs(BaseException):
+    """A program took more than SECONDS."""
+
+
+def hangs(*_):
+    raise Hangs
 
 
 def ends(program, arguments):
@@ -98,72 +201,134 @@ def ends(program, arguments):
     return "", printed.getvalue()
 
 
-def check(folder, program, arguments, named):
-    """Runs a program; if it is refused, checks that the message has one of the names."""
-    before = {path: {*path.iterdir()} for path in (folder, folder.parent)}
-    message, printed = ends(program, arguments)
-    note(f"{arguments} -> {message or 'runs'}")
-    if message == 2:  # Hydra's, of an option
+def on_disk(folder):
+    """What is in a folder: the time and the size of each file. JAX's cache isn't looked at."""
+    found = {}
+    for path in folder.rglob("*"):
+        if ".compilation_cache" not in path.parts:
+            stat = path.stat()
+            found[path] = (stat.st_mtime_ns, stat.st_size) if path.is_file() else None
+    return found
+
+
+def attempt(folder, copy, main, arguments, named):
+    """Runs a program, and returns whether it ran. If it is refused, checks that the message has one
+    of the names, and that nothing was written."""
+    before = on_disk(folder)
+    signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(SECONDS)
+    try:
+        message, printed = ends(main, arguments)
+    finally:
+        signal.alarm(0)
+        changed = {path for path, _ in before.items() ^ on_disk(folder).items()}
+        for path in sorted(changed):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if changed:
+            shutil.copytree(copy, folder, dirs_exist_ok=True)
+    if message == 2:  # Hydra's or argparse's, of an option
         assert "usage: " in printed and "error: " in printed
+    elif message == 1:  # it has printed what is wrong
+        assert "error: " in printed
     elif message:
         assert message.startswith("error: ") and any(name in message for name in named), message
         assert "Traceback" not in message and "object at 0x" not in message, message
-    new = [path for known, there in before.items() for path in {*known.iterdir()} - there]
-    files = [path for top in new for path in (top, *top.rglob("*")) if path.is_file()]
-    for path in new:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    expected = {".compilation_cache"}
-    assert not [path for path in files if expected.isdisjoint(path.parts)]
+    assert not (message and changed), (message, changed)
+    return not message
 
 
-def fuzz(folder, program, schema, starts, examples):
-    """Runs a program with random starts, flags and overrides."""
-    goes_on = functools.cache(lambda which: not ends(program, starts[which])[0])
-    assert goes_on(-1)
+def fuzz(folder, main, starts, flags, arguments, examples):
+    """Runs a program with random starts, flags and arguments."""
+
+    @functools.cache
+    def goes_on(which):
+        return attempt(folder, copy, main, starts[which], [""])
 
     @settings(
         max_examples=examples,
-        derandomize=examples < 1000,
+        derandomize=examples < MANY,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(
         st.sampled_from(range(len(starts))),
-        st.just([]) | st.lists(st.sampled_from(FLAGS), max_size=2),
-        st.lists(overrides(schema), min_size=1, max_size=3),
+        st.one_of(*[st.just([])] * 3, st.lists(st.sampled_from(flags), max_size=2)),
+        st.lists(arguments, min_size=1, max_size=2),
     )
     def some(which, flags, given):
         texts, named = zip(*given, strict=True)
         alone = len(given) == 1 and not flags and goes_on(which)
-        check(folder, program, [*flags, *starts[which], *texts], named[0] if alone else [""])
+        note(all_given := [*flags, *starts[which], *texts])
+        attempt(folder, copy, main, all_given, named[0] if alone else [""])
 
-    some()
-
-
-EXAMPLES = pytest.mark.parametrize(
-    "examples", [60, pytest.param(4000, marks=pytest.mark.long)], ids=["some", "many"]
-)
-STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_dataset.num_workers=1"]
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        assert goes_on(-1)
+        some()
 
 
-def starts():
-    """The arguments that start each shipped config on a dataset in the folder."""
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        if path.stem == "base":
-            continue
-        streams = "stream" in path.stem or "fineweb" in path.stem
-        data = STREAM if streams else ["flat_tokens.filespec=tokens.zarr"]
-        yield [f"--config-name={path.stem}", "paths.model_name=x", *data]
+@pytest.fixture
+def little_memory():
+    """Lets the test have 16 GB at most, so that what asks for more is refused on any machine."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-@EXAMPLES
-def test_training(examples, folder, monkeypatch):
-    def alone(**_):
-        raise ValueError("coordinator_address should be defined.")
+MANY = 500
 
-    monkeypatch.setattr(jax.distributed, "initialize", alone)
+
+def some_or_many(programs, some):
+    """Tries a program a few times, or 500 times as a long test."""
+    many = pytest.mark.long
+    return pytest.mark.parametrize(
+        ("name", "examples"),
+        [(name, some) for name in programs]
+        + [pytest.param(name, MANY, marks=many) for name in programs],
+    )
+
+
+def no_cluster(**_):
+    raise ValueError("coordinator_address should be defined.")
+
+
+class Agree:
+    """Takes the place of the comparison of numbers, which starts processes."""
+
+    def __init__(self, configs):
+        pass
+
+    def verdict(self):
+        return ""
+
+    def close(self):
+        pass
+
+
+@some_or_many(WITH_HYDRA, 12)
+def test_a_program_with_a_config(name, examples, folder, monkeypatch):
+    main, schema, starts = WITH_HYDRA[name]
+    monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
-    if examples < 1000:
-        monkeypatch.setattr(train, "check_types", lambda _: None)  # a second each
-    fuzz(folder, train.main, train.Config, [*starts()], examples)
+    monkeypatch.setattr(checks, "Numbers", Agree)
+    monkeypatch.setattr(program, "_sweep", lambda *_: None)
+    if examples < MANY:  # tracing takes a second, and more follows
+        monkeypatch.setattr(train, "check_types", lambda _: sys.exit())
+    fuzz(folder, main, starts, FLAGS, overrides(schema), examples)
+
+
+@some_or_many(WITH_ARGPARSE, 12)
+def test_a_program_with_options(name, examples, folder, little_memory, monkeypatch):
+    main, starts = WITH_ARGPARSE[name]
+    whole, append = generate.generate, Writer.append
+    monkeypatch.setattr(generate, "generate", lambda *args: itertools.islice(whole(*args), 3))
+
+    def append_and_end(writer, ids):
+        append(writer, ids)
+        writer.token_count = 2**31
+
+    monkeypatch.setattr(synthetic_dataset.Writer, "append", append_and_end)
+    arguments = options(main, starts[0])
+    fuzz(folder, main, [*with_one_wrong(starts)], ["--help", "-x"], arguments, examples)

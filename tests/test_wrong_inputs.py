@@ -6,11 +6,15 @@ tests/golden/wrong_inputs.txt lists them.
 import os
 import pathlib
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from functools import partial
 from typing import get_args, get_type_hints
 
 import fsspec
+import jax
 import pytest
 import zarr
 
@@ -18,10 +22,18 @@ import train
 from data.flat_tokens import Writer
 from runtime import supervise
 from runtime.config import Section
+from runtime.errors import user_errors
 from runtime.run import Run
 from tests import golden
 from tests.helpers import ROOT, SMALL, train_here
-from tools import huggingface_to_flat_tokens
+from tools import (
+    flat_tokens_info,
+    generate,
+    huggingface_to_flat_tokens,
+    huggingface_weights,
+    plot,
+    synthetic_dataset,
+)
 
 MODEL = [
     *(setting for setting in SMALL if setting != "check=types"),  # messages show all settings
@@ -99,6 +111,8 @@ CASES = {
     "a config group as a number": (nothing, ["model=84"]),
     "a coordinator without a port": (nothing, ["num_hosts=2", "coordinator=10.0.0.1"]),
     "a coordinator whose port is no number": (nothing, ["num_hosts=2", "coordinator=a:b"]),
+    "a group that no config has": (nothing, ["x/y=1"]),
+    "a number for a section, added": (nothing, ["++mesh=4"]),
     "several values": (nothing, ["training.seed=1,2"]),
     "a section that is null": (nothing, ["hf_dataset.path=x"]),
     "null for a section": (nothing, ["checkpoints=null"]),
@@ -207,6 +221,12 @@ def test_training(case, folder, capsys, monkeypatch):
     check(case, message, before, folder)
 
 
+def test_a_choice_that_the_default_config_does_not_have(folder, capsys, monkeypatch):
+    _, message = train_here(capsys, monkeypatch, "model=1b", "paths.model_name=x")
+    message = message.split("NAME: ")[0]
+    check("a config group without a config", message, contents(folder), folder)
+
+
 @pytest.mark.parametrize("name", ["", "local_test_syntetic", "c5"])
 def test_the_name_of_a_config(name, folder, capsys, monkeypatch):
     _, message = train_here(capsys, monkeypatch, *([f"--config-name={name}"] if name else []))
@@ -290,6 +310,72 @@ def test_a_run_that_is_at_work(folder, capsys, monkeypatch):
         check("a run that is in use", message, before, folder)
 
 
+TOOLS = {
+    "generate: a seed that is too large": (generate, ["x", "--seed=99999999999999999999"]),
+    "generate: a negative seed": (generate, ["x", "--seed=-1"]),
+    "generate: too many tokens": (generate, ["x", "--tokens=100000000000"]),
+    "generate: too many samples": (generate, ["x", "--samples=100000000000"]),
+    "generate: an offset that is too large": (generate, ["x", "--id-offset=99999999999999999999"]),
+    "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
+    "huggingface_weights: a negative offset": (
+        huggingface_weights,
+        ["export", "x", "y", "--id-offset=-1"],
+    ),
+    "plot: too much smoothing": (plot, ["x", "--smoothing=1e30"]),
+    "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
+    "synthetic_dataset: a small vocabulary": (synthetic_dataset, ["x", "--vocab=5"]),
+    "synthetic_dataset: a negative seed": (synthetic_dataset, ["x", "--seed=-1"]),
+}
+
+
+@pytest.mark.parametrize("case", TOOLS)
+def test_an_option(case, folder, capsys, monkeypatch):
+    tool, arguments = TOOLS[case]
+    before = contents(folder)
+    monkeypatch.setattr("sys.argv", ["python -m tools.synthetic_dataset", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        tool.main()
+    assert stopped.value.code == 2 and contents(folder) == before
+    message = capsys.readouterr().err.splitlines()[-1]
+    golden.check("wrong_inputs.txt", case, message.removeprefix("python -m "))
+
+
+def test_what_needs_more_memory_than_there_is(capsys, monkeypatch):
+    for error in (
+        MemoryError("Unable to allocate 9 TiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+    ):
+        with pytest.raises(SystemExit) as stopped, user_errors():
+            raise error
+        assert stopped.value.code == f"error: not enough memory: {error}"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("lines", [1, 20000])
+def test_a_reader_that_is_gone_ends_a_program_quietly(lines, unbuffered):
+    script = (
+        "import sys\nfrom runtime.errors import user_errors\nsys.stdin.read()\n"
+        f"with user_errors():\n    [print('a line of text') for _ in range({lines})]"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error(capsys):
+    with pytest.raises(SystemExit, match=r"error: .*Broken pipe"), user_errors():
+        raise BrokenPipeError(32, "Broken pipe")
+
+
 CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]
 CONVERSIONS = {
     "convert: no output": CONVERT,
@@ -298,6 +384,7 @@ CONVERSIONS = {
     "convert: no such column": [*CONVERT, "output=new.zarr", "column=words"],
     "convert: an unknown key": [*CONVERT, "outptu=new.zarr"],
     "convert: an argument that the config lacks": [*CONVERT, "load_dataset.data_dir=x"],
+    "convert: a flag that needs another": [*CONVERT, "output=new.zarr", "--resolve"],
     "convert: one document": [*CONVERT, "output=new.zarr"],
 }
 

@@ -66,17 +66,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one checkpoint")
-    path, last, intact = parser.parse_args().path, None, True
     with user_errors():
+        path, last, intact = parser.parse_args().path, None, True
         for checkpoint in list_checkpoints(path):
             line, complete = describe(checkpoint)
             print(line)
             last, intact = checkpoint if complete else last, intact and "DAMAGED" not in line
         if not last and intact:
             raise UserError(f"{path} has no complete checkpoint")
-    if last:
-        show(last)
-    sys.exit(0 if intact else 1)
+        if last:
+            show(last)
+        sys.exit(0 if intact else 1)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import numpy as np
 
 from data.flat_tokens import SPLITS, FlatTokens, tokenizer_of
 from data.text import Tokenizer
+from runtime.config import within
+from runtime.errors import user_errors
 from shardlib.errors import UserError
 
 MAX_CHARACTERS = 400  # printed of a document
@@ -45,24 +47,31 @@ def show(dataset: FlatTokens, count: int, tokenizer: str, id_offset: int) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.flat_tokens_info", description=__doc__)
     parser.add_argument("path")
-    parser.add_argument("--decode", type=int, default=0, metavar="N", help="documents per split")
+    parser.add_argument(
+        "--decode", type=within(int, 0), default=0, metavar="N", help="documents per split"
+    )
     parser.add_argument("--tokenizer", help="if the dataset doesn't record its tokenizer")
-    parser.add_argument("--id_offset", type=int, default=0, help="the offset, with --tokenizer")
-    args, intact = parser.parse_args(), True
-    for split in SPLITS:
-        try:
-            dataset = FlatTokens(args.path, split)
-            print(describe(dataset))
-            if args.decode:
-                tokenizer = (args.tokenizer, args.id_offset) if args.tokenizer else None
-                tokenizer = tokenizer or tokenizer_of(args.path)
-                if not tokenizer:
-                    parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
-                show(dataset, args.decode, *tokenizer)
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            intact = False
-    sys.exit(not intact)
+    parser.add_argument(
+        "--id_offset", type=within(int, 0), default=0, help="the offset, with --tokenizer"
+    )
+    with user_errors():
+        args, intact = parser.parse_args(), True
+        for split in SPLITS:
+            try:
+                dataset = FlatTokens(args.path, split)
+                print(describe(dataset))
+                if args.decode:
+                    tokenizer = (args.tokenizer, args.id_offset) if args.tokenizer else None
+                    tokenizer = tokenizer or tokenizer_of(args.path)
+                    if not tokenizer:
+                        parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
+                    show(dataset, args.decode, *tokenizer)
+            except BrokenPipeError:
+                raise
+            except (UserError, OSError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                intact = False
+        sys.exit(not intact)
 
 
 if __name__ == "__main__":

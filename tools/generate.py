@@ -32,7 +32,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ import train
 from data import flat_tokens, text
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
-from runtime.config import ROOT
+from runtime.config import ROOT, within
 from runtime.errors import user_errors
 from shardlib import devices, ops
 from shardlib.errors import UserError
@@ -393,17 +393,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
 
-def within(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
-    """Returns an argparse type for numbers from `low` to `high`."""
-
-    def number(written: str) -> Any:
-        if not low <= (value := kind(written)) <= high:
-            raise argparse.ArgumentTypeError(f"{written} is not between {low} and {high}")
-        return value
-
-    return number
-
-
 def mesh(written: str) -> train.MeshConfig:
     """Parses `t=2,d=4` for argparse. Axes that aren't named have size 1."""
     sizes = {field.name: 1 for field in dataclasses.fields(train.MeshConfig)}
@@ -417,20 +406,25 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count = parser.add_argument, within(int, 1)
+    add, count, number = parser.add_argument, within(int, 1, 10**6), within(int, 0)
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
     add("--prompt", default="", help="beginning of the text; default: the start of a document")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
     add("--samples", type=count, default=1, help="texts to generate; default: %(default)s")
-    add("--temperature", type=within(float, 0), default=0.8, help="default: %(default)s; 0: greedy")
+    add(
+        "--temperature",
+        type=within(float, 0, math.inf),
+        default=0.8,
+        help="default: %(default)s; 0: greedy",
+    )
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
-    add("--seed", type=int, default=0, help="seed of the samples; default: %(default)s")
+    add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
-    add("--id-offset", type=int, default=0, help="the --tokenizer's offset; default: %(default)s")
+    add("--id-offset", type=number, default=0, help="--tokenizer's offset; default: %(default)s")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(parser.parse_args())
 

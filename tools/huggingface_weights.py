@@ -25,7 +25,7 @@ import pathlib
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -33,12 +33,13 @@ import safetensors.numpy
 from einops import rearrange
 from huggingface_hub import split_state_dict_into_shards_factory
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 import train
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, show_entry
-from runtime.config import flat
+from runtime.config import flat, within
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
@@ -288,21 +289,28 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
     start, vocab, length = config.bos_token_id, config.vocab_size, config.max_position_embeddings
     if min(length, config.num_key_value_heads) < 1:
         raise UserError(f"{path}: max_position_embeddings and num_key_value_heads must be positive")
-    if start not in range(vocab):
+    if not (isinstance(start, int) and 0 <= start < vocab):
         raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of the token that "
             f"starts a document, below vocab_size={vocab}"
         )
-    scaling = None
+    scaling, theta = None, rope["rope_theta"]
+    if isinstance(theta, float) and theta.is_integer():
+        theta = int(theta)
     if rope["rope_type"] == "llama3":
-        scaling = train.RopeScalingConfig(**{ours: rope[key] for key, ours in LLAMA3.items()})
-    model = train.ModelConfig(
-        **{ours: getattr(config, theirs) for theirs, ours in MODEL.items()},
-        n_q_per_kv=config.num_attention_heads // config.num_key_value_heads,
-        rope_max_timescale=int(rope["rope_theta"]),
-        rope_scaling=scaling,
-        start_token=(start + id_offset) % vocab,
-    )
+        scaling = {ours: rope[key] for key, ours in LLAMA3.items()}
+    values = {ours: getattr(config, theirs) for theirs, ours in MODEL.items()} | {
+        "n_q_per_kv": config.num_attention_heads // config.num_key_value_heads,
+        "rope_max_timescale": theta,
+        "rope_scaling": scaling,
+        "start_token": (start + id_offset) % vocab,
+    }
+    try:
+        checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
+        model = cast(train.ModelConfig, OmegaConf.to_object(checked))
+    except OmegaConfBaseException as error:  # of a value's type, which transformers doesn't check
+        problem = f"{error.full_key}: {str(error).splitlines()[0]}"
+        raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
     # The models compute the same if exporting ours would give the same config.json.
     wanted = {"sliding_window": None, "quantization_config": None}
     for key, ours in (wanted | llama_config(model, length, id_offset)).items():
@@ -388,9 +396,11 @@ def main() -> None:
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
     for command in out, into:
-        command.add_argument("--id-offset", type=int, default=0, help="the dataset's id_offset")
-    args = parser.parse_args()
+        command.add_argument(
+            "--id-offset", type=within(int, 0), default=0, help="the dataset's id_offset"
+        )
     with user_errors():
+        args = parser.parse_args()
         if args.command == "export":
             export_weights(args.checkpoint, args.output, args.dtype, args.id_offset)
         else:

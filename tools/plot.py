@@ -13,8 +13,9 @@ import dataclasses
 import json
 import math
 import pathlib
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from omegaconf import OmegaConf
 
-from runtime.config import flat
+from runtime.config import flat, within
 from runtime.errors import user_errors
 from runtime.run import RunConfig
 from shardlib.errors import UserError
@@ -31,18 +32,37 @@ from shardlib.errors import UserError
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 
 
+def rows(metrics: pathlib.Path) -> Iterator[dict[str, float]]:
+    """Yields the rows of a metrics.jsonl. Leaves out, and counts, lines that aren't rows: the last
+    one may have been cut off."""
+    bad = 0
+    for line in metrics.read_bytes().splitlines():
+        try:
+            row = {
+                name: math.nan if x is None else float(x) for name, x in json.loads(line).items()
+            }
+            yield {name: row[name] for name in ("step", "loss", "tokens_per_second")} | row
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
+            bad += 1
+    if bad:
+        print(f"warning: {metrics}: left out {bad} lines that aren't rows", file=sys.stderr)
+
+
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
     """A run's config, with dotted keys, and its metrics: a row per step, with the tokens and
     seconds so far. Raises UserError if they can't be read."""
     try:
-        config = flat(OmegaConf.load(folder / "config.yaml"))
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        run = pandas.DataFrame([json.loads(line) for line in lines], dtype=float)
+        plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        config = flat(plain)
+        run = pandas.DataFrame(rows(folder / "metrics.jsonl"))
+        if run.empty:
+            raise ValueError("there are no rows")
         batch = config["training.tokens.batch"] * config["training.tokens.len"]
         run["tokens"] = (run["step"] + 1) * batch
         run["seconds"] = (batch / run["tokens_per_second"]).cumsum()
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} has no readable metrics: {error}") from None
+    except Exception as error:  # of YAML and pandas too
+        problem = " ".join(str(error).split())
+        raise UserError(f"{folder} has no readable metrics: {problem}") from None
     return config, run
 
 
@@ -65,9 +85,17 @@ def smooth(values: pandas.Series, steps: float) -> pandas.Series:
 
 
 def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None) -> None:
-    """Draws the runs into one picture. Raises UserError for a folder without metrics and for an
-    unknown picture format."""
-    configs, runs = zip(*map(read, folders), strict=True)
+    """Draws the runs into one picture, except those that can't be read, which it names. Raises
+    UserError if none can, and for an unknown picture format."""
+    found = []
+    for folder in folders:
+        try:
+            found.append((folder, *read(folder)))
+        except UserError as error:
+            if folder == folders[-1] and not found:
+                raise
+            print(f"warning: {error}", file=sys.stderr)
+    folders, configs, runs = zip(*found, strict=True)
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
     longest = max(run["seconds"].max() for run in runs)
     unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "minutes")
@@ -112,11 +140,13 @@ def main() -> None:
     )
     parser.add_argument("run", nargs="+", type=pathlib.Path, help="a run's folder")
     parser.add_argument("--output", type=pathlib.Path, default="curves.svg", help=".svg or .png")
-    parser.add_argument("--smoothing", type=float, help="steps; default: 1%% of the run; 0: none")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--smoothing", type=within(float, 0, 10**9), help="steps; default: 1%% of the run; 0: none"
+    )
     with user_errors():
+        given = parser.parse_args()
         draw(given.run, given.output, given.smoothing)
-    print(f"drew {given.output}")
+        print(f"drew {given.output}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from data.flat_tokens import Writer
+from runtime.config import within
 from runtime.errors import user_errors
 
 TASKS = 4
@@ -56,23 +57,21 @@ def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", help="the dataset to write; must not exist")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vocab", type=int, default=128)
-    parser.add_argument("--length", type=int, default=64, help="the longest sequence, in tokens")
-    parser.add_argument("--train-tokens", type=int, default=300_000)
-    parser.add_argument("--validation-tokens", type=int, default=20_000)
-    args = parser.parse_args()
-    if args.vocab <= FIRST_SYMBOL + MIXTURES or args.length < 2 or args.seed < 0:
-        parser.error(
-            f"--vocab must be above {FIRST_SYMBOL + MIXTURES}, --length 2 or more, --seed 0 or more"
-        )
-    for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
-        rng = np.random.default_rng([args.seed, len(split)])
-        with user_errors(), Writer(args.output, split) as writer:
-            while writer.token_count < count:
-                length = int(rng.integers(args.length // 2, args.length + 1))
-                writer.append(sequence(rng, args.vocab, length))
-        print(f"{writer.name}: {writer.sequence_count} sequences, {writer.token_count} tokens")
+    add, least = parser.add_argument, FIRST_SYMBOL + MIXTURES + 1
+    add("--seed", type=within(int, 0), default=0)
+    add("--vocab", type=within(int, least, 10**6), default=128)
+    add("--length", type=within(int, 2, 10**6), default=64, help="the longest sequence, in tokens")
+    add("--train-tokens", type=within(int, 1), default=300_000)
+    add("--validation-tokens", type=within(int, 1), default=20_000)
+    with user_errors():
+        args = parser.parse_args()
+        for split, count in ("train", args.train_tokens), ("validation", args.validation_tokens):
+            rng = np.random.default_rng([args.seed, len(split)])
+            with Writer(args.output, split) as writer:
+                while writer.token_count < count:
+                    length = int(rng.integers(args.length // 2, args.length + 1))
+                    writer.append(sequence(rng, args.vocab, length))
+            print(f"{writer.name}: {writer.sequence_count} sequences, {writer.token_count} tokens")
 
 
 if __name__ == "__main__":

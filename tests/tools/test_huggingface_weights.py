@@ -22,6 +22,7 @@ import train
 from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
+from shardlib.errors import UserError
 from shardlib.types import make_shardings, typed_shard_map
 from tests import golden
 from tests.helpers import (
@@ -31,6 +32,7 @@ from tests.helpers import (
     compose_config,
     edited,
     mesh,
+    slow_but_for,
     small_config,
     starting_state,
 )
@@ -431,6 +433,10 @@ IMPORTS = {
     "a RoPE scaling without its factor": config_with(rope_scaling={"rope_type": "llama3"}),
     "partial RoPE": config_with(partial_rotary_factor=0.5),
     "a base of RoPE that isn't whole": config_with(rope_theta=10000.5),
+    "a base of RoPE that is a word": config_with(rope_theta="x"),
+    "an infinite base of RoPE": config_with(rope_theta=math.inf),
+    "a RoPE scaling with a factor of null": config_with(rope_scaling=SCALED | {"factor": None}),
+    "a vocabulary beyond all numbers": config_with(vocab_size=10**30, bos_token_id=None),
     "no start token": config_with(bos_token_id=None),
     "heads that don't share evenly": config_with(num_key_value_heads=3),
     "a quantized model": config_with(quantization_config={"quant_method": "fp8"}),
@@ -461,6 +467,27 @@ def test_what_is_no_such_model_is_refused(case, tmp_path, run, monkeypatch):
     IMPORTS[case](write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2)))
     check_message(case, *run("import", "hf", "ours"))
     assert not (tmp_path / "ours").exists()
+
+
+WRONG = ["x", None, math.inf, [], {"a": 1}, -1, 10**30, 2.5, math.nan]
+KEYS = [*LLAMA_3, "hidden_act", "attention_bias", "tie_word_embeddings", "rope_parameters"]
+
+
+@pytest.mark.parametrize("wrong", slow_but_for(WRONG[:3], WRONG), ids=repr)
+def test_a_wrong_value_of_any_entry_of_a_config_gets_one_message(wrong, tmp_path):
+    changes = [LLAMA_3 | {key: wrong} for key in KEYS]
+    changes += [LLAMA_3 | {"rope_scaling": SCALED | {key: wrong}} for key in SCALED]
+    refused = 0
+    for config in changes:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            model, _, _ = tool.model_in(tmp_path, 0)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            OmegaConf.structured(model)  # raises for a wrong type
+    assert refused > len(changes) / 2
 
 
 def with_config(old, new):

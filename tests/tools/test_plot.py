@@ -108,8 +108,8 @@ def test_smoothing_is_a_mean_of_falling_weights():
 
 MISTAKES = {
     "no folder": "{folder}/x has no readable metrics: [Errno 2] No such file",
-    "no steps": "{folder}/x has no readable metrics: 'step'",
-    "damaged": "{folder}/x has no readable metrics: Expecting",
+    "no steps": "{folder}/x has no readable metrics: there are no rows",
+    "damaged": "{folder}/x has no readable metrics: there are no rows",
     "no picture": "Format 'txt' is not supported",
 }
 
@@ -127,3 +127,50 @@ def test_a_mistake_gets_one_message(mistake, tmp_path, monkeypatch):
     message = str(stopped.value)
     assert message.startswith("error: " + MISTAKES[mistake].format(folder=tmp_path))
     assert "\n" not in message and not (tmp_path / name).exists()
+
+
+ZEROS = b"\0" * 64
+DAMAGED_ROWS = {
+    "a last line cut off": b'{"step": 3, "lo',
+    "zeros": ZEROS,
+    "not JSON": b"[1\n",
+    "not a row": b"[1]\n7\nnull\n",
+    "a row without a loss": b'{"step": 3, "tokens_per_second": 1}\n',
+    "a word for a number": b'{"step": "x", "loss": 1, "tokens_per_second": 1}\n',
+    "a list for a number": b'{"step": [3], "loss": 1, "tokens_per_second": 1}\n',
+    "too many digits": b'{"step": ' + b"9" * 400 + b', "loss": 1, "tokens_per_second": 1}\n',
+    "other bytes": b"\xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED_ROWS)
+def test_lines_that_are_not_rows_are_left_out(what, tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path, "x", 0.1, [2.0, 1.0])
+    with (run / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(DAMAGED_ROWS[what])
+    panels = drawn(tmp_path, monkeypatch, capsys, run, "--output", tmp_path / "curves.svg")
+    assert panels[0][2][1][1].tolist() == [2, 1]
+    count = DAMAGED_ROWS[what].count(b"\n") or 1
+    warning = f"warning: {run}/metrics.jsonl: left out {count} lines that aren't rows\n"
+    assert capsys.readouterr().err == warning
+
+
+DAMAGED_RUNS = {
+    "metrics.jsonl": [b"", None],
+    "config.yaml": [b"", ZEROS, None, b"training: [", b"training: {tokens: {batch: x, len: []}}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [(file, content) for file, contents in DAMAGED_RUNS.items() for content in contents],
+)
+def test_a_run_that_can_not_be_read_is_left_out(file, content, tmp_path, monkeypatch, capsys):
+    one, two = (make_run(tmp_path, name, 0.1, [2.0, 1.0]) for name in ("one", "two"))
+    (one / file).unlink() if content is None else (one / file).write_bytes(content)
+    output = tmp_path / "curves.svg"
+    panels = drawn(tmp_path, monkeypatch, capsys, one, two, "--output", output)
+    assert len(panels[0][2]) == 2, "a faint line and an average, of one run"
+    printed = capsys.readouterr()
+    assert printed.out == f"drew {output}\n"
+    assert re.fullmatch(f"warning: {one} has no readable metrics: .+\n", printed.err)
