@@ -163,9 +163,9 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     problem = " ".join(str(cause).split("\n    ")[0].split())
     if group := re.search(r"Could not override '([^']+)'", problem):
         files = {name: (ROOT / folder / f"{name}.yaml").read_text() for name in _names(folder)}
-        names = [name for name, text in files.items() if f"\n  - {group[1]}: " in text]
-        cure = f"; choose another config with --config-name=NAME: {', '.join(names)}"
-        return f"this config has no choice of {group[1]}{cure if names else ''}"
+        names = ", ".join(name for name in files if f"\n  - {group[1]}: " in files[name])
+        cure = f"; choose another config with --config-name=NAME: {names}" if names else ""
+        return f"this config has no choice of {group[1]}{cure}"
     problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
     # Hydra names no key when a whole section or config group is wrong, nor when a flag is.
     if not key and " --" not in problem:

@@ -233,6 +233,8 @@ def attempt(folder, copy, main, arguments, named):
     elif message:
         assert message.startswith("error: ") and any(name in message for name in named), message
         assert "Traceback" not in message and "object at 0x" not in message, message
+    if main is huggingface_to_flat_tokens.main:  # it may leave an unfinished conversion
+        changed &= before.keys()
     assert not (message and changed), (message, changed)
     return not message
 
@@ -280,14 +282,11 @@ def little_memory():
 MANY = 500
 
 
-def some_or_many(programs, some):
+def some_or_many(programs):
     """Tries a program a few times, or 500 times as a long test."""
-    many = pytest.mark.long
-    return pytest.mark.parametrize(
-        ("name", "examples"),
-        [(name, some) for name in programs]
-        + [pytest.param(name, MANY, marks=many) for name in programs],
-    )
+    some = [(name, 12 if name == "train" else 4) for name in programs]
+    many = [pytest.param(name, MANY, marks=pytest.mark.long) for name in programs]
+    return pytest.mark.parametrize(("name", "examples"), some + many)
 
 
 def no_cluster(**_):
@@ -307,7 +306,7 @@ class Agree:
         pass
 
 
-@some_or_many(WITH_HYDRA, 12)
+@some_or_many(WITH_HYDRA)
 def test_a_program_with_a_config(name, examples, folder, monkeypatch):
     main, schema, starts = WITH_HYDRA[name]
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
@@ -319,11 +318,13 @@ def test_a_program_with_a_config(name, examples, folder, monkeypatch):
     fuzz(folder, main, starts, FLAGS, overrides(schema), examples)
 
 
-@some_or_many(WITH_ARGPARSE, 12)
+@some_or_many(WITH_ARGPARSE)
 def test_a_program_with_options(name, examples, folder, little_memory, monkeypatch):
     main, starts = WITH_ARGPARSE[name]
     whole, append = generate.generate, Writer.append
     monkeypatch.setattr(generate, "generate", lambda *args: itertools.islice(whole(*args), 3))
+    if examples < MANY:  # compiling takes seconds
+        monkeypatch.setattr(generate.Checkpoints, "restore", lambda *_: sys.exit())
 
     def append_and_end(writer, ids):
         append(writer, ids)
