@@ -135,7 +135,10 @@ WITH_HYDRA = {
 }
 WITH_ARGPARSE = {
     "checkpoint_info": (checkpoint_info.main, [["checkpoints"]]),
-    "flat_tokens_info": (flat_tokens_info.main, [["tokens.zarr"]]),
+    "flat_tokens_info": (
+        flat_tokens_info.main,
+        [["tokens.zarr", "--decode=1", "--tokenizer=bytes_utf8"]],
+    ),
     "generate": (
         generate.main,
         [
@@ -202,7 +205,7 @@ def ends(program, arguments):
 
 
 def on_disk(folder):
-    """What is in a folder: the time and the size of each file. JAX's cache isn't looked at."""
+    """Returns the time and the size of each file in a folder, except those of JAX's cache."""
     found = {}
     for path in folder.rglob("*"):
         if ".compilation_cache" not in path.parts:

@@ -35,8 +35,8 @@ def describe(dataset: FlatTokens) -> str:
 
 
 def show(dataset: FlatTokens, count: int, tokenizer: str, id_offset: int) -> None:
-    """Prints `count` documents, evenly spaced over the split."""
-    decoder = Tokenizer(tokenizer, id_offset)
+    """Prints `count` documents, evenly spaced over the split, or all if it has fewer."""
+    decoder, count = Tokenizer(tokenizer, id_offset), min(count, dataset.sequence_count)
     for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int).tolist():
         ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
         text = decoder.decode(ids)
