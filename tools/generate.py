@@ -95,9 +95,11 @@ def lay_out(weights: train.Weights) -> Weights:
 
 
 def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
-    """Returns the weight. Takes the place of train.py's gathers of weights, and checks that the
-    weight has been gathered."""
-    _, result = parse_signature(signature)
+    """Takes the place of train.py's gathers of weights, and checks that the weight has been
+    gathered. If that was over more axes, returns each device's part."""
+    (stored,), result = parse_signature(signature)
+    if (whole := gathered(array_type(bf16, stored)).spec) != result:
+        weight = ops.split(f"{whole} -> {result}", weight)
     check(weight, result, f"tools.generate's copy of a weight that train.py gathers {signature}")
     return weight
 
