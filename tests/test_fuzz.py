@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import random
 import re
 import resource
 import shutil
@@ -89,12 +90,15 @@ def overrides(schema):
 
 
 def options(main, start):
-    """A strategy for arguments of a program that has argparse."""
+    """A strategy for arguments of a program that has argparse, and its options with numbers."""
     _, usage = ends(main, [*start[:1], "--help"])
-    names = st.sampled_from(sorted({"--x", *re.findall(r"--[\w-]+", usage)} - {"--help"}))
-    number = st.builds("{}={}".format, names, st.sampled_from(NUMBERS) | st.integers().map(str))
-    other = st.one_of(st.builds("{}={}".format, names, VALUES), names, VALUES)
-    return st.one_of([number] * 5 + [other]).map(lambda text: (text, ("",)))
+    names = sorted({"--x", *re.findall(r"--[\w-]+", usage)} - {"--help"})
+    numbers = [f"{name}={value}" for name in names for value in NUMBERS]
+    # Hypothesis would choose the same few again and again.
+    number = st.integers(0, 2**64).map(lambda seed: random.Random(seed).choice(numbers))
+    name = st.sampled_from(names)
+    other = st.one_of(st.builds("{}={}".format, name, VALUES), name, VALUES).map(str)
+    return st.one_of(number, number, number, other).map(lambda text: (text, ("",))), numbers
 
 
 def with_one_wrong(starts):
@@ -334,5 +338,10 @@ def test_a_program_with_options(name, examples, folder, little_memory, monkeypat
         writer.token_count = 2**31
 
     monkeypatch.setattr(synthetic_dataset.Writer, "append", append_and_end)
-    arguments = options(main, starts[0])
+    arguments, numbers = options(main, starts[0])
+    if examples == MANY:
+        with tempfile.TemporaryDirectory() as copy:
+            shutil.copytree(folder, copy, dirs_exist_ok=True)
+            for number in numbers:  # each once, as chance may not choose the one that fails
+                attempt(folder, copy, main, [*starts[0], number], [""])
     fuzz(folder, main, [*with_one_wrong(starts)], ["--help", "-x"], arguments, examples)
