@@ -156,7 +156,7 @@ def replace(file: pathlib.Path, content: bytes) -> None:
     part.replace(file)
 
 
-def rows_before(metrics: pathlib.Path, step: int) -> tuple[list[bytes], int]:
+def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
     """Returns the lines of a metrics.jsonl for steps before `step`, and how many others, which a
     crash has damaged, are among them. A last line that was cut off in writing doesn't count."""
     lines, damaged = list[bytes](), 0

@@ -68,6 +68,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         "training.validation_batches=2",
         "training.learning_rate=1e-3",
         "training.tokens.batch=16",
+        "check=types",
         XLA_FLAGS="--xla_force_host_platform_device_count=8",  # runs longer than it compiles
     )
     assert done.returncode == 0, done.stderr
@@ -91,7 +92,8 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     assert config["training"]["steps"] == 12
     assert config["training"]["steps_for_lr"] == 100
     for line in (
-        r"\A2,426,112 parameters, 1,024 tokens per step, .*\ncompiling \.\.\.$",
+        r"\Acheck=types: numbers are not checked$",
+        r"^2,426,112 parameters, 1,024 tokens per step, .*\ncompiling \.\.\.$",
         r"^time to first step: [\d.]+ s \(imports not included\)$",
         r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
         r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown on cpu$",
@@ -150,6 +152,7 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     """The sweep has meshes of two sizes; the first doesn't fit the model."""
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]

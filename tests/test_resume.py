@@ -17,6 +17,7 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, tmp_path_factory):
     """Runs a few of the kills of `make torture`, with its checks."""
     cache = tmp_path_factory.getbasetemp() / "compiled"

@@ -243,7 +243,8 @@ def nothing_is_compiled(monkeypatch):
 def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
     start = ["--config-name=local_test_synthetic", *MODEL]
     clone = [*start, "paths.model_name=clone", "paths.clone_from=runs/run/checkpoints"]
-    train_here(capsys, monkeypatch, *start, "training.steps=1", "training.steps_for_lr=2")
+    first = "check=types", "training.steps=1", "training.steps_for_lr=2"
+    train_here(capsys, monkeypatch, *start, *first)
     nothing_is_compiled(monkeypatch)
     before = contents(folder)
     _, message = train_here(capsys, monkeypatch, *start, "model.d_ff=80")

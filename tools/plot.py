@@ -15,7 +15,7 @@ import math
 import pathlib
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -26,26 +26,10 @@ from omegaconf import OmegaConf
 
 from runtime.config import flat, within
 from runtime.errors import user_errors
-from runtime.run import RunConfig
+from runtime.run import RunConfig, rows_before
 from shardlib.errors import UserError
 
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
-
-
-def rows(metrics: pathlib.Path) -> Iterator[dict[str, float]]:
-    """Yields the rows of a metrics.jsonl. Leaves out, and counts, lines that aren't rows: the last
-    one may have been cut off."""
-    bad = 0
-    for line in metrics.read_bytes().splitlines():
-        try:
-            row = {
-                name: math.nan if x is None else float(x) for name, x in json.loads(line).items()
-            }
-            yield {name: row[name] for name in ("step", "loss", "tokens_per_second")} | row
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-            bad += 1
-    if bad:
-        print(f"warning: {metrics}: left out {bad} lines that aren't rows", file=sys.stderr)
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
@@ -54,7 +38,10 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         config = flat(plain)
-        run = pandas.DataFrame(rows(folder / "metrics.jsonl"))
+        lines, damaged = rows_before(folder / "metrics.jsonl", math.inf)
+        if damaged:
+            print(f"warning: left out {damaged} damaged lines of {folder}", file=sys.stderr)
+        run = pandas.DataFrame(map(json.loads, lines), dtype=float)
         if run.empty:
             raise ValueError("there are no rows")
         batch = config["training.tokens.batch"] * config["training.tokens.len"]

@@ -127,6 +127,7 @@ def test_batches_that_are_left_out(folder):
         list(again.from_step(3, 5))
 
 
+@pytest.mark.slow
 def test_hosts_read_shards_of_their_own_and_go_on(folder):
     """Runs two hosts of two workers each. Each host has half of every batch's rows."""
     config = vars(open_loader(folder).config) | {"num_workers": 2}

@@ -291,7 +291,7 @@ def test_a_failed_save_leaves_the_disk_as_free_as_before(small_disk, one_device)
 
 
 def test_what_a_killed_start_left_is_removed_by_the_next_one(two_tiny_ones):
-    """If it is newer than the newest that is complete, or may have been before it was damaged."""
+    """Keeps those before the newest complete one, and any that may have been complete."""
     old, new = sorted(two_tiny_ones.iterdir())
     added = {"00000003.1": {}, "00000003.2": {"write_completed": False}, "00000001.1": None}
     for name, attributes in added.items():

@@ -471,7 +471,7 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
     [
         ("--mesh=2x2", "invalid mesh value: '2x2'"),
         ("--mesh=d=0", "invalid mesh value: 'd=0'"),
-        ("--tokens=0", "0 is not between 1 and inf"),
+        ("--tokens=0", "0 is not between 1 and 1000000"),
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
         ("--temperature=nan", "nan is not between 0 and inf"),
     ],

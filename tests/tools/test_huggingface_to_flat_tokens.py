@@ -152,7 +152,8 @@ def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path):
     assert all_texts(tmp_path / "x.zarr") == all_texts(whole)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_any_moment_it_goes_on_where_it_was(shards, whole, tmp_path, processes):
     """Kills it with SIGKILL, once halfway and once near the end."""
     slowed = (

@@ -132,13 +132,11 @@ def test_a_mistake_gets_one_message(mistake, tmp_path, monkeypatch):
 ZEROS = b"\0" * 64
 DAMAGED_ROWS = {
     "a last line cut off": b'{"step": 3, "lo',
-    "zeros": ZEROS,
+    "zeros": ZEROS + b"\n",
     "not JSON": b"[1\n",
     "not a row": b"[1]\n7\nnull\n",
-    "a row without a loss": b'{"step": 3, "tokens_per_second": 1}\n',
     "a word for a number": b'{"step": "x", "loss": 1, "tokens_per_second": 1}\n',
     "a list for a number": b'{"step": [3], "loss": 1, "tokens_per_second": 1}\n',
-    "too many digits": b'{"step": ' + b"9" * 400 + b', "loss": 1, "tokens_per_second": 1}\n',
     "other bytes": b"\xff\xfe\n",
 }
 
@@ -150,8 +148,8 @@ def test_lines_that_are_not_rows_are_left_out(what, tmp_path, monkeypatch, capsy
         metrics.write(DAMAGED_ROWS[what])
     panels = drawn(tmp_path, monkeypatch, capsys, run, "--output", tmp_path / "curves.svg")
     assert panels[0][2][1][1].tolist() == [2, 1]
-    count = DAMAGED_ROWS[what].count(b"\n") or 1
-    warning = f"warning: {run}/metrics.jsonl: left out {count} lines that aren't rows\n"
+    count = DAMAGED_ROWS[what].count(b"\n")
+    warning = f"warning: left out {count} damaged lines of {run}\n" if count else ""
     assert capsys.readouterr().err == warning
 
 
