@@ -47,7 +47,8 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     def tokenizer_used(self) -> tuple[str, int] | None:
         """Returns the tokenizer that the dataset names and the offset added to its ids, if any.
         Opens no remote dataset, as the config may be that of somebody else's checkpoint."""
-        return None if "://" in self.filespec else tokenizer_of(self.filespec)
+        remote = any(mark in self.filespec for mark in ("://", "::"))
+        return None if remote else tokenizer_of(self.filespec)
 
 
 @pytree_dataclass

@@ -35,10 +35,11 @@ import zarr
 from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from zarr.codecs import Crc32cCodec
+from zarr.codecs import BytesCodec, Crc32cCodec
 
 from runtime import storage
-from runtime.config import NonNegativeInt, Path, Section
+from runtime.config import NonNegativeInt, Path, Section, flat, plain
+from runtime.errors import tell
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, type_tree
@@ -49,9 +50,10 @@ NAME = (
     r"\d{8,10}\.\d{1,16}"  # of a checkpoint: steps done, and when its run started, in milliseconds
 )
 # What the attributes of a checkpoint, and the entries of its manifest, have at least.
-ATTRIBUTES = {"step": int, "config": str, "hosts": int, "format": int, "arrays": dict}
-ENTRY = {"dtype": str, "dimensions": list, "shape": list, "chunk_shape": list}
-CODECS = (Crc32cCodec(),)
+ATTRIBUTES = {"step": int, "config": str, "hosts": int, "format": int, "versions": dict,
+              "arrays": dict}  # fmt: skip
+ENTRY = {"dtype": str, "dimensions": list, "shape": list, "chunk_shape": list, "chunks": int}
+CODECS, BYTES = (Crc32cCodec(),), (BytesCodec(), BytesCodec(endian=None))
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
 
 
@@ -123,6 +125,16 @@ def _checksum(attrs: dict[str, Any]) -> int:
 def _has(values: Any, types: Mapping[str, type]) -> bool:
     """Returns whether values, read from JSON, are a dict with these keys and types."""
     return isinstance(values, dict) and all(type(values.get(k)) is t for k, t in types.items())
+
+
+def _describes(entry: Any) -> bool:
+    """Returns whether an entry of a manifest can describe an array."""
+    try:
+        columns = zip(entry["dimensions"], entry["shape"], entry["chunk_shape"], strict=True)
+        lengths = all(type(n) is int and n > 0 for _, *sizes in columns for n in sizes)
+        return _has(entry, ENTRY) and lengths and jnp.dtype(entry["dtype"]).itemsize > 0
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def create(path: str) -> Any:
@@ -197,38 +209,41 @@ class Checkpoint:
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
         """The attributes of a complete checkpoint, verified. Raises DamageError if they changed
-        since they were written, and CheckpointError if the format is unknown, or if the config
-        isn't plain: it may be somebody else's, and reading it must not read the environment."""
+        since they were written, and CheckpointError if the format is unknown."""
         metadata = self.attributes or {}
-        valid = metadata.get("step") == self.step and metadata.get("checksum") == _checksum(
-            metadata
-        )
-        if not (valid and _has(metadata, ATTRIBUTES)):
+        valid = metadata.get("step") == self.step and _has(metadata, ATTRIBUTES)
+        if not (valid and metadata.get("checksum") == _checksum(metadata)):
             cure = "delete the checkpoint to use the one before it"
             raise DamageError(f"{self.path}/zarr.json was changed since it was written; {cure}")
         if (version := metadata["format"]) != FORMAT:
             raise CheckpointError(f"{self.path} has format {version}; this code reads {FORMAT}")
-        if "${" in metadata["config"]:
-            raise CheckpointError(
-                f"{self.path} has a config with ${{...}}: only plain ones are read"
-            )
-        if not all(_has(entry, ENTRY) for entry in metadata["arrays"].values()):
-            raise DamageError(f"{self.path}/zarr.json lists arrays incompletely")
+        if not all(map(_describes, metadata["arrays"].values())):
+            raise DamageError(f"{self.path}/zarr.json describes an array that can't be")
         return metadata
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config. Raises CheckpointError if it isn't plain."""
+        try:
+            return plain(self.metadata["config"])
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: its config can't be read: {error}") from None
 
     def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
         """Returns the checkpoint's config, or a section of it, as the dataclass `schema`. Keys that
         it lacks are taken from `defaults`. Raises CheckpointError if a section has other keys or
         types."""
-        part: Any = OmegaConf.select(OmegaConf.create(self.metadata["config"]), section, default={})
+        part: Any = self.settings
+        for key in filter(None, section.split(".")):
+            part = part.get(key, {}) if isinstance(part, dict) else {}
         if not section:
             # Drops top-level keys of earlier versions: they don't describe the model.
             known = {field.name for field in dataclasses.fields(cast(Any, schema))}
-            part = OmegaConf.masked_copy(part, [key for key in part if key in known])
+            part = {key: value for key, value in part.items() if key in known}
         try:
             merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, part)
             return cast(C, OmegaConf.to_object(merged))
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
             problem = f"has a config of another version: {str(error).splitlines()[0]}"
             raise CheckpointError(f"{self.path} {problem}") from None
 
@@ -236,7 +251,7 @@ class Checkpoint:
         """Checks that the checkpoint fits `model`, a config's section of that name (or {}), and
         `arrays`, as `entries` returns them; only arrays whose names start with `prefix` count.
         Raises CheckpointError with the first difference and the cure."""
-        config, saved = OmegaConf.create(self.metadata["config"]).model, self.metadata["arrays"]
+        config, saved = flat(self.settings.get("model") or {}), self.metadata["arrays"]
         pairs = [(f"model.{key}", config.get(key), model[key]) for key in model]
         for name in dict.fromkeys([*arrays, *saved]):
             if name.startswith(prefix):
@@ -260,7 +275,8 @@ class Checkpoint:
                 array = group[name]
                 shapes = list(array.shape), list(array.chunks)
         # A chunk of other codecs might unpack to any size.
-        if shapes != (entry["shape"], entry["chunk_shape"]) or array.compressors != CODECS:
+        codecs = array.compressors == CODECS and array.serializer in BYTES and not array.filters
+        if shapes != (entry["shape"], entry["chunk_shape"]) or not codecs:
             raise DamageError(f"{name}: its zarr.json was changed since it was written")
         return array
 
@@ -515,7 +531,7 @@ class Checkpoints:
                 tree = self._restore(part)
             except DamageError as error:
                 warning = f"warning: {self.newest.path} is damaged: {error}"
-                print(warning, file=sys.stderr, flush=True)
+                tell(warning, sys.stderr)
             if multihost_utils.process_allgather(np.array(tree is not None)).all():
                 return tree
             self._find_newest(self.newest.order)
@@ -557,6 +573,6 @@ class Checkpoints:
                 f"{self.newest.path} holds only weights; start a new run from them with "
                 "paths.clone_from and paths.clone_weights_only=true"
             )
-        model, arrays = OmegaConf.create(self.config).model, entries(self.hint, self.sizes)
+        model, arrays = flat(plain(self.config)["model"]), entries(self.hint, self.sizes)
         cure = f"choose another {self.key}, or use the checkpoint's config"
         self.newest.check(model, arrays, prefix, cure)

@@ -1,6 +1,7 @@
 """The base class of config sections, which check their own values."""
 
 import argparse
+import json
 import math
 import operator
 import os
@@ -9,6 +10,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -103,8 +105,29 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+class _Plain(yaml.SafeLoader):
+    """Reads YAML without aliases, by which a short text can make a value of any size."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def plain(text: str) -> dict[str, Any]:
+    """Returns the values of a config file that may be somebody else's: nothing in it is evaluated.
+    Raises ValueError if it isn't a section of plain values."""
+    try:
+        values = yaml.load(text, _Plain)
+        if not isinstance(values, dict) or "${" in json.dumps(values):
+            raise ValueError("it isn't a section of plain values, or has ${...} in it")
+    except Exception as error:  # of YAML, or a RecursionError
+        raise ValueError(" ".join(str(error).split())) from None
+    return values
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens an OmegaConf config to a dict with dotted keys."""
+    """Flattens a config to a dict with dotted keys."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         inner = hasattr(value, "items")

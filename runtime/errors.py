@@ -5,9 +5,19 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 from shardlib.errors import UserError
+
+
+def tell(text: str, stream: TextIO) -> None:
+    """Prints a line. The program outlives a stream that can't be written any more."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:  # a pipe whose reader has ended, or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is sys.stdout:
+            tell(f"warning: standard output ends here: {error.strerror}", sys.stderr)
 
 
 def _flush(end: str = "") -> None:

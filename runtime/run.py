@@ -8,7 +8,6 @@ import faulthandler
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import platform
 import shlex
@@ -21,11 +20,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from runtime import hlo
 from runtime.checkpoint import CheckpointsConfig
-from runtime.config import ROOT, Name, NonNegativeInt, Path, PositiveInt, Seconds, Section, flat
+from runtime.config import (
+    ROOT,
+    Name,
+    NonNegativeInt,
+    Path,
+    PositiveInt,
+    Seconds,
+    Section,
+    flat,
+    plain,
+)
+from runtime.errors import tell
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
 from runtime.supervise import Stop, locked
 from shardlib import devices
@@ -123,13 +133,9 @@ def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.C
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first host only. A run outlives its standard output."""
+    """Prints a line, on the first host only."""
     if jax.process_index() == 0:
-        try:
-            print(text, flush=True)
-        except OSError as error:  # a pipe whose reader has ended, or a full disk
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print(f"warning: standard output ends here: {error.strerror}", file=sys.stderr)
+        tell(text, sys.stdout)
 
 
 def use_cache(root: str) -> None:
@@ -160,12 +166,11 @@ def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
     """Returns the lines of a metrics.jsonl for steps before `step`, and how many others, which a
     crash has damaged, are among them. A last line that was cut off in writing doesn't count."""
     lines, damaged = list[bytes](), 0
-    for line in metrics.read_bytes().splitlines(keepends=True):
+    for line in metrics.read_bytes().split(b"\n")[:-1]:
         try:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                break
-            lines.append(line)
-        except (ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] < step:
+                lines.append(line + b"\n")
+        except Exception:  # it may hold anything
             damaged += 1
     return lines, damaged
 
@@ -195,13 +200,12 @@ def open_folder(
         if first_step:
             replace(metrics, b"".join(lines))
     if first_step and earlier.exists():
-        now: Any = OmegaConf.to_container(OmegaConf.create(config))
+        now = flat(plain(config))
         try:
-            before: Any = OmegaConf.to_container(OmegaConf.create(earlier.read_text()))
-            before, now = flat(before), flat(now)
-        except Exception:  # it may hold anything
+            before = flat(plain(earlier.read_text()))
+        except ValueError:  # UnicodeDecodeError too
             say(f"{earlier.name} is damaged, so what has changed since isn't listed")
-            before = now = {}
+            before = now
         for key in sorted({*before, *now}):
             if (value := now.get(key)) != (previous := before.get(key)):
                 say(f"changed since the last start: {key}={value}, was {previous}")
@@ -307,7 +311,8 @@ class Run:
             try:
                 self.loggers = open_folder(self.folder, to, config, first)
             except OSError as error:  # such as a full disk
-                raise UserError(f"{self.folder} can't be written: {error.strerror}") from None
+                file = error.filename or self.folder
+                raise UserError(f"{file} can't be written: {error.strerror}") from None
         if origin:
             say(origin)
 

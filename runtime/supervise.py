@@ -14,6 +14,7 @@ from types import FrameType
 import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
+from runtime.errors import tell
 from shardlib.errors import UserError
 
 
@@ -57,7 +58,7 @@ class Stop:
                 if number[0] in (signal.SIGINT, signal.SIGTERM):
                     name = signal.Signals(number[0]).name
                     plan = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
-                    print(f"{name}: {plan}", file=sys.stderr, flush=True)
+                    tell(f"{name}: {plan}", sys.stderr)
 
     def ask(self) -> None:
         """Requests a stop after the current step, on all hosts."""
@@ -94,7 +95,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             problem = f"{file.name} can't be locked ({error.strerror})"
-            print(f"warning: {problem}; don't start a second run there", file=sys.stderr)
+            tell(f"warning: {problem}; don't start a second run there", sys.stderr)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

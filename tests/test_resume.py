@@ -73,6 +73,8 @@ METRICS = {
     "an empty row": ('\n{"step": 0}\n', [0], 1),
     "no row": ('{"step": 0}\n5\n', [0], 1),
     "zeros, as a power failure leaves them": ('{"step": 0}\n' + "\0" * 99 + "\n", [0], 1),
+    "a step out of order": ('{"step": 0}\n{"step": 9}\n{"step": 1}\n', [0, 1], 0),
+    "brackets": ('{"step": 0}\n' + "[" * 10**5 + '\n{"step": 1}\n', [0, 1], 1),
     "nothing": ("", [], 0),
 }
 

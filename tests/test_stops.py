@@ -233,17 +233,22 @@ import sys
 from runtime.run import say
 for number in range(10**5):
     say(f"line {number}")
-print("over", file=sys.stderr)
+if len(sys.argv) == 1:
+    print("over", file=sys.stderr)
 """
 
 
 def test_a_run_outlives_its_standard_output():
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", PRINTS], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    command, pipe = [sys.executable, "-c", PRINTS], subprocess.PIPE
+    settings = {"cwd": ROOT, "stdout": pipe, "stderr": pipe, "text": True}
+    with subprocess.Popen(command, **settings) as process:
         assert process.stdout.readline() == "line 0\n"
         process.stdout.close()
         errors = process.stderr.read()
     assert errors == "warning: standard output ends here: Broken pipe\nover\n"
+    assert process.returncode == 0
+    both = settings | {"stderr": subprocess.STDOUT}
+    with subprocess.Popen([*command, "both"], **both) as process:
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
     assert process.returncode == 0

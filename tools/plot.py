@@ -22,9 +22,8 @@ import matplotlib
 import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from omegaconf import OmegaConf
 
-from runtime.config import flat, within
+from runtime.config import flat, plain, within
 from runtime.errors import user_errors
 from runtime.run import RunConfig, rows_before
 from shardlib.errors import UserError
@@ -36,8 +35,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
     """A run's config, with dotted keys, and its metrics: a row per step, with the tokens and
     seconds so far. Raises UserError if they can't be read."""
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        config = flat(plain)
+        config = flat(plain((folder / "config.yaml").read_text()))
         lines, damaged = rows_before(folder / "metrics.jsonl", math.inf)
         if damaged:
             print(f"warning: left out {damaged} damaged lines of {folder}", file=sys.stderr)

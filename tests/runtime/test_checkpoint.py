@@ -360,10 +360,38 @@ OTHERS = {
     "another number in the model's config": {"config": "model: {size: small, rope: 50}\n"},
     "another key in the model's config": {"config": "model: {size: small}\n"},
     "a config that reads the environment": {"config": "model: {size: '${oc.env:HOME}'}\n"},
+    "the same by an escape": {"config": 'model: {size: "\\x24{oc.env:HOME}"}\n'},
+    "the same by a fold": {"config": 'model: {size: "$\\\n  {oc.env:HOME}"}\n'},
+    "a config with an alias": {"config": "a: &a [1, 1]\nmodel: {size: *a}\n"},
+    "a config with a tag": {"config": "model: !!python/object/apply:os.getcwd []\n"},
+    "a config that is a list": {"config": "- 1\n"},
     "a config that is no text": {"config": 5},
     "arrays that are none": {"arrays": ["embed"]},
     "an array without a shape": {"arrays": {"embed": {"dtype": "float32"}}},
+    "an array of an unknown dtype": {
+        "arrays": {
+            "embed": {
+                "dtype": "nope",
+                "dimensions": ["V"],
+                "shape": [3],
+                "chunk_shape": [3],
+                "chunks": 1,
+            }
+        }
+    },
+    "an array with a dimension too few": {
+        "arrays": {
+            "embed": {
+                "dtype": "bool",
+                "dimensions": [],
+                "shape": [3],
+                "chunk_shape": [3],
+                "chunks": 1,
+            }
+        }
+    },
     "no hosts": {"hosts": None},
+    "no versions": {"versions": None},
 }
 
 
@@ -397,6 +425,10 @@ DESCRIPTIONS = {
         lambda text: text.replace(
             '"name": "crc32c"', '"name": "gzip", "configuration": {"level": 1}'
         ),
+        "its zarr.json was changed since it was",
+    ),
+    "of the other byte order": (
+        lambda text: text.replace('"little"', '"big"'),
         "its zarr.json was changed since it was",
     ),
     "of chunks elsewhere": (
