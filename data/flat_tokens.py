@@ -171,7 +171,7 @@ class _UnpackingStore(WrapperStore[Any]):
         if value is None:
             return None
         buffer = np.zeros(self.size, np.uint8)
-        await asyncio.to_thread(self.unpacker.decode, value.to_bytes(), buffer)
+        await asyncio.to_thread(self.unpacker.decode, value.as_numpy_array(), buffer)
         return prototype.buffer.from_array_like(buffer)
 
     async def getsize(self, key: str) -> int:
