@@ -7,7 +7,7 @@ docs/checkpoints.md is the specification. The steps of a save, in order:
 3. Each host waits for the attribute `arrays`, then writes its parts.
 4. Each host records under `writers/<host>` how its writes ended.
 5. The first host waits for the records of all hosts, then sets `write_completed`: true if every
-   part was written, else false; then it removes the parts that were, to make room.
+   part was written, else false. A failed save's arrays are removed, to make room.
 6. The first host removes old checkpoints, if the new one is complete.
 7. Each host waits for `write_completed` and reports how the save ended.
 
@@ -46,9 +46,8 @@ from shardlib.types import make_shapes, make_shardings, type_tree
 
 C = TypeVar("C")
 FORMAT = 1
-NAME = (
-    r"\d{8,10}\.\d{1,16}"  # of a checkpoint: steps done, and when its run started, in milliseconds
-)
+# Of a checkpoint: the steps done, and when its run started, in milliseconds.
+NAME = r"\d{8,10}\.\d{1,16}"
 # What the attributes of a checkpoint, and the entries of its manifest, have at least.
 ATTRIBUTES = {"step": int, "config": str, "hosts": int, "format": int, "versions": dict,
               "arrays": dict}  # fmt: skip

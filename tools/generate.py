@@ -387,8 +387,7 @@ def run(args: argparse.Namespace) -> None:
             if not named:
                 raise UserError(
                     "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
-                    "--tokenizer "
-                    "to bytes_utf8, a tokenizers JSON file, or what transformers loads"
+                    "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
                 )
             codec = Text(*named)
             write(args, lay_out(checkpoints.restore("weights")), codec, config)
