@@ -308,9 +308,9 @@ def decoder(
     x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
     sin, cos = rotation(position, config)
 
-    # A layer keeps x and what is marked with save_for_backward: q, k, v, mixed, the x between
-    # attention and feed-forward, gate and up. The backward pass recomputes the rest: norms, RoPE,
-    # SwiGLU and the gathers of weights and x.
+    # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
+    # and feed-forward, gate and up, and in kernels.attention its result. The backward pass
+    # recomputes the rest: norms, RoPE, SwiGLU and the gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
@@ -330,7 +330,6 @@ def decoder(
         k = save_for_backward(k)
         v = save_for_backward(v)
         mixed, new_cache = attend(q, k, v, cache)
-        mixed = save_for_backward(mixed)  # else w_o's gradient would need attention once more
         w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
         x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))

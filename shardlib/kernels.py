@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from shardlib.activations import explicit_activation_checkpointing
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.ops import Call, define_op, widening_einsum
 from shardlib.types import Spec, floating, integer, typechecked
 
@@ -31,9 +31,10 @@ def attention(
             "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
         )
 
-    Communicates nothing. The backward pass recomputes the scores from q, k and v: save those.
-    Runs cuDNN's kernel on NVIDIA GPUs if q is bf16, L a multiple of 8, and D a multiple of 8 up to
-    128. Raises ShardTypeError unless the operands have these dimensions in this order, with L and D
+    Communicates nothing. A document's tokens stand in a row. The backward pass recomputes the
+    scores from q, k and v: save those. The result is saved here. If q is bf16 and D a multiple of
+    8 up to 128, runs a kernel: cuDNN's on NVIDIA GPUs if L is a multiple of 8, and
+    flash_attention.py's on TPUs if L is a multiple of 128. Raises ShardTypeError unless the operands have these dimensions in this order, with L and D
     not split.
     """
     queries, *others = call.operands
@@ -46,12 +47,16 @@ def attention(
     fits = [*others, call.result] == [keys, keys, documents, queries]
     call.require(fits, f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
-    on_gpu = device is not None and device.platform == "gpu"
+    platform = device.platform if device else ""
     has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
-    if on_gpu and has_kernel:
-        return cudnn_attention(q, k, v, document)
+    if platform == "tpu" and has_kernel and q.shape[1] % 128 == 0:
+        from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
+
+        return flash_attention(q, k, v, document)
+    if platform == "gpu" and has_kernel:
+        return save_for_backward(cudnn_attention(q, k, v, document))
     with jax.named_scope(KERNEL if has_kernel else "plain"):
-        return plain_attention(q, k, v, document)
+        return save_for_backward(plain_attention(q, k, v, document))
 
 
 @typechecked
