@@ -245,10 +245,9 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
 
 
 @typechecked
-def rotation(
-    position: u32["B/d L"], config: ModelConfig
-) -> tuple[f32["B/d L half"], f32["B/d L half"]]:
+def rotation(position: u32["B/d L"], config: ModelConfig) -> tuple[f32["B/d L D"], f32["B/d L D"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
+    Each stands twice, at i and at i + D/2.
 
     With scaling, pairs that turn only a few times within the original length turn more slowly, by
     `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1.
@@ -260,20 +259,22 @@ def rotation(
         turns = scaling.original_len / (2 * jnp.pi * timescale)
         unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
         timescale = timescale / (unscaled + (1 - unscaled) / scaling.factor)
-    angle = position.astype(f32.dtype)[:, :, None] / timescale
+    angle = position.astype(f32.dtype)[:, :, None] / jnp.tile(timescale, 2)
     return jnp.sin(angle), jnp.cos(angle)
 
 
 @typechecked
 def rope(
-    q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], sin: f32["B/d L half"], cos: f32["B/d L half"]
+    q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], sin: f32["B/d L D"], cos: f32["B/d L D"]
 ) -> tuple[bf16["B/d L Q K/t D"], bf16["B/d L K/t D"]]:
     """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
 
+    # A matmul turns each pair by 90 degrees, exactly. TPUs would take longer to swap the halves.
+    turn = jnp.kron(jnp.array([[0, 1], [-1, 0]]), jnp.eye(q.shape[-1] // 2)).astype(q.dtype)
+
     def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-        x1, x2 = jnp.split(x.astype(f32.dtype), 2, axis=-1)
-        return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+        return (x * cos + jnp.matmul(x, turn) * sin).astype(x.dtype)
 
     sin, cos = sin[:, :, None], cos[:, :, None]  # a dimension for the heads
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
@@ -342,7 +343,8 @@ def decoder(
         gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
         up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))
         w_down = gather("M/d F/t -> M F/t", w.w_down)
-        hidden = jax.nn.silu(gate) * up
+        hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+        hidden = hidden.astype(bf16.dtype)
         y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
         return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache
 
@@ -363,6 +365,8 @@ def unembed(
     """The logits, from the `output_weights` and the residual stream after the last layer."""
     gain, w_unembed = weights
     h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
+    # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
+    h = lax.optimization_barrier(h)
     return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, w_unembed, dtype=f32)
 
 

@@ -309,7 +309,7 @@ class Product(NamedTuple):
     at_least: int
     flops: int
     bytes: int  # of operands and result
-    in_kernel: bool  # on GPUs, so that not all of these go through memory
+    in_kernel: bool  # so that not all of these go through memory
 
 
 class Saved(NamedTuple):
@@ -327,7 +327,7 @@ class Ledger(NamedTuple):
     transfers: list[Transfer]
     products: list[Product]
     saved: list[Saved]
-    kernel_bytes: int  # that ops with a kernel for GPUs read and write, at least
+    kernel_bytes: int  # that ops with a kernel read and write, at least
 
 
 def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
@@ -374,7 +374,7 @@ def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
 
 
 def _kernel_bytes(jaxpr: Any) -> int:
-    """The least bytes that ops with a kernel for GPUs read and write in a run of a jaxpr: the
+    """The least bytes that ops with a kernel read and write in a run of a jaxpr: the
     arrays that other equations have too."""
     touched: list[set[Any]] = [{*jaxpr.invars}, set()]
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))

@@ -2,11 +2,11 @@
 https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 
 Scores are computed for a block of queries and a block of keys at a time, and stay on the chip.
-Pairs of blocks are skipped if causality or documents hide all these keys from all these queries.
-Scores are laid out as [keys, queries]: reductions over keys then combine whole registers, and what
-there is once per query lies along a register's lanes.
+Keys that causality or documents hide from a whole block of queries are left out of its loop. Scores
+are laid out as [keys, queries]: reductions over keys then combine whole registers, and what there
+is once per query lies along a register's lanes.
 
-Here K counts key-value heads and H all query heads, those that share a key-value head side by side.
+K counts key-value heads, G the query heads that share one, and H = K G.
 """
 
 import math
@@ -22,9 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from shardlib.activations import save_for_backward
 from shardlib.types import floating, integer, typechecked
 
-BLOCK = 512  # queries, and keys
+BLOCK = 512  # queries, and keys, whose scores are computed at a time
+KEYS = 4096  # keys of a head that the forward kernel holds on the chip at a time
+QUERIES = 4096  # queries, of all heads that share keys, that the backward kernel holds
 HIDDEN = -1e30  # the score of a key that a query doesn't see; finite, as inf - inf is NaN
-HELD = 2**20  # elements of the queries' gradient that are held on the chip in f32
 
 
 @typechecked
@@ -39,11 +40,10 @@ def flash_attention(
     index = jnp.broadcast_to(jnp.arange(document.shape[1]), document.shape)
     continues = jnp.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
     first = lax.cummax(jnp.where(continues, 0, index), axis=1)
-    seen = jnp.stack([first, index], axis=1)
-    heads = rearrange(q, "B L Q K D -> B (K Q) L D")
+    seen = jnp.stack([first, index], axis=1).astype(jnp.int32)
+    heads = rearrange(q, "B L G K D -> B (K G) L D")
     k, v = (rearrange(x, "B L K D -> B K L D") for x in (k, v))
-    mixed = _attend(heads, k, v, seen.astype(jnp.int32))
-    return rearrange(mixed, "B (K Q) L D -> B L Q K D", K=k.shape[1])
+    return rearrange(_attend(heads, k, v, seen), "B (K G) L D -> B L G K D", K=k.shape[1])
 
 
 @jax.custom_vjp
@@ -64,19 +64,26 @@ _attend.defvjp(_save, lambda saved, mixed_grad: (*_backward(*saved, mixed_grad),
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-def _blocks_in_memory(seen: jax.Array, block: int, over: str) -> jax.Array:
-    """[B, blocks of queries, blocks of keys] for over="keys", and with these two swapped for
-    over="queries": the number of the block in memory at each step over the last dimension. That is
-    the step's own, unless the pair of blocks is skipped: then the last one, or the first one to
-    come, stays there, so that nothing is fetched."""
+def _ranges(seen: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """For each block of queries, the first block of keys that it sees and the one after the last,
+    [B, 2, blocks]. The same for each block of keys, of the queries that see it."""
     first, last = rearrange(seen, "B two (blocks n) -> two B blocks n", n=block)
-    number = jnp.arange(first.shape[1], dtype=jnp.int32)
-    start = number * block
-    visible = (first.min(-1)[:, :, None] < start + block) & (last.max(-1)[:, :, None] >= start)
-    if over == "queries":
-        visible = visible.mT
-    before = lax.cummax(jnp.where(visible, number, 0), axis=2)
-    return jnp.maximum(before, jnp.argmax(visible, axis=2, keepdims=True).astype(jnp.int32))
+    of_queries = jnp.stack([first.min(-1) // block, last.max(-1) // block + 1], axis=1)
+    number = jnp.arange(first.shape[1])
+    start, stop = of_queries[:, 0, :, None], of_queries[:, 1, :, None]
+    visible = (start <= number) & (number < stop)
+    from_query = jnp.where(visible, number[:, None], len(number)).min(axis=1)
+    to_query = jnp.where(visible, number[:, None] + 1, 0).max(axis=1)
+    return of_queries, jnp.stack([from_query, to_query], axis=1)
+
+
+def _part(length: int, block: int, most: int) -> int:
+    """The largest multiple of the block that divides the length and is at most `most`, if any."""
+    return next((n for n in range(most, block, -block) if length % n == 0), block)
+
+
+def _rows(number: jax.Array, block: int) -> Any:
+    return pl.ds(pl.multiple_of(number * block, block), block)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
@@ -84,10 +91,10 @@ def _dot(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
     return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
 
 
-def _scores(q: Any, k: Any, seen: Any, key_block: jax.Array) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, first_key: jax.Array) -> jax.Array:
     """[keys, queries], not scaled."""
-    scores = _dot(k[...], q[...], 1, 1)
-    index = key_block * k.shape[0] + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    scores = _dot(k, q, 1, 1)
+    index = first_key + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
     return jnp.where((index >= seen[:1]) & (index <= seen[1:]), scores, HIDDEN)
 
 
@@ -96,14 +103,12 @@ def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def _settings(
-    name: str, parallel: int, dims: int, q: jax.Array, block: int, matmuls: int
-) -> dict[str, Any]:
-    """What a kernel tells the compiler: how many of the grid's dimensions the cores of a chip may
-    share, and its cost, where each matmul takes half of the scores."""
+def _settings(name: str, q: jax.Array, parallel: int, matmuls: int) -> dict[str, Any]:
+    """What a kernel tells the compiler: how many of the grid's four dimensions the cores of a chip
+    may share, and its cost, where each matmul takes half of the scores."""
     rows, heads, length, size = q.shape
-    scores = rows * heads * length * (length + block) // 2
-    kinds = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * (dims - parallel)
+    scores = rows * heads * length * length // 2
+    kinds = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * (4 - parallel)
     return {
         "name": name,
         "compiler_params": pltpu.CompilerParams(dimension_semantics=kinds),
@@ -124,57 +129,65 @@ def _forward(
     """The result and, per query, the base-2 logarithm of the sum of the scores' exponentials,
     [B, H, 1, L]."""
     rows, heads, length, size = q.shape
-    block, shared_by = math.gcd(length, BLOCK), heads // k.shape[1]
-    blocks = length // block
-    queries = pl.BlockSpec((None, None, block, size), lambda b, h, i, j, at: (b, h, i, 0))
-    keys = pl.BlockSpec(
-        (None, None, block, size), lambda b, h, i, j, at: (b, h // shared_by, at[b, i, j], 0)
-    )
-    ends = pl.BlockSpec((None, 2, block), lambda b, h, i, j, at: (b, 0, i))
-    sums = pl.BlockSpec((None, None, 1, block), lambda b, h, i, j, at: (b, h, 0, i))
+    block, group = math.gcd(length, BLOCK), heads // k.shape[1]
+    part = _part(length, block, KEYS)
+    queries = pl.BlockSpec((None, None, block, size), lambda b, h, i, p, _: (b, h, i, 0))
+    keys = pl.BlockSpec((None, None, part, size), lambda b, h, i, p, _: (b, h // group, p, 0))
     run = pl.pallas_call(
         _forward_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(rows, heads, blocks, blocks),
-            in_specs=[queries, keys, keys, ends],
-            out_specs=[queries, sums],
+            grid=(rows, heads, length // block, length // part),
+            in_specs=[
+                queries,
+                keys,
+                keys,
+                pl.BlockSpec((None, 2, block), lambda b, h, i, p, _: (b, 0, i)),
+            ],
+            out_specs=[
+                queries,
+                pl.BlockSpec((None, None, 1, block), lambda b, h, i, p, _: (b, h, 0, i)),
+            ],
             scratch_shapes=[
                 pltpu.VMEM(shape, jnp.float32) for shape in ((1, block), (1, block), (size, block))
             ],
         ),
         out_shape=[_like(q, q.shape, q.dtype), _like(q, (rows, heads, 1, length), jnp.float32)],
-        **_settings("attention_forward", 2, 4, q, block, 2),
+        **_settings("attention_forward", q, parallel=3, matmuls=2),
     )
-    return run(_blocks_in_memory(seen, block, "keys"), q, k, v, seen)
+    return run(_ranges(seen, block)[0], q, k, v, seen)
 
 
 def _forward_kernel(
-    in_memory: Any, q: Any, k: Any, v: Any, seen: Any,
+    ranges: Any, q: Any, k: Any, v: Any, seen: Any,
     mixed: Any, log_sum: Any, peak: Any, total: Any, weighted: Any,
 ) -> None:  # fmt: skip
-    """Adds a block of keys to what a block of queries has seen: the scores' maximum, the sum of
+    """Adds a part of the keys to what a block of queries has seen: the scores' maximum, the sum of
     their exponentials, and the values weighted by these, [D, queries]."""
-    row, _, query_block, key_block = map(pl.program_id, range(4))
+    row, _, query_block, part = map(pl.program_id, range(4))
+    block, blocks = q.shape[0], k.shape[0] // q.shape[0]
     scale = math.log2(math.e) / math.sqrt(q.shape[1])
 
-    @pl.when(key_block == 0)
+    @pl.when(part == 0)
     def _() -> None:
         peak[...] = jnp.full_like(peak, HIDDEN)
         total[...] = jnp.zeros_like(total)
         weighted[...] = jnp.zeros_like(weighted)
 
-    @pl.when(in_memory[row, query_block, key_block] == key_block)
-    def _() -> None:
-        scores = _scores(q, k, seen, key_block)
+    def add(key_block: jax.Array, _: None) -> None:
+        here = _rows(key_block, block)
+        scores = _scores(q[...], k[here], seen, (part * blocks + key_block) * block)
         new_peak = jnp.maximum(peak[...], scores.max(axis=0, keepdims=True))
         shrink = jnp.exp2((peak[...] - new_peak) * scale)
         exponentials = jnp.exp2((scores - new_peak) * scale)
         total[...] = total[...] * shrink + exponentials.sum(axis=0, keepdims=True)
-        weighted[...] = weighted[...] * shrink + _dot(v[...], exponentials.astype(v.dtype), 0, 0)
+        weighted[...] = weighted[...] * shrink + _dot(v[here], exponentials.astype(v.dtype), 0, 0)
         peak[...] = new_peak
 
-    @pl.when(key_block == pl.num_programs(3) - 1)
+    start, stop = (jnp.clip(ranges[row, i, query_block] - part * blocks, 0, blocks) for i in (0, 1))
+    lax.fori_loop(start, stop, add, None)
+
+    @pl.when(part == pl.num_programs(3) - 1)
     def _() -> None:
         mixed[...] = (weighted[...] / total[...]).T.astype(mixed.dtype)
         log_sum[...] = peak[...] * scale + jnp.log2(total[...])
@@ -187,96 +200,90 @@ def _backward(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
     mixed: jax.Array, log_sum: jax.Array, mixed_grad: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The gradients of q, k and v. Those of keys and values are summed over queries in the inner
-    loops; that of the queries stays on the chip over all keys, for a part of the queries at a time
-    if it is too large."""
+    """The gradients of q, k and v. That of a part of the queries stays on the chip over all keys;
+    those of keys and values are summed over the parts in the end."""
     rows, heads, length, size = q.shape
-    block, kv_heads = math.gcd(length, BLOCK), k.shape[1]
-    shared_by, blocks = heads // kv_heads, length // block
-    parts = next(
-        n for n in range(1, blocks + 1)
-        if blocks % n == 0 and (shared_by * length // n * size <= HELD or n == blocks)
-    )  # fmt: skip
-    inner = blocks // parts
+    block, group = math.gcd(length, BLOCK), heads // k.shape[1]
+    part = _part(length, block, QUERIES // group)
     # The derivative of softmax needs, per query, the product of the result and its gradient.
     product = jnp.einsum("bhld,bhld->bhl", mixed, mixed_grad, preferred_element_type=jnp.float32)
     stats = jnp.concatenate([log_sum, product[:, :, None]], axis=2)
 
-    # The grid: rows, key-value heads, parts, blocks of keys, query heads that share these keys, and
-    # blocks of queries within the part.
-    queries = pl.BlockSpec(
-        (None, None, block, size),
-        lambda b, k, p, j, h, i, at: (b, k * shared_by + h, at[b, j, p * inner + i], 0),
+    queries = pl.BlockSpec((None, group, part, size), lambda b, h, p, j, _: (b, h, p, 0))
+    keys = pl.BlockSpec((None, None, block, size), lambda b, h, p, j, _: (b, h, j, 0))
+    keys_of_part = pl.BlockSpec(
+        (None, None, None, block, size), lambda b, h, p, j, _: (p, b, h, j, 0)
     )
-    per_query = pl.BlockSpec(
-        (None, None, 2, block),
-        lambda b, k, p, j, h, i, at: (b, k * shared_by + h, 0, at[b, j, p * inner + i]),
-    )
-    ends = pl.BlockSpec(
-        (None, 2, block), lambda b, k, p, j, h, i, at: (b, 0, at[b, j, p * inner + i])
-    )
-    keys = pl.BlockSpec((None, None, block, size), lambda b, k, p, j, h, i, at: (b, k, j, 0))
-    part = (shared_by, length // parts, size)
-    q_part = pl.BlockSpec((None, *part), lambda b, k, p, j, h, i, at: (b, k, p, 0))
-    k_part = pl.BlockSpec(
-        (None, None, None, block, size), lambda b, k, p, j, h, i, at: (p, b, k, j, 0)
-    )
-    of_keys = _like(k, (parts, *k.shape), k.dtype)
+    parts = length // part
     run = pl.pallas_call(
         _backward_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(rows, kv_heads, parts, blocks, shared_by, inner),
-            in_specs=[queries, keys, keys, ends, queries, per_query],
-            out_specs=[q_part, k_part, k_part],
+            grid=(rows, k.shape[1], parts, length // block),
+            in_specs=[
+                queries,
+                keys,
+                keys,
+                pl.BlockSpec((None, 2, part), lambda b, h, p, j, _: (b, 0, p)),
+                queries,
+                pl.BlockSpec((None, group, 2, part), lambda b, h, p, j, _: (b, h, 0, p)),
+            ],
+            out_specs=[queries, keys_of_part, keys_of_part],
             scratch_shapes=[
-                pltpu.VMEM(shape, jnp.float32) for shape in (part, (block, size), (block, size))
+                pltpu.VMEM(shape, jnp.float32)
+                for shape in ((group, part, size), (block, size), (block, size))
             ],
         ),
-        out_shape=[_like(q, q.shape, q.dtype), of_keys, of_keys],
-        **_settings("attention_backward", 3, 6, q, block, 5),
+        out_shape=[
+            _like(q, q.shape, q.dtype),
+            _like(k, (parts, *k.shape), k.dtype),
+            _like(v, (parts, *v.shape), v.dtype),
+        ],
+        **_settings("attention_backward", q, parallel=3, matmuls=5),
     )
-    in_memory = _blocks_in_memory(seen, block, "queries")
-    q_grad, k_grads, v_grads = run(in_memory, q, k, v, seen, mixed_grad, stats)
-    return q_grad, k_grads.sum(axis=0), v_grads.sum(axis=0)
+    q_grad, *others = run(_ranges(seen, block)[1], q, k, v, seen, mixed_grad, stats)
+    return q_grad, *(grad.sum(axis=0) for grad in others)
 
 
 def _backward_kernel(
-    in_memory: Any, q: Any, k: Any, v: Any, seen: Any, mixed_grad: Any, stats: Any,
+    ranges: Any, q: Any, k: Any, v: Any, seen: Any, mixed_grad: Any, stats: Any,
     q_grad: Any, k_grad: Any, v_grad: Any, q_sum: Any, k_sum: Any, v_sum: Any,
 ) -> None:  # fmt: skip
-    """Adds what a block of queries and a block of keys contribute to each other's gradients."""
-    row, _, part, key_block, head, step = map(pl.program_id, range(6))
-    _, _, _, blocks, heads, steps = map(pl.num_programs, range(6))
-    query_block = part * steps + step
-    scale = 1 / math.sqrt(q.shape[1])
-    queries = pl.ds(step * q.shape[0], q.shape[0])
-
-    @pl.when((head == 0) & (step == 0))
-    def _() -> None:
-        k_sum[...] = jnp.zeros_like(k_sum)
-        v_sum[...] = jnp.zeros_like(v_sum)
+    """Adds what a part of the queries and a block of keys contribute to each other's gradients."""
+    row, _, part, key_block = map(pl.program_id, range(4))
+    group, block, blocks = q.shape[0], k.shape[0], q.shape[1] // k.shape[0]
+    scale = 1 / math.sqrt(q.shape[2])
+    k_sum[...] = jnp.zeros_like(k_sum)
+    v_sum[...] = jnp.zeros_like(v_sum)
 
     @pl.when(key_block == 0)
     def _() -> None:
-        q_sum[head, queries] = jnp.zeros(q.shape, jnp.float32)
+        q_sum[...] = jnp.zeros_like(q_sum)
 
-    @pl.when(in_memory[row, key_block, query_block] == query_block)
-    def _() -> None:
-        log_sum, product = stats[:1], stats[1:]
-        scores = _scores(q, k, seen, key_block)
-        probabilities = jnp.exp2(scores * (math.log2(math.e) * scale) - log_sum)
-        v_sum[...] += _dot(probabilities.astype(v.dtype), mixed_grad[...], 1, 0)
-        by_probability = _dot(v[...], mixed_grad[...], 1, 1)
-        by_score = (probabilities * (by_probability - product)).astype(q.dtype)
-        k_sum[...] += _dot(by_score, q[...], 1, 0)
-        q_sum[head, queries] += _dot(by_score, k[...], 0, 0)
+    def add(head: jax.Array, query_block: jax.Array) -> None:
+        here = _rows(query_block, block)
+        query, grad, log_sum_and_product = (
+            q[head, here],
+            mixed_grad[head, here],
+            stats[head, :, here],
+        )
+        scores = _scores(query, k[...], seen[:, here], key_block * block)
+        probabilities = jnp.exp2(scores * (math.log2(math.e) * scale) - log_sum_and_product[:1])
+        v_sum[...] += _dot(probabilities.astype(v.dtype), grad, 1, 0)
+        by_probability = _dot(v[...], grad, 1, 1)
+        by_score = (probabilities * (by_probability - log_sum_and_product[1:])).astype(q.dtype)
+        k_sum[...] += _dot(by_score, query, 1, 0)
+        q_sum[head, here] += _dot(by_score, k[...], 0, 0)
 
-    @pl.when(key_block == blocks - 1)
-    def _() -> None:
-        q_grad[head, queries] = (q_sum[head, queries] * scale).astype(q_grad.dtype)
+    start, stop = (jnp.clip(ranges[row, i, key_block] - part * blocks, 0, blocks) for i in (0, 1))
 
-    @pl.when((head == heads - 1) & (step == steps - 1))
+    @pl.loop(0, group)
+    def _(head: jax.Array) -> None:
+        lax.fori_loop(start, stop, lambda query_block, _: add(head, query_block), None)
+
+    k_grad[...] = (k_sum[...] * scale).astype(k_grad.dtype)
+    v_grad[...] = v_sum[...].astype(v_grad.dtype)
+
+    @pl.when(key_block == pl.num_programs(3) - 1)
     def _() -> None:
-        k_grad[...] = (k_sum[...] * scale).astype(k_grad.dtype)
-        v_grad[...] = v_sum[...].astype(v_grad.dtype)
+        q_grad[...] = (q_sum[...] * scale).astype(q_grad.dtype)

@@ -16,7 +16,7 @@ from shardlib.activations import explicit_activation_checkpointing, save_for_bac
 from shardlib.ops import Call, define_op, widening_einsum
 from shardlib.types import Spec, floating, integer, typechecked
 
-KERNEL = "gpu_kernel"  # the scope of a twin in whose place GPUs run a kernel
+KERNEL = "kernel"  # the scope of a twin in whose place GPUs and TPUs run a kernel
 BLOCK = 512  # queries whose scores are in memory at a time
 
 
@@ -31,11 +31,11 @@ def attention(
             "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
         )
 
-    Communicates nothing. A document's tokens stand in a row. The backward pass recomputes the
-    scores from q, k and v: save those. The result is saved here. If q is bf16 and D a multiple of
-    8 up to 128, runs a kernel: cuDNN's on NVIDIA GPUs if L is a multiple of 8, and
-    flash_attention.py's on TPUs if L is a multiple of 128. Raises ShardTypeError unless the operands have these dimensions in this order, with L and D
-    not split.
+    Communicates nothing. A document's tokens stand in a row. The result is saved for the backward
+    pass, which recomputes the scores from q, k and v: save those. If q is bf16, L a multiple of
+    128, and D a multiple of 8 up to 128, runs a kernel: cuDNN's on NVIDIA GPUs, and that of
+    flash_attention.py on TPUs. Raises ShardTypeError unless the operands have these dimensions in
+    this order, with L and D not split.
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
@@ -48,8 +48,9 @@ def attention(
     call.require(fits, f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     platform = device.platform if device else ""
-    has_kernel = q.dtype == jnp.bfloat16 and q.shape[-1] in range(8, 129, 8) and q.shape[1] % 8 == 0
-    if platform == "tpu" and has_kernel and q.shape[1] % 128 == 0:
+    fits = q.shape[1] % 128 == 0 and q.shape[-1] in range(8, 129, 8)
+    has_kernel = fits and q.dtype == jnp.bfloat16
+    if platform == "tpu" and has_kernel:
         from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
 
         return flash_attention(q, k, v, document)

@@ -60,7 +60,7 @@ ATTENDED = (
 )
 WEIGHTS_OF_GATE = '        w_gate = gather("M/d F/t -> M F/t", w.w_gate)'
 WEIGHTS_OF_UP = '        w_up = gather("M/d F/t -> M F/t", w.w_up)'
-HIDDEN = "        hidden = jax.nn.silu(gate) * up"
+HIDDEN = "        hidden = hidden.astype(bf16.dtype)"
 OUTPUT = '        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)'
 RESULT = '        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache'
 # Before the block:

@@ -376,12 +376,11 @@ def least_seconds(
     result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
 ) -> dict[str, float]:
     """The least time that a step needs of each resource, if what runs "at most" so often runs as
-    rarely as it may. Memory traffic counts what matmuls, on GPUs also ops with a kernel instead of
-    their matmuls, and the optimizer read and write. A collective over several axes takes their
-    slowest link."""
-    products, on_gpu = result["products"], not chip.kind.startswith("TPU")
-    moved = sum(r["at_least"] * r["bytes"] for r in products if not (on_gpu and r["in_kernel"]))
-    moved += result["kernel_bytes"] * on_gpu + 7 * result["held"]["weights"]  # 4 read, 3 written
+    rarely as it may. Memory traffic counts what matmuls, ops with a kernel, and the optimizer read
+    and write. A collective over several axes takes their slowest link."""
+    products = result["products"]
+    moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
+    moved += result["kernel_bytes"] + 7 * result["held"]["weights"]  # 4 read, 3 written
     seconds = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
         "memory": moved / chip.bandwidth,

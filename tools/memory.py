@@ -10,6 +10,7 @@ that describe the buffers which XLA assigns in training steps for TPUs:
   not used any more.
 - Stacked weights that a loop casts to a narrower type are cast before the loop, all layers at once.
   Slices of a loop's arrays that an inner loop takes are copied for it.
+- Where an op has a kernel, the equations of its twin are one step.
 - Reductions of weight gradients over devices, except the first, are deferred to the end of the step
   or of the backward loop's body. So are the matmuls that make these gradients: on v5e never; on v5p
   if all collectives of the backward pass can be deferred; elsewhere if little is recomputed.
@@ -27,6 +28,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.audit import COLLECTIVES, axes_of, carried, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
+from shardlib.kernels import KERNEL
 
 # Kind -> pattern of its primitives' names. The first that matches counts.
 KINDS = {
@@ -134,6 +136,7 @@ class _Step(NamedTuple):
     results: list[_Array]
     overwrites: list[_Array]  # operands that its results may overwrite
     bodies: list["_Body"]  # of a loop
+    in_kernel: bool  # a step of a twin in whose place the device runs a kernel
 
 
 class _Body(NamedTuple):
@@ -199,6 +202,7 @@ def _read(
                     inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
                 row = (name, kind, phase(here), at, operands, results, overwrites, bodies)
+                row += (KERNEL in here,)
                 steps.append(_Step(*row))
                 for array in dict.fromkeys(operands):
                     array.users.append(steps[-1])
@@ -269,18 +273,22 @@ def _peak(body: _Body, chip: str) -> Memory:
 
     for t, step in enumerate(body.steps):
         needed = _sources(step.operands)
-        if step.kind == "fused" and not is_written(step, needed):
-            for array in step.results:
-                array.sources = needed
+        if step.in_kernel:
+            written = [a for a in step.results if not all(u.in_kernel for u in a.users)]
+        else:
+            fused = step.kind == "fused" and not is_written(step, needed)
+            written = [] if fused else step.results
+        for array in step.results:
+            array.sources = {array} if array in written else needed
+        if not written:
             continue
         for array in needed:
             array.last = max(array.last, end if t in deferred else t)
-        for array in step.results:
-            array.sources = {array}
+        for array in written:
             if array not in cast_before:
                 write(array, t)
                 overwrites[array] = _sources(step.overwrites)
-        if not step.bodies:
+        if not step.bodies or step.in_kernel:
             continue
         inside[t] = max((_peak(b, chip) for b in step.bodies), key=lambda peak: peak.temporary)
         inner = step.bodies[0].slices
