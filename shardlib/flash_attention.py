@@ -9,6 +9,7 @@ is once per query lies along a register's lanes.
 K counts key-value heads, G the query heads that share one, and H = K G.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -58,7 +59,11 @@ def _save(*inputs: jax.Array) -> tuple[jax.Array, Any]:
     return mixed, (*inputs, mixed, log_sum)
 
 
-_attend.defvjp(_save, lambda saved, mixed_grad: (*_backward(*saved, mixed_grad), None))
+def _gradients(saved: Any, mixed_grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    return *_backward(*saved, mixed_grad), None  # none for `seen`
+
+
+_attend.defvjp(_save, _gradients)
 
 
 # --- Blocks ---------------------------------------------------------------------------------------
@@ -169,12 +174,15 @@ def _forward_kernel(
     scale = math.log2(math.e) / math.sqrt(q.shape[1])
 
     @pl.when(part == 0)
-    def _() -> None:
+    def begin() -> None:
         peak[...] = jnp.full_like(peak, HIDDEN)
         total[...] = jnp.zeros_like(total)
         weighted[...] = jnp.zeros_like(weighted)
 
-    def add(key_block: jax.Array, _: None) -> None:
+    start, stop = (jnp.clip(ranges[row, i, query_block] - part * blocks, 0, blocks) for i in (0, 1))
+
+    @pl.loop(start, stop)
+    def add(key_block: jax.Array) -> None:
         here = _rows(key_block, block)
         scores = _scores(q[...], k[here], seen, (part * blocks + key_block) * block)
         new_peak = jnp.maximum(peak[...], scores.max(axis=0, keepdims=True))
@@ -184,11 +192,8 @@ def _forward_kernel(
         weighted[...] = weighted[...] * shrink + _dot(v[here], exponentials.astype(v.dtype), 0, 0)
         peak[...] = new_peak
 
-    start, stop = (jnp.clip(ranges[row, i, query_block] - part * blocks, 0, blocks) for i in (0, 1))
-    lax.fori_loop(start, stop, add, None)
-
     @pl.when(part == pl.num_programs(3) - 1)
-    def _() -> None:
+    def end() -> None:
         mixed[...] = (weighted[...] / total[...]).T.astype(mixed.dtype)
         log_sum[...] = peak[...] * scale + jnp.log2(total[...])
 
@@ -257,7 +262,7 @@ def _backward_kernel(
     v_sum[...] = jnp.zeros_like(v_sum)
 
     @pl.when(key_block == 0)
-    def _() -> None:
+    def begin() -> None:
         q_sum[...] = jnp.zeros_like(q_sum)
 
     def add(head: jax.Array, query_block: jax.Array) -> None:
@@ -278,12 +283,12 @@ def _backward_kernel(
     start, stop = (jnp.clip(ranges[row, i, key_block] - part * blocks, 0, blocks) for i in (0, 1))
 
     @pl.loop(0, group)
-    def _(head: jax.Array) -> None:
-        lax.fori_loop(start, stop, lambda query_block, _: add(head, query_block), None)
+    def per_head(head: jax.Array) -> None:
+        pl.loop(start, stop)(functools.partial(add, head))
 
     k_grad[...] = (k_sum[...] * scale).astype(k_grad.dtype)
     v_grad[...] = v_sum[...].astype(v_grad.dtype)
 
     @pl.when(key_block == pl.num_programs(3) - 1)
-    def _() -> None:
+    def end() -> None:
         q_grad[...] = (q_sum[...] * scale).astype(q_grad.dtype)

@@ -132,11 +132,11 @@ class _Step(NamedTuple):
     kind: str
     phase: str
     line: str
+    in_kernel: bool  # one of the equations of a twin in whose place the device runs a kernel
     operands: list[_Array]
     results: list[_Array]
     overwrites: list[_Array]  # operands that its results may overwrite
     bodies: list["_Body"]  # of a loop
-    in_kernel: bool  # a step of a twin in whose place the device runs a kernel
 
 
 class _Body(NamedTuple):
@@ -201,8 +201,8 @@ def _read(
                     overwrites = operands[carried(eqn)]
                     inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
-                row = (name, kind, phase(here), at, operands, results, overwrites, bodies)
-                row += (KERNEL in here,)
+                of = (name, kind, phase(here), at, KERNEL in here)
+                row = (*of, operands, results, overwrites, bodies)
                 steps.append(_Step(*row))
                 for array in dict.fromkeys(operands):
                     array.users.append(steps[-1])
