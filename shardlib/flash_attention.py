@@ -60,7 +60,7 @@ def _save(*inputs: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _gradients(saved: Any, mixed_grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    return *_backward(*saved, mixed_grad), None  # none for `seen`
+    return *_backward(mixed_grad, *saved), None  # none for `seen`
 
 
 _attend.defvjp(_save, _gradients)
@@ -202,8 +202,8 @@ def _forward_kernel(
 
 
 def _backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
-    mixed: jax.Array, log_sum: jax.Array, mixed_grad: jax.Array,
+    mixed_grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
+    mixed: jax.Array, log_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The gradients of q, k and v. That of a part of the queries stays on the chip over all keys;
     those of keys and values are summed over the parts in the end."""
