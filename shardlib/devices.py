@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -120,7 +120,13 @@ CHIPS = {
 # docs/performance.md has the figures with and without them. The names come from
 # https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
 # https://github.com/openxla/xla, docs/flags_guidance.md.
-COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    # O1 (EFFORT_O1 in XLA's enum; jax 0.10 takes only the number) turns on the latency-hiding
+    # scheduler, which is off on GPUs, and pipelines data-parallel collectives in loops:
+    # https://openxla.org/xla/effort_levels.
+    **dict.fromkeys(
+        ("A100-SXM4-40GB", "A100", "H100 PCIe", "H100", "H200"), {"optimization_level": 19}
+    ),
     # Overlaps all-reduces with compute, as is the default for all-gathers. Only v5e has this.
     "TPU v5 lite": {
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
@@ -156,7 +162,7 @@ def mfu(kind: str, count: int, flops: float) -> str:
     return f"{flops / chip.flops / count:.1%}" if chip else f"unknown on {kind}"
 
 
-def compiler_options(kind: str) -> dict[str, bool | str]:
+def compiler_options(kind: str) -> dict[str, Any]:
     """Compiler options for `jax.stages.Lowered.compile` on a `device.device_kind`, without those
     that XLA_FLAGS or LIBTPU_INIT_ARGS set."""
     chip = find_chip(kind)

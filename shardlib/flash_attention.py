@@ -70,8 +70,8 @@ _attend.defvjp(_save, _gradients)
 
 
 def _ranges(seen: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """For each block of queries, the first block of keys that it sees and the one after the last,
-    [B, 2, blocks]. The same for each block of keys, of the queries that see it."""
+    """Finds, for each block of queries, the first block of keys that it sees and the one after the
+    last, [B, 2, blocks]; and the same for each block of keys, of the queries that see it."""
     first, last = rearrange(seen, "B two (blocks n) -> two B blocks n", n=block)
     of_queries = jnp.stack([first.min(-1) // block, last.max(-1) // block + 1], axis=1)
     number = jnp.arange(first.shape[1])
@@ -83,8 +83,8 @@ def _ranges(seen: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _part(length: int, block: int, most: int) -> int:
-    """The largest multiple of the block that divides the length and is at most `most`, if any."""
-    return next((n for n in range(most, block, -block) if length % n == 0), block)
+    """The largest multiple of the block that divides the length, at most `most` or one block."""
+    return block * next((n for n in range(most // block, 1, -1) if length // block % n == 0), 1)
 
 
 def _rows(number: jax.Array, block: int) -> Any:
@@ -103,26 +103,38 @@ def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, first_key: jax.Array) -
     return jnp.where((index >= seen[:1]) & (index <= seen[1:]), scores, HIDDEN)
 
 
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A result's shape. It varies over the same mesh axes as x."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
-def _settings(name: str, q: jax.Array, parallel: int, matmuls: int) -> dict[str, Any]:
-    """What a kernel tells the compiler: how many of the grid's four dimensions the cores of a chip
-    may share, and its cost, where each matmul takes half of the scores."""
+def _run(
+    name: str, kernel: Any, matmuls: int, ranges: jax.Array, grid: tuple[int, ...],
+    inputs: list[Any], outputs: list[Any], scratch: list[tuple[int, ...]],
+) -> Any:  # fmt: skip
+    """Calls a kernel. Inputs are pairs of an array and its blocks, of which q is the first; outputs
+    are triples of a shape, a dtype and blocks. The grid's last dimension runs in order; the cores
+    of a chip may share the others. Each matmul takes half of the scores."""
+    q: jax.Array = inputs[0][0]
     rows, heads, length, size = q.shape
     scores = rows * heads * length * length // 2
-    kinds = (pltpu.PARALLEL,) * parallel + (pltpu.ARBITRARY,) * (4 - parallel)
-    return {
-        "name": name,
-        "compiler_params": pltpu.CompilerParams(dimension_semantics=kinds),
-        "cost_estimate": pl.CostEstimate(
+    varying = jax.typeof(q).manual_axis_type
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[blocks for _, blocks in inputs],
+            out_specs=[blocks for *_, blocks in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(*out[:2], manual_axis_type=varying) for out in outputs],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(*[pltpu.PARALLEL] * 3, pltpu.ARBITRARY)
+        ),
+        cost_estimate=pl.CostEstimate(
             flops=2 * matmuls * scores * size,
             transcendentals=scores,
-            bytes_accessed=2 * matmuls * q.size * q.dtype.itemsize,
+            bytes_accessed=2 * matmuls * q.nbytes,
         ),
-    }
+        name=name,
+    )
+    return call(ranges, *(array for array, _ in inputs))
 
 
 # --- Forward --------------------------------------------------------------------------------------
@@ -136,31 +148,18 @@ def _forward(
     rows, heads, length, size = q.shape
     block, group = math.gcd(length, BLOCK), heads // k.shape[1]
     part = _part(length, block, KEYS)
+    # The grid: rows, heads, blocks of queries, parts of the keys.
     queries = pl.BlockSpec((None, None, block, size), lambda b, h, i, p, _: (b, h, i, 0))
     keys = pl.BlockSpec((None, None, part, size), lambda b, h, i, p, _: (b, h // group, p, 0))
-    run = pl.pallas_call(
-        _forward_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows, heads, length // block, length // part),
-            in_specs=[
-                queries,
-                keys,
-                keys,
-                pl.BlockSpec((None, 2, block), lambda b, h, i, p, _: (b, 0, i)),
-            ],
-            out_specs=[
-                queries,
-                pl.BlockSpec((None, None, 1, block), lambda b, h, i, p, _: (b, h, 0, i)),
-            ],
-            scratch_shapes=[
-                pltpu.VMEM(shape, jnp.float32) for shape in ((1, block), (1, block), (size, block))
-            ],
-        ),
-        out_shape=[_like(q, q.shape, q.dtype), _like(q, (rows, heads, 1, length), jnp.float32)],
-        **_settings("attention_forward", q, parallel=3, matmuls=2),
-    )
-    return run(_ranges(seen, block)[0], q, k, v, seen)
+    ends = pl.BlockSpec((None, 2, block), lambda b, h, i, p, _: (b, 0, i))
+    sums = pl.BlockSpec((None, None, 1, block), lambda b, h, i, p, _: (b, h, 0, i))
+    return _run(
+        "attention_forward", _forward_kernel, 2, _ranges(seen, block)[0],
+        grid=(rows, heads, length // block, length // part),
+        inputs=[(q, queries), (k, keys), (v, keys), (seen, ends)],
+        outputs=[(q.shape, q.dtype, queries), ((rows, heads, 1, length), jnp.float32, sums)],
+        scratch=[(1, block), (1, block), (size, block)],
+    )  # fmt: skip
 
 
 def _forward_kernel(
@@ -202,52 +201,33 @@ def _forward_kernel(
 
 
 def _backward(
-    mixed_grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
+    grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
     mixed: jax.Array, log_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The gradients of q, k and v. That of a part of the queries stays on the chip over all keys;
+    """The gradients of q, k and v, from that of the result. That of a part of the queries stays on the chip over all keys;
     those of keys and values are summed over the parts in the end."""
     rows, heads, length, size = q.shape
     block, group = math.gcd(length, BLOCK), heads // k.shape[1]
     part = _part(length, block, QUERIES // group)
     # The derivative of softmax needs, per query, the product of the result and its gradient.
-    product = jnp.einsum("bhld,bhld->bhl", mixed, mixed_grad, preferred_element_type=jnp.float32)
+    product = jnp.einsum("bhld,bhld->bhl", mixed, grad, preferred_element_type=jnp.float32)
     stats = jnp.concatenate([log_sum, product[:, :, None]], axis=2)
 
+    # The grid: rows, key-value heads, parts of the queries, blocks of keys.
     queries = pl.BlockSpec((None, group, part, size), lambda b, h, p, j, _: (b, h, p, 0))
     keys = pl.BlockSpec((None, None, block, size), lambda b, h, p, j, _: (b, h, j, 0))
-    keys_of_part = pl.BlockSpec(
-        (None, None, None, block, size), lambda b, h, p, j, _: (p, b, h, j, 0)
-    )
+    ends = pl.BlockSpec((None, 2, part), lambda b, h, p, j, _: (b, 0, p))
+    sums = pl.BlockSpec((None, group, 2, part), lambda b, h, p, j, _: (b, h, 0, p))
+    of_part = pl.BlockSpec((None, None, None, block, size), lambda b, h, p, j, _: (p, b, h, j, 0))
     parts = length // part
-    run = pl.pallas_call(
-        _backward_kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(rows, k.shape[1], parts, length // block),
-            in_specs=[
-                queries,
-                keys,
-                keys,
-                pl.BlockSpec((None, 2, part), lambda b, h, p, j, _: (b, 0, p)),
-                queries,
-                pl.BlockSpec((None, group, 2, part), lambda b, h, p, j, _: (b, h, 0, p)),
-            ],
-            out_specs=[queries, keys_of_part, keys_of_part],
-            scratch_shapes=[
-                pltpu.VMEM(shape, jnp.float32)
-                for shape in ((group, part, size), (block, size), (block, size))
-            ],
-        ),
-        out_shape=[
-            _like(q, q.shape, q.dtype),
-            _like(k, (parts, *k.shape), k.dtype),
-            _like(v, (parts, *v.shape), v.dtype),
-        ],
-        **_settings("attention_backward", q, parallel=3, matmuls=5),
-    )
-    q_grad, *others = run(_ranges(seen, block)[1], q, k, v, seen, mixed_grad, stats)
-    return q_grad, *(grad.sum(axis=0) for grad in others)
+    q_grad, *others = _run(
+        "attention_backward", _backward_kernel, 5, _ranges(seen, block)[1],
+        grid=(rows, k.shape[1], parts, length // block),
+        inputs=[(q, queries), (k, keys), (v, keys), (seen, ends), (grad, queries), (stats, sums)],
+        outputs=[(q.shape, q.dtype, queries), *[((parts, *k.shape), k.dtype, of_part)] * 2],
+        scratch=[(group, part, size), (block, size), (block, size)],
+    )  # fmt: skip
+    return q_grad, *(each.sum(axis=0) for each in others)
 
 
 def _backward_kernel(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from shardlib import devices
@@ -87,6 +88,8 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
     assert all_of_them == devices.COMPILER_OPTIONS["TPU v5 lite"]
     assert len(devices.compiler_options("TPU v5")) > len(all_of_them)
     assert devices.compiler_options("cpu") == devices.compiler_options("TPU v4") == {}
+    on_gpus = devices.compiler_options("NVIDIA H100 80GB HBM3")
+    assert jax.jit(jnp.sin).lower(0.0).compile(compiler_options=on_gpus)(0.0) == 0
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_enable_async_all_reduce=false")
     name = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
     assert devices.compiler_options("TPU v5 lite") == {name: True}
