@@ -271,7 +271,8 @@ def rope(
     https://arxiv.org/abs/2104.09864, section 3.4."""
 
     # A matmul turns each pair by 90 degrees, exactly. TPUs would take longer to swap the halves.
-    turn = jnp.kron(jnp.array([[0, 1], [-1, 0]]), jnp.eye(q.shape[-1] // 2)).astype(q.dtype)
+    size = q.shape[-1]
+    turn = (jnp.eye(size, k=size // 2) - jnp.eye(size, k=-size // 2)).astype(q.dtype)
 
     def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
         return (x * cos + jnp.matmul(x, turn) * sin).astype(x.dtype)

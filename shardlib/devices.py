@@ -121,12 +121,6 @@ CHIPS = {
 # https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
 # https://github.com/openxla/xla, docs/flags_guidance.md.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # O1 (EFFORT_O1 in XLA's enum; jax 0.10 takes only the number) turns on the latency-hiding
-    # scheduler, which is off on GPUs, and pipelines data-parallel collectives in loops:
-    # https://openxla.org/xla/effort_levels.
-    **dict.fromkeys(
-        ("A100-SXM4-40GB", "A100", "H100 PCIe", "H100", "H200"), {"optimization_level": 19}
-    ),
     # Overlaps all-reduces with compute, as is the default for all-gathers. Only v5e has this.
     "TPU v5 lite": {
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
@@ -150,6 +144,12 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# For all GPUs. O1 (EFFORT_O1 in XLA's enum; jax 0.10 takes only the number) turns on the
+# latency-hiding scheduler, which is off on GPUs, and pipelines data-parallel collectives in loops:
+# https://openxla.org/xla/effort_levels.
+GPU_OPTIONS = {"optimization_level": 19}
+
+
 def find_chip(kind: str) -> Chip | None:
     """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""
     return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
@@ -168,5 +168,6 @@ def compiler_options(kind: str) -> dict[str, Any]:
     chip = find_chip(kind)
     flags = os.environ.get("XLA_FLAGS", "") + " " + os.environ.get("LIBTPU_INIT_ARGS", "")
     set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
-    options = COMPILER_OPTIONS.get(chip.kind, {}) if chip else {}
+    by_default = GPU_OPTIONS if chip and "TPU" not in chip.kind else {}
+    options = COMPILER_OPTIONS.get(chip.kind, by_default) if chip else {}
     return {name: value for name, value in options.items() if name not in set_by_user}

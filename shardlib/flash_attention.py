@@ -204,8 +204,8 @@ def _backward(
     grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
     mixed: jax.Array, log_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The gradients of q, k and v, from that of the result. That of a part of the queries stays on the chip over all keys;
-    those of keys and values are summed over the parts in the end."""
+    """The gradients of q, k and v, from that of the result. That of a part of the queries stays on
+    the chip over all keys; those of keys and values are summed over the parts in the end."""
     rows, heads, length, size = q.shape
     block, group = math.gcd(length, BLOCK), heads // k.shape[1]
     part = _part(length, block, QUERIES // group)

@@ -14,11 +14,12 @@ import pytest
 
 import train
 from runtime.run import compile_step
-from shardlib import audit, devices, kernels
+from shardlib import devices, kernels
 from tests import compiled
 from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools import memory
+from tools.ledger import ledger
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 1024, 1, 8, 128), (1, 8192, 1, 2, 128), (2, 512, 4, 2, 64)]
@@ -87,7 +88,7 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
         step = train.lower_step(config).compile()
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
-    assert compiled.unexplained(audit.ledger(jaxpr, axes).transfers, actual, axes) == ([], [])
+    assert compiled.unexplained(ledger(jaxpr, axes).transfers, actual, axes) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes
     assert memory.predict(jaxpr, axes).arguments == held
 

@@ -7,11 +7,12 @@ import pytest
 
 import train
 from data.loader import TokenBatch
-from shardlib import audit, devices
+from shardlib import devices
 from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, u32
 from tests import compiled
 from tests.helpers import compose_config, mesh, slow_but_for, small_config
 from tools import generate, memory
+from tools.ledger import ledger
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
@@ -74,7 +75,7 @@ def program(name):
         jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
     actual = compiled.collectives(built.as_text(), axes, *FILES)
     sizes = memory.predict(jaxpr, axes).arguments, built.memory_analysis().argument_size_in_bytes
-    return audit.ledger(jaxpr, axes).transfers, actual, axes, sizes
+    return ledger(jaxpr, axes).transfers, actual, axes, sizes
 
 
 QUICK = [

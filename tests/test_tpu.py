@@ -7,10 +7,11 @@ import re
 import jax
 import pytest
 
-from shardlib import audit, devices
+from shardlib import devices
 from tests import compiled, tpu_programs
 from tools import memory
 from tools.compile import sent, share_hidden, tpu_mesh
+from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
 PROGRAMS = [*tpu_programs.LISTED, *tpu_programs.HELD_OUT]
@@ -75,7 +76,7 @@ def collectives_of(program):
     """The ledger's rows, the compiled program's collectives, and the mesh axes."""
     axes, jaxpr, _, text = built(program)
     file = "train_edited.py" if program.edits else "train.py"
-    return audit.ledger(jaxpr, axes).transfers, compiled.collectives(text, axes, file), axes
+    return ledger(jaxpr, axes).transfers, compiled.collectives(text, axes, file), axes
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
@@ -92,7 +93,7 @@ def test_all_that_is_sent_is_found_and_much_of_it_is_overlapped(program, least):
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
     assert sum(row.elements for row in sent(text)) == wanted
-    transfers = [row._asdict() for row in audit.ledger(jaxpr, axes).transfers]
+    transfers = [row._asdict() for row in ledger(jaxpr, axes).transfers]
     share = re.search(r"(\d+)% of it overlapped with compute", share_hidden(text, transfers))
     assert least <= int(share[1]) <= 100
 
@@ -134,8 +135,8 @@ def test_what_is_offloaded_is_in_the_memory_of_the_host():
     offloading = program._replace(edits=(tpu_programs.feed_forward_offloaded,))
     less = bytes_of(program)[1][2] - bytes_of(offloading)[1][2]
     axes, jaxpr, stats, _ = built(offloading)
-    ledger = audit.ledger(jaxpr, axes).saved
-    offloaded = [row.bytes for row in ledger if row.memory == "host"]
-    copied = [row.bytes for row in ledger if row.memory == "device" and row.times > 1]
+    saved = ledger(jaxpr, axes).saved
+    offloaded = [row.bytes for row in saved if row.memory == "host"]
+    copied = [row.bytes for row in saved if row.memory == "device" and row.times > 1]
     assert len(offloaded) == 2 and stats.host_temp_size_in_bytes >= sum(offloaded)
     assert 0 < sum(offloaded) - less < sum(copied)

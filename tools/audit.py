@@ -30,6 +30,7 @@ from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
 from tools import memory
+from tools.ledger import Saved, ledger
 
 
 @dataclasses.dataclass
@@ -81,7 +82,7 @@ def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
-    saved = [array.shape for array in audit.ledger(jaxpr, axes).saved]
+    saved = [array.shape for array in ledger(jaxpr, axes).saved]
     return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
 
 
@@ -91,23 +92,23 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh)
-    ledger, predicted = audit.ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
+    costs, predicted = ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights = bytes_per_device(train.Weights, axes, sizes)
         batch = bytes_per_device(TokenBatch, axes, sizes)
 
-    def type_of(array: audit.Saved | memory.Buffer, at_probe: Shape) -> str:
+    def type_of(array: Saved | memory.Buffer, at_probe: Shape) -> str:
         return probed.type_string(config, array.dtype, array.shape, at_probe)
 
     def saved_in(space: str) -> int:
-        return sum(array.bytes for array in ledger.saved if array.memory == space)
+        return sum(array.bytes for array in costs.saved if array.memory == space)
 
     buffers = [
         {"line": b.line, "type": type_of(b, probed.arrays.get(b.key, ())), "op": b.op,
          "times": 1, "at_least": 1, "bytes": b.bytes}
         for b in predicted.buffers
     ]  # fmt: skip
-    saved = zip(ledger.saved, probed.saved, strict=True)
+    saved = zip(costs.saved, probed.saved, strict=True)
     return {
         "mesh": axes,
         "held": {
@@ -125,9 +126,9 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
             array._asdict() | {"type": type_of(array, shape), "total": array.bytes}
             for array, shape in saved
         ],
-        "transfers": merged((row._asdict() for row in ledger.transfers), "bytes"),
-        "products": merged((row._asdict() for row in ledger.products), "flops"),
-        "kernel_bytes": ledger.kernel_bytes,
+        "transfers": merged((row._asdict() for row in costs.transfers), "bytes"),
+        "products": merged((row._asdict() for row in costs.products), "flops"),
+        "kernel_bytes": costs.kernel_bytes,
         "model_flops": sum(train.step_flops(config)),
     }
 

@@ -21,6 +21,7 @@ from shardlib.types import (
 )
 from tests import compiled, golden
 from tests.helpers import compose_config, edited
+from tools.ledger import ledger
 
 
 @pytree_dataclass
@@ -57,7 +58,7 @@ def ledger_of(function, axes, sizes, *hints):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
         shapes = make_shapes(tuple[hints], sizes)
         traced = jax.jit(typed_shard_map(function)).trace(*shapes)
-    return audit.ledger(traced.jaxpr.jaxpr, axes)
+    return ledger(traced.jaxpr.jaxpr, axes)
 
 
 def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
@@ -178,7 +179,7 @@ def test_what_xla_moves_out_of_loops_is_within_the_bounds(own_metadata):
 def flops(function, *shapes):
     arrays = [jnp.ones(shape) for shape in shapes]
     jaxpr = jax.jit(function).trace(*arrays).jaxpr.jaxpr
-    return [row.flops for row in audit.ledger(jaxpr, {}).products]
+    return [row.flops for row in ledger(jaxpr, {}).products]
 
 
 def test_the_flops_of_convolutions_and_of_matmuls_by_group():

@@ -1,0 +1,140 @@
+"""Lists what a traced function sends, computes and saves for the backward pass."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from shardlib.audit import COLLECTIVES, axes_of, equations, made_at, on_host, op_of, phase
+from shardlib.kernels import KERNEL
+
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+class Transfer(NamedTuple):
+    """A collective, and what each device receives each time it runs."""
+
+    line: str
+    op: str  # with its type string; outside of ops, the primitive
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    times: float  # at most; see `Runs`
+    at_least: int
+    elements: int  # of the array gathered over the axes
+    bytes: float  # with a ring: each of n devices gets what the other n - 1 hold
+
+
+class Product(NamedTuple):
+    """A matmul or convolution, and each device's FLOPs each time it runs."""
+
+    line: str
+    op: str
+    phase: str
+    times: float  # at most; see `Runs`
+    at_least: int
+    flops: int
+    bytes: int  # of operands and result
+    in_kernel: bool  # so that not all of these go through memory
+
+
+class Saved(NamedTuple):
+    """An array that each device saves in the forward pass for the backward pass."""
+
+    line: str
+    times: int  # arrays that a loop stacks
+    shape: tuple[int, ...]  # of one of them
+    dtype: str
+    bytes: int  # of all of them
+    memory: str  # "device" or "host"
+
+
+class Ledger(NamedTuple):
+    transfers: list[Transfer]
+    products: list[Product]
+    saved: list[Saved]
+    kernel_bytes: int  # that ops with a kernel read and write, at least
+
+
+def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
+    """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
+    saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`."""
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    transfers, products = [], []
+    for eqn, path, line, runs in equations(live):
+        name, op = eqn.primitive.name, op_of(eqn, path)
+        arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        if name in COLLECTIVES:
+            over = tuple(axis for axis in axes if axis in axes_of(eqn))
+            n = math.prod(axes[axis] for axis in over)
+            kind = COLLECTIVES[name]
+            elements = max(array.size for array in arrays)
+            size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
+            row = (line, op, kind, over, phase(path), *runs, elements, size * (n - 1) / n)
+            transfers.append(Transfer(*row))
+        if name in PRODUCTS:
+            flops = _flops(eqn, [array.shape for array in arrays])
+            size = sum(map(_bytes, arrays))
+            products.append(Product(line, op, phase(path), *runs, flops, size, KERNEL in path))
+    bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
+    saved = [array for body in bodies for array in _saved(body)]
+    return Ledger(transfers, products, saved, _kernel_bytes(live))
+
+
+def _bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
+
+
+def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
+    """The FLOPs of a matmul or convolution. Counts those on the zeros that pad or dilate the
+    operand of a convolution. Takes the groups of a ragged_dot to cover all rows."""
+    params = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(shapes[2]) * math.prod(shapes[1]) // features
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+    (_, summed), (_, batch) = numbers
+    matched = {*summed, *batch, *(ragged.rhs_group_dimensions if ragged else ())}
+    return 2 * math.prod((*shapes[0], *(n for i, n in enumerate(shapes[1]) if i not in matched)))
+
+
+def _kernel_bytes(jaxpr: Any) -> int:
+    """The least bytes that ops with a kernel read and write in a run of a jaxpr: the
+    arrays that other equations have too."""
+    touched: list[set[Any]] = [{*jaxpr.invars}, set()]
+    touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+    size = 0
+    for eqn in jaxpr.eqns:
+        in_kernel = KERNEL in str(eqn.source_info.name_stack)
+        variables = (*eqn.invars, *eqn.outvars)
+        touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
+        apart = in_kernel or eqn.primitive.name == "cond"
+        for inner in () if apart else jaxprs_in_params(eqn.params):
+            size += eqn.params.get("length", 1) * _kernel_bytes(inner)
+    return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
+
+
+def _saved(body: Any) -> Iterator[Saved]:
+    """Yields what the backward pass takes from the forward pass. For a loop these are the arrays
+    that it stacks. A loop over microbatches has both passes in its body: it saves what one
+    iteration saves."""
+    makers: dict[Any, Any] = {}
+    for eqn in body.eqns:
+        if eqn.primitive.name == "scan" and phase(str(eqn.source_info.name_stack)) == "update":
+            yield from _saved(*jaxprs_in_params(eqn.params))
+        if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
+            for var in eqn.invars:
+                if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
+                    array, times, shape = var.aval, 1, var.aval.shape
+                    index = maker.outvars.index(var)
+                    if maker.primitive.name == "scan":
+                        (inner,) = jaxprs_in_params(maker.params)
+                        if inner.outvars[index].aval.shape != shape:
+                            times, shape = maker.params["length"], shape[1:]
+                    row = (made_at(maker, index), times, shape, array.dtype.name, _bytes(array))
+                    yield Saved(*row, "host" if on_host(array) else "device")
+        else:
+            makers |= dict.fromkeys(eqn.outvars, eqn)
