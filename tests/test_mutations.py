@@ -8,8 +8,8 @@ from runtime.config import ROOT
 from tests import bugs, edits, mutations
 from tests.helpers import SMALL, compose_config
 
-# Edits that pass the probe. As `make mutations` has checked, the first two give the same numbers, and
-# the third is refused for its numbers.
+# Edits that pass the probe. As `make mutations` has checked, the first two give the same numbers,
+# and the third is refused for its numbers.
 PASSES = re.compile(r"save_for_backward deleted|einsum_unreduced by jnp|reduce_max by jnp")
 
 
