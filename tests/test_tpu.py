@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
+from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
-from tools import memory
-from tools.compile import sent, share_hidden, tpu_mesh
+from tools import cycles, memory
+from tools.compile import tpu_mesh
 from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
@@ -30,10 +33,14 @@ def built(program):
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 
+def chip_of(program):
+    return devices.CHIPS[program.topology.split(":")[0]]
+
+
 def bytes_of(program):
     """Bytes of arguments, temporaries and both, as predicted and as compiled."""
     axes, jaxpr, stats, _ = built(program)
-    predicted = memory.predict(jaxpr, axes, devices.CHIPS[program.topology.split(":")[0]])
+    predicted = memory.predict(jaxpr, axes, chip_of(program))
     arguments, peak = stats.argument_size_in_bytes, stats.peak_memory_in_bytes
     return (
         (predicted.arguments, predicted.temporary, predicted.arguments + predicted.temporary),
@@ -89,13 +96,78 @@ def test_the_collectives_are_those_of_the_ledger(program):
 @pytest.mark.parametrize(("program", "least"), [(PROGRAMS[0], 30), (PROGRAMS[14], 99)], ids=str)
 def test_all_that_is_sent_is_found_and_much_of_it_is_overlapped(program, least):
     """Compares two parsers that share no code."""
-    axes, jaxpr, _, text = built(program)
+    axes, _, _, text = built(program)
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
-    assert sum(row.elements for row in sent(text)) == wanted
-    transfers = [row._asdict() for row in ledger(jaxpr, axes).transfers]
-    share = re.search(r"(\d+)% of it overlapped with compute", share_hidden(text, transfers))
+    _, sent = cycles.estimate(text, chip_of(program), None)
+    assert sum(row.elements for row in sent) == wanted
+    share = re.search(r"(\d+)% of it overlapped with compute", cycles.share_overlapped(sent))
     assert least <= int(share[1]) <= 100
+
+
+@pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[4], PROGRAMS[19]], ids=str)
+def test_the_matmuls_of_the_estimate_are_those_of_the_ledger(program):
+    """Also with microbatches, and with weights split over two axes: so trip counts are right."""
+    axes, jaxpr, _, text = built(program)
+    rows, _ = cycles.estimate(text, chip_of(program), None)
+    products = audit.ledger(jaxpr, axes).products
+    needed = sum(row.flops * row.times for row in products)
+    assert sum(row.flops for row in rows) == pytest.approx(needed, rel=1e-3)
+
+
+@pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("size", [(4096, 4096, 4096), (8192, 8192, 1024)])
+def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):
+    on, chip = tpu_mesh(slice_, {"d": 4}), devices.CHIPS[slice_.split(":")[0]]
+    whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
+    n, m, k = size
+    a, b = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=whole) for s in ((n, k), (k, m)))
+    text = jax.jit(lambda a, b: a @ b).lower(a, b).compile().as_text()
+    (row,), sent = cycles.estimate(text, chip, None)
+    print(slice_, size, row.most / (2 * n * m * k / chip.flops))
+    assert not sent and row.flops == 2 * n * m * k
+    assert 1 <= row.most / (2 * n * m * k / chip.flops) < 1.2
+
+
+KERNEL = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from shardlib import devices
+from tools import cycles
+from tools.compile import tpu_mesh
+from tools.ledger import ledger
+
+folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
+mesh, chip = tpu_mesh(slice_, {"d": 4}), devices.CHIPS[slice_.split(":")[0]]
+whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+heads = jax.ShapeDtypeStruct((2, 8, length, 128), jnp.bfloat16, sharding=whole)
+mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * 8)
+names = [name for name in splash.BlockSizes.__dataclass_fields__ if name.startswith("block")]
+blocks = splash.BlockSizes(**dict.fromkeys(names, 512))
+attend = splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
+loss = jax.grad(lambda q, k, v: jax.vmap(attend)(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
+on_one = jax.shard_map(loss, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+text = jax.jit(on_one).lower(heads, heads, heads).compile().as_text()
+rows, _ = cycles.estimate(text, chip, folder)
+kernels = [row.most for row in rows if row.kind == "kernels"]
+assert len(kernels) == 3
+print(sum(kernels) * chip.flops)
+"""
+
+
+@pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
+def test_an_attention_kernel_takes_at_least_what_its_flops_need_at_peak(slice_):
+    """A kernel that JAX brings: forward two products of each block that is seen, backward seven,
+    in two kernels."""
+    for length in (1024, 4096):
+        command = [sys.executable, "-c", KERNEL, slice_, str(length)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        blocks = length // 512
+        needed = 9 * blocks * (blocks + 1) // 2 * 16 * 2 * 512 * 512 * 128
+        print(slice_, length, float(done.stdout) / needed)
+        assert 1 < float(done.stdout) / needed < 2
 
 
 @pytest.mark.parametrize("rule", compiled.TPU_RULES)

@@ -1,0 +1,210 @@
+"""What a TPU's program takes and sends, by its text; tests/test_tpu.py compiles some."""
+
+import json
+import re
+
+import pytest
+
+from shardlib import devices
+from shardlib.errors import UserError
+from tools import cycles
+
+V5E = devices.CHIPS["v5e"]
+
+SCHEDULED = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/model.py"
+
+FunctionNames
+1 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+%limit (p: (s32[])) -> pred[] {
+  %constant.5 = s32[] constant(6)
+  ROOT %compare.1 = pred[] compare(%get-tuple-element.1, %constant.5), direction=LT
+}
+
+%carried (x: bf16[4,8]) -> bf16[8,8] {
+  ROOT %all-gather.1 = bf16[8,8]{1,0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+%dots (x: bf16[4,2048,512], y: bf16[4,512,1024]) -> bf16[4,2048,1024] {
+  %x = bf16[4,2048,512]{2,1,0} parameter(0)
+  %y = bf16[4,512,1024]{2,1,0} parameter(1)
+  ROOT %convolution.1 = bf16[4,2048,1024]{2,1,0} convolution(%x, %y), window={size=4 stride=3 \
+lhs_dilate=4}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(step)/dot" stack_frame_id=2}
+}
+
+%body (p: (bf16[4,8])) -> (bf16[4,8]) {
+  %a = bf16[4,8] parameter(0)
+  %b = bf16[4,2048,512]{2,1,0} parameter(1)
+  %c = bf16[4,512,1024]{2,1,0:T(8,128)(2,1)S(1)} parameter(2)
+  %async-collective-start.7 = (bf16[4,8], bf16[8,8]) fusion(%a), kind=kCustom, calls=%carried
+  %fusion.1 = bf16[4,2048,1024] fusion(%b, %c), calls=%dots, \
+backend_config={"estimated_cycles":"90000"}
+  %copy.2 = bf16[8,8] copy(%a), backend_config={"estimated_cycles":"200"}
+  %async-collective-done.7 = bf16[8,8] fusion(%async-collective-start.7), kind=kCustom
+  %reduce-scatter.2 = bf16[400000,8]{1,0} reduce-scatter(%c), replica_groups={{0,1}}, to_apply=%add
+}
+
+ENTRY %main (q: f32[3]) -> f32[3] {
+  %q = f32[3] parameter(0)
+  %t = (bf16[4,8]) tuple(%q)
+  %g.call-start = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%g
+  %fusion.3 = f32[3000] fusion(%q), calls=%sums, \
+metadata={op_name="jit(step)/transpose(jvp())/add" stack_frame_id=1}, \
+backend_config={"estimated_cycles":"5000"}
+  %all-reduce.3.call-start = (f32[3]) call-start(%q), to_apply=%sum
+  %fusion.4 = f32[3] fusion(%q), calls=%sums, backend_config={"estimated_cycles":"5000"}
+  %all-reduce.3.call-update = f32[3] call-update(%all-reduce.3.call-start, %fusion.4)
+  %fusion.5 = f32[3] fusion(%q), calls=%sums, backend_config={"estimated_cycles":"700"}
+  %all-reduce.3.call-done = f32[3] call-done(%all-reduce.3.call-update)
+  %while.1 = (bf16[4,8]) while(%t), condition=%limit, body=%body
+  %all-reduce.9 = f32[3] all-reduce(%q), replica_groups=mesh['d'=4,'t'=1] {'t'}, to_apply=%add
+}
+
+%sums (x: f32[3]) -> f32[3] {
+  ROOT %add.4 = f32[3] add(%x, %x)
+}
+
+%sum (x: f32[3]) -> f32[3] {
+  ROOT %all-reduce.4 = f32[3] all-reduce(%x), replica_groups=mesh['d'=4,'t'=1] {'d'}, to_apply=%add
+}
+"""
+
+
+def test_what_a_scheduled_program_overlaps_with_compute():
+    """A gather spans 90,200 cycles of compute and a scatter none; the operands of one sum come
+    late; another is over an axis of one device, and sends nothing."""
+    _, sent = cycles.estimate(SCHEDULED, V5E, None)
+    assert sorted(sent) == [
+        (3, 2 * 3 * 4, 1, 700),
+        (64, 128, 6, 90200),
+        (6_400_000, 12_800_000, 6, 0),
+    ]
+
+
+def test_what_a_scheduled_program_takes():
+    """By hand: the loop runs six times; a microsecond is 1,500 cycles; the third array of the
+    matmul isn't in HBM."""
+    rows, _ = cycles.estimate(SCHEDULED, V5E, None)
+    by_kind = {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row)
+    (matmul,) = by_kind["matmuls"]
+    flops = 6 * 2 * 4 * 2048 * 512 * 1024
+    assert matmul.flops == flops and (matmul.at, matmul.phase) == ("model.py:9 step", "update")
+    assert matmul.most == pytest.approx(6 * 90000 / 1.5e9)
+    assert matmul.least == pytest.approx(flops / 197e12) and matmul.least < matmul.most
+    (copy,) = by_kind["copies"]
+    assert copy.at == "copy" and copy.most == pytest.approx(6 * 200 / 1.5e9)
+    assert copy.least == pytest.approx(6 * (64 + 128) / 0.819e12)
+    first = by_kind["elementwise"][0]
+    assert (first.at, first.phase) == ("model.py:7 step", "backward")
+    assert [row.most * 1.5e9 for row in by_kind["elementwise"]] == pytest.approx([5000, 5000, 700])
+    assert first.least == pytest.approx((12000 + 12) / 0.819e12)
+    exposed = sum(row.most for row in by_kind[cycles.EXPOSED])
+    assert exposed == pytest.approx(6 * 12.8e6 / 100e9), "what is overlapped isn't exposed"
+    assert len(rows) == 1 + 1 + 3 + len(by_kind[cycles.EXPOSED])
+
+
+def test_the_report():
+    rows = [
+        cycles.Row("matmuls", f"model.py:{i} step", "forward", 3e-3 + i * 1e-5, 2e-3, 1)
+        for i in range(14)
+    ]
+    rows.append(cycles.Row(cycles.EXPOSED, "model.py:3 step", "backward", 1e-3, 1e-3, 0))
+    text = cycles.report(rows, V5E, 1e12)
+    assert "between 29 ms and 43.9 ms: between 18% and 12% MFU." in text
+    assert "Compute is at most 64.4 Mcycles." in text
+    assert re.search(r"\nmatmuls +42.9 ms +28 ms +98%\n", text)
+    assert text.count("model.py:") == 10 and "model.py:13 step" in text
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+CALL = """
+  %attention_forward.{number} = (bf16[{heads},2048,128]{{2,1,0}}, f32[{heads},1,2048]) \
+custom-call(%p, %q), custom_call_target="tpu_custom_call", operand_layout_constraints=\
+{{s32[1,4,4]{{2,1,0}}, bf16[{heads},2048,128]{{2,1,0}}}}, frontend_attributes={{kernel_metadata={{
+"xprof_metadata":{metadata}
+}}}}, metadata={{op_name="jit(step)/jvp()/pallas_call"}}, backend_config={{}}
+"""
+ENTRY = "HloModule jit_step\n\nENTRY %main (q: bf16[8]) -> bf16[8] {{{calls}}}\n"
+
+
+def call(number=1, heads="2,8"):
+    return CALL.format(number=number, heads=heads, metadata=json.dumps('{"block_q": 512}'))
+
+
+def bundles(iterations, block, always=50, init=10, end=30, matmul="bf16.gmra.mxu0"):
+    """A loop whose bundles always run but for three parts, each behind a branch and its delay, in
+    one that the first and last iteration skip."""
+    parts = [["s = smov 0"] * 3, ["s = sphi s"], ["s = sadd 1"] * (always - 31)]
+    parts += [["sbr.rel (%p0) target = $region9"], ["nop"] * 4]
+    for region, length, body in (
+        (1, init, "v = vst 0"),
+        (2, block, f"v = vmatmul.{matmul} %v"),
+        (3, end, "v = vst 1"),
+    ):
+        parts += [[f"sbr.rel (%p{region}) target = $region{region}"], ["nop"] * 4]
+        parts += [[body] * length, [f"nop }} /* Start/End empty region {region} :: Start"]]
+    parts += [["nop } /* Start region 9"]]
+    parts += [[f"p = scmp.ne.s32 s, {iterations} /* loop exit test"]]
+    parts += [["sbr.rel (!%p) target = $region8"], ["nop"] * 4, ["sfence"] * 2]
+    lines, n = ["= control target key start", "LB: loop body", ""], 0
+    for part in parts:
+        for text in part:
+            label = "LB" if text.startswith("s = sphi") else ""
+            mark = " /* Start region 8 */" if label else ""
+            lines.append(f" {hex(n) if n else '0':>5} {label:2}: > {{ {text} }}{mark}")
+            n += 1
+    return "\n".join(lines)
+
+
+def kernel_cycles(folder, dumped, chip="v5e", **options):
+    (folder / "17-attention_forward.1-05-final_bundles.txt").write_text(dumped)
+    (folder / "17-attention_forward.1-04-schedule-analysis_final_bundles.txt").write_text("?")
+    text = ENTRY.format(calls=call(**options))
+    (row,), _ = cycles.estimate(text, devices.CHIPS[chip], folder)
+    assert row.kind == "kernels" and row.most == row.least
+    return row.most * cycles.CLOCKS[devices.CHIPS[chip].kind][0]
+
+
+@pytest.mark.parametrize("chip, cores", [("v5e", 1), ("v5p", 2)])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_kernel_runs_the_blocks_that_causal_attention_sees(tmp_path, chip, cores, number):
+    """16 heads of 4 x 4 blocks, 10 of them seen. On v5p, each core has half of the heads."""
+    steps = 16 * 16 // cores
+    cycles_ = kernel_cycles(tmp_path, bundles(steps + 2, 400), chip, number=number)
+    assert cycles_ == pytest.approx(steps * 50 + 16 / cores * (10 * 1600 + 4 * (10 + 30)))
+
+
+@pytest.mark.parametrize(
+    "matmul, least", [("bf16.gmra.mxu0", 1600), ("lmr.bf16.gmra.16.mxu1", 800), ("f32.mxu2", 800)]
+)
+def test_a_block_takes_at_least_as_long_as_the_mxus(tmp_path, matmul, least):
+    """Four of them take a row each in a cycle, of 16 in a bf16 register and 8 in others."""
+    taken = kernel_cycles(tmp_path, bundles(16 * 16 + 2, 400, matmul=matmul))
+    assert (taken - 256 * 50) / 16 - 4 * 40 == pytest.approx(10 * least)
+
+
+@pytest.mark.parametrize("queries, keys, seen", [(4, 2, 6), (2, 4, 6), (1, 1, 1), (8, 8, 36)])
+def test_blocks_of_queries_and_keys_may_differ(tmp_path, queries, keys, seen):
+    steps, n = 16 * queries * keys, min(queries, keys)
+    taken = kernel_cycles(tmp_path, bundles(steps + 2, 400))
+    once = queries * keys / n * (10 + 30)
+    assert taken == pytest.approx(steps * 50 + 16 * (seen * 1600 + once))
+
+
+def test_a_kernel_of_another_form_is_not_counted(tmp_path):
+    with pytest.raises(UserError, match=r"attention_forward.1 isn't a single loop"):
+        kernel_cycles(tmp_path, bundles(18, 400).replace(" LB:", "   :"))

@@ -1,0 +1,326 @@
+"""Estimates how long a step takes on TPUs, from the estimates in its compiled program.
+
+The TPU's compiler notes for its scheduler how many cycles each instruction takes. Their sum, times
+the trip counts of the loops around them, is a pessimistic figure. In the optimistic one, no
+instruction takes longer than its FLOPs and bytes do at the chip's peak rates.
+"""
+
+import atexit
+import collections
+import itertools
+import math
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from runtime.hlo import tracebacks
+from shardlib.audit import phase
+from shardlib.devices import Chip
+from shardlib.errors import UserError, source_line
+from tools.audit import show, table
+
+# By Chip.kind: cycles per second, and how many cores act as one device.
+CLOCKS = {
+    "TPU v4": (1.05e9, 2),
+    "TPU v5 lite": (1.5e9, 1),
+    "TPU v5": (1.75e9, 2),
+    "TPU v6 lite": (1.75e9, 1),
+}
+EXPOSED = "exposed communication"
+MICROSECOND = 1000  # in cycles, about
+CAVEAT = """\
+Nothing has run. "At most" adds up the compiler's estimates, which are 2.5 to 4 times too high for
+elementwise work in bf16; "at least" is what FLOPs and bytes need at the chip's peak rates. Neither
+has stalls, contention for memory or links, the host, or the input."""
+
+# --- The program's text ---------------------------------------------------------------------------
+
+COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
+INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
+ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
+MOVES = {"parameter", "copy", "bitcast", "transpose", "reshape", "tuple", "get-tuple-element"}
+
+
+class Instruction(NamedTuple):
+    name: str
+    shape: str
+    op: str
+    rest: str  # operands and attributes
+
+    def find(self, pattern: str) -> str:
+        """The pattern's group, where it first matches; otherwise empty."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
+
+    def called(self, attribute: str = "calls|to_apply") -> list[str]:
+        return re.findall(rf"(?:{attribute})=%([\w.-]+)", self.rest)
+
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
+
+
+Program = dict[str, dict[str, Instruction]]  # by computation, "" for the entry's, and name
+
+
+def parse(text: str) -> Program:
+    program: Program = collections.defaultdict(dict)
+    computation = ""
+    # A kernel's metadata may be on lines of its own.
+    for line in re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text).splitlines():
+        if match := COMPUTATION.match(line):
+            computation = "" if line.startswith("ENTRY") else match[1]
+        elif match := INSTRUCTION.match(line):
+            program[computation][match[1]] = Instruction(*match.groups())
+    return program
+
+
+def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, str]]:
+    """The instructions that it calls, and that these call, each with its computation."""
+    for name in call.called():
+        for each in program[name].values():
+            yield each, name
+            yield from inside(each, program)
+
+
+def trip_count(loop: Instruction, program: Program) -> int:
+    """How often a loop runs, which counts from 0 to the constant in its condition."""
+    condition = program[loop.called("condition")[0]].values()
+    numbers = (i.rest.partition(")")[0] for i in condition if i.op == "constant")
+    return max((int(number) for number in numbers if number.isdigit()), default=1)
+
+
+def elements(dims: str) -> int:
+    return math.prod(int(d) for d in dims.split(",") if d)
+
+
+def size(shape: str) -> tuple[int, int]:
+    """Elements and bytes of a shape such as `(bf16[8,128]{1,0:T(8,128)}, pred[])`."""
+    parts = [(elements(dims), int(bits or 8)) for bits, dims, _ in ARRAY.findall(shape)]
+    return sum(n for n, _ in parts), sum(n * bits // 8 for n, bits in parts)
+
+
+# --- Communication --------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    """A collective of a TPU's scheduled program."""
+
+    elements: int  # of the array gathered over the axes
+    bytes: int  # of that array; for an all-reduce, twice as many
+    times: int
+    overlapped: float  # cycles of compute scheduled between its start and its end
+
+
+def payload(call: Instruction, program: Program) -> tuple[int, int] | None:
+    """Elements and bytes of the collective that an instruction is or calls."""
+    if call.op not in ("all-gather", "reduce-scatter", "all-reduce"):
+        called = (payload(each, program) for each, _ in inside(call, program))
+        return next(filter(None, called), None)
+    group, (count, nbytes) = group_size(call.rest), size(call.shape)
+    scale = group if call.op == "reduce-scatter" else 1
+    twice = 2 if call.op == "all-reduce" else 1
+    return (scale * count, scale * twice * nbytes) if group > 1 else None
+
+
+def group_size(rest: str) -> int:
+    """Devices that communicate with each other, given an instruction's text with its
+    `replica_groups`: `mesh['d'=64,'t'=4] {'t'}`, or `{{0,1},{2,3}}` with jax 0.10."""
+    if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", named[2]))
+    listed = re.search(r"groups=\{\{([\d,]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1
+
+
+def share_overlapped(sent: list[Sent]) -> str:
+    """A sentence on how much a program sends in a step, and how much of that is overlapped with a
+    microsecond or more of compute."""
+    total = sum(row.times * row.bytes for row in sent)
+    hidden = sum(row.times * row.bytes for row in sent if row.overlapped > MICROSECOND)
+    share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
+    return f"A step sends {show(total)}{share} in the compiler's schedule."
+
+
+# --- Time -----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """What an instruction takes in a step."""
+
+    kind: str
+    at: str  # the line of the source, or what the compiler added
+    phase: str
+    most: float  # seconds
+    least: float
+    flops: float  # of its matmuls
+
+
+def matmul_flops(call: Instruction, computation: dict[str, Instruction]) -> float:
+    """FLOPs of a matmul. It is a convolution, of b pairs of matrices if dilated by b; its arrays
+    have b M K, b K N and b M N elements."""
+    shapes = [call.shape, *(computation[name].shape for name in call.operands())]
+    batch = math.prod(int(n) for n in call.find(r"lhs_dilate=([\dx]+)").split("x") if n)
+    return 2 * math.sqrt(math.prod(size(shape)[0] for shape in shapes) / batch)
+
+
+def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[Row], list[Sent]]:
+    """What a scheduled program takes and sends in a step. `bundles` is from `dump_bundles`; without
+    it, kernels take nothing."""
+    program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
+    link = next(iter(chip.links.values()))
+    rows, sent = list[Row](), list[Sent]()
+
+    def add(call: Instruction, computation: str, times: int, cycles: float, kind: str = "") -> None:
+        fused = [*inside(call, program)] or [(call, computation)]
+        flops = sum(matmul_flops(i, program[c]) for i, c in fused if i.op == "convolution")
+        most = least = times * cycles / clock
+        if not kind:
+            only_moves = {i.op for i, _ in fused} <= MOVES
+            kind = "matmuls" if flops else "copies" if only_moves else "elementwise"
+            read = [program[computation][name].shape for name in call.operands()]
+            arrays = ARRAY.finditer(" ".join([call.shape, *(s for s in read if s[0] != "(")]))
+            moved = sum(size(a[0])[1] for a in arrays if "S(" not in a[0])  # S: not in HBM
+            least = min(most, times * max(flops / chip.flops, moved / chip.bandwidth))
+        # A fusion without a line of its own is at that of its last instruction that has one.
+        at, name = call.op, call.find(r'op_name="([^"]*)"')
+        for each in (call, *(i for i, _ in reversed(fused))):
+            if line := source_line(traces[each.find(r"stack_frame_id=(\d+)") or "0"]):
+                at, name = line, each.find(r'op_name="([^"]*)"')
+                break
+        rows.append(Row(kind, at, phase(name), most, least, times * flops))
+
+    def send(call: Instruction, computation: str, row: Sent) -> None:
+        sent.append(row)
+        exposed = max(0, row.bytes / link * clock - row.overlapped)
+        add(call, computation, row.times, exposed, EXPOSED)
+
+    def walk(computation: str, times: int) -> float:
+        """Adds a computation's instructions, and returns its cycles."""
+        now, started = 0.0, dict[str, tuple[Instruction, tuple[int, int], float]]()
+        for call in program[computation].values():
+            cycles = float(call.find(r'"estimated_cycles":"(\d+)"') or 0)
+            # On v5e: %async-collective-start.7, fusions that advance it, %async-collective-done.7.
+            # On a SparseCore: %x.call-start, %x.call-update if operands come late, %x.call-done.
+            step = re.fullmatch(r"(.*?)[.-](?:call-|collective-)?(start|update|done)(.*)", call[0])
+            key = step[1] + step[3] if step else call.name
+            if call.op == "while":
+                trips = trip_count(call, program)
+                now += trips * walk(call.called("body")[0], times * trips)
+            elif "tpu_custom_call" in call.rest:
+                cycles = kernel_cycles(call, chip, bundles) if bundles else 0
+                add(call, computation, times, cycles, "kernels")
+                now += cycles
+            elif step and step[2] == "done" and key in started:
+                start, array, since = started.pop(key)
+                send(start, computation, Sent(*array, times, now - since))
+            elif step and step[2] == "update" and key in started:
+                started[key] = *started[key][:2], now
+            elif cycles:
+                add(call, computation, times, cycles)
+                now += cycles
+            elif sends := payload(call, program):
+                if step:
+                    started[key] = call, sends, now
+                else:
+                    send(call, computation, Sent(*sends, times, 0))
+        return now
+
+    walk("", 1)
+    return rows, sent
+
+
+def report(rows: list[Row], chip: Chip, flops: float) -> str:
+    """What a step takes, by kind of instruction and by line, if the model needs that many FLOPs of
+    a chip."""
+    most, least = sum(row.most for row in rows), sum(row.least for row in rows)
+
+    def totals(names: tuple[str, ...], key: Callable[[Row], tuple[str, ...]]) -> str:
+        total: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
+        for row in rows:
+            total[key(row)].append(row)
+        cells = [(k, sum(r.most for r in v), sum(r.least for r in v)) for k, v in total.items()]
+        cells.sort(key=lambda cell: -cell[1])
+        return table(
+            (*names, "at most", "at least", "share"),
+            [(*k, show(a, "s"), show(b, "s"), f"{a / most:.0%}") for k, a, b in cells[:10]],
+        )
+
+    slow, fast = (f"{flops / chip.flops / seconds:.0%}" for seconds in (most, least))
+    cycles = CLOCKS[chip.kind][0] * sum(row.most for row in rows if row.kind != EXPOSED)
+    return "\n".join([
+        f"By the compiler's estimates, a step takes between {show(least, 's')} and "
+        f"{show(most, 's')}: between {fast} and {slow} MFU.",
+        f"Compute is at most {show(cycles, 'cycles')}.\n",
+        totals(("kind",), lambda row: (row.kind,)),
+        "\nThe most expensive lines:\n",
+        totals(("at", "phase"), lambda row: (row.at, row.phase)),
+        f"\n{CAVEAT}",
+    ])  # fmt: skip
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+DUMP = (
+    "--xla_jf_dump_llo_text --xla_jf_dump_category_filter=codegen "
+    "--xla_jf_dump_llo_pass_label_regex=^final_bundles --xla_jf_dump_to="
+)
+REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+BRANCH = re.compile(r"sbr\.rel .*target = \$region(\d+)")
+
+
+def dump_bundles() -> pathlib.Path:
+    """Makes libtpu write the bundles of what it compiles to a folder, which is deleted at exit
+    unless LIBTPU_INIT_ARGS names it. Call it before libtpu is loaded."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if given := re.search(r"--xla_jf_dump_to=(\S+)", flags):
+        return pathlib.Path(given[1])
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    os.environ["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP}{folder}".strip()
+    return pathlib.Path(folder)
+
+
+def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
+    """Cycles of an attention kernel written in Pallas, for which the compiler has no estimate.
+
+    A bundle of instructions takes a cycle. The kernel is a loop over blocks of queries and keys,
+    with parts that not each iteration runs. The part with matmuls runs for those blocks that causal
+    attention sees, at least for as long as the MXUs take. Parts at the start and the end of a row
+    of blocks run once for each row.
+    """
+    # Of several instructions with the same program, one is written.
+    names = (call.name, re.sub(r"\.\d+$", ".*", call.name))
+    files = [path for name in names for path in folder.glob(f"*-{name}-*-final_bundles.txt")]
+    _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", files[0].read_text(), flags=re.M)
+    labels, bundles = parts[::2], parts[1::2]
+    if labels.count("LB") != 1:
+        raise UserError(f"{call.name} isn't a single loop over blocks: its cycles can't be counted")
+    region = {r: i for i, text in enumerate(bundles) for r in REGION.findall(text)}
+    jumps = [(i, region.get(r, 0)) for i, text in enumerate(bundles) for r in BRANCH.findall(text)]
+    first = labels.index("LB")
+    (last,) = (i + 5 for i, target in jumps if target == first)  # 4 bundles of delay
+    skips = [(i + 5, target) for i, target in jumps if target > i]
+    skips = [(a, b) for a, b in skips if not any(a < c and d < b for c, d in skips)]
+    rows = blocks = 0.0
+    for start, end in skips:
+        # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
+        matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
+        taken = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls)
+        blocks += max(end - start, taken / 4) if matmuls else 0
+        rows += 0 if matmuls else end - start
+    always = last - first - sum(end - start for start, end in skips)
+
+    # A core's iterations, besides two that fill and drain the pipeline of loads and stores.
+    (limit,) = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
+    iterations = int(limit) - 2
+    operands = ARRAY.findall(call.rest.partition("attributes=")[0])
+    heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
+    each = max(1, iterations * CLOCKS[chip.kind][1] // heads)
+    # Of n rows of n blocks, or of n times a ratio, causal attention sees n + 1 in 2 n blocks.
+    ratio = next(r for r in itertools.count(1) if math.isqrt(each // r) ** 2 * r == each)
+    n = math.isqrt(each // ratio)
+    return iterations * (always + blocks * (n + 1) / (2 * n) + rows / n)
