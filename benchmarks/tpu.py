@@ -100,7 +100,7 @@ def main() -> None:
         flags = [WHOLE_PRODUCTS, *(f"--{name}={str(value).lower()}" for name, value in same)]
         ours = compiled(sys.executable, "tools.compile", [
             "--config-name=pretrain", f"model={model}", f"topology={topology}",
-            f"mesh={{d: {chips}, t: 1}}", "training.loss_chunks=8",
+            f"mesh={{d: {chips}, t: 1}}",
             f"training.tokens={{batch: {rows * chips}, len: {length}}}", *further,
         ], chip)  # fmt: skip
         theirs = compiled(options.maxtext, "maxtext.trainers.pre_train.train_compile", [
