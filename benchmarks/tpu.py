@@ -54,7 +54,7 @@ run_name=step base_output_directory=maxtext enable_checkpointing=false dataset_t
 steps=1000 compile_topology_num_slices=1 decoder_block=llama2 mlp_activations=[silu,linear]
 head_dim=128 base_num_query_heads=16 base_num_kv_heads=16 base_num_decoder_layers=8 vocab_size=32768
 dtype=bfloat16 weight_dtype=float32 attention=flash packing=true enable_dropout=false
-opt_type=adamw gradient_clipping_threshold=1.0 num_vocab_tiling=8 remat_policy=custom
+opt_type=adamw gradient_clipping_threshold=1.0 num_vocab_tiling=4 remat_policy=custom
 query_proj=device key_proj=device value_proj=device context=device out_proj=device mlpwi_0=device
 mlpwi_1=device
 """

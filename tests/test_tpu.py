@@ -107,7 +107,7 @@ def test_all_that_is_sent_is_found_and_much_of_it_is_overlapped(program, least):
 
 @pytest.mark.parametrize("program", [PROGRAMS[0], PROGRAMS[4], PROGRAMS[19]], ids=str)
 def test_the_matmuls_of_the_estimate_are_those_of_the_ledger(program):
-    """Also with microbatches, and with weights split over two axes: so trip counts are right."""
+    """Checks trip counts, also with microbatches, and with weights split over two axes."""
     axes, jaxpr, _, text = built(program)
     rows, _ = cycles.estimate(text, chip_of(program), None)
     products = [row for row in ledger(jaxpr, axes).products if not row.in_kernel]

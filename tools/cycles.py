@@ -87,7 +87,7 @@ def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, s
 
 
 def trip_count(loop: Instruction, program: Program) -> int:
-    """How often a loop runs, which counts from 0 to the constant in its condition."""
+    """Returns how often a loop runs, which counts from 0 to the constant in its condition."""
     condition = program[loop.called("condition")[0]].values()
     numbers = (i.rest.partition(")")[0] for i in condition if i.op == "constant")
     return max((int(number) for number in numbers if number.isdigit()), default=1)
@@ -149,7 +149,7 @@ def share_overlapped(sent: list[Sent]) -> str:
 
 
 class Row(NamedTuple):
-    """What an instruction takes in a step."""
+    """The cost of an instruction in a step."""
 
     kind: str
     at: str  # the line of the source, or what the compiler added
@@ -168,7 +168,7 @@ def matmul_flops(call: Instruction, computation: dict[str, Instruction]) -> floa
 
 
 def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[Row], list[Sent]]:
-    """What a scheduled program takes and sends in a step. `bundles` is from `dump_bundles`; without
+    """Estimates what a scheduled program takes and sends in a step. `bundles` is from `dump_bundles`; without
     it, kernels take nothing."""
     program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
     link = next(iter(chip.links.values()))
@@ -234,7 +234,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
 
 
 def report(rows: list[Row], chip: Chip, flops: float) -> str:
-    """What a step takes, by kind of instruction and by line, if the model needs that many FLOPs of
+    """Reports what a step takes, by kind of instruction and by line, if the model needs that many FLOPs of
     a chip."""
     most, least = sum(row.most for row in rows), sum(row.least for row in rows)
 

@@ -1,4 +1,4 @@
-"""What a TPU's program takes and sends, by its text; tests/test_tpu.py compiles some."""
+"""Tests what a TPU's program takes and sends by its text; tests/test_tpu.py compiles some."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def test_what_a_scheduled_program_overlaps_with_compute():
 
 
 def test_what_a_scheduled_program_takes():
-    """By hand: the loop runs six times; a microsecond is 1,500 cycles; the third array of the
+    """Compares with numbers by hand: the loop runs six times; a microsecond is 1,500 cycles; the third array of the
     matmul isn't in HBM."""
     rows, _ = cycles.estimate(SCHEDULED, V5E, None)
     by_kind = {}
