@@ -168,8 +168,8 @@ def matmul_flops(call: Instruction, computation: dict[str, Instruction]) -> floa
 
 
 def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[Row], list[Sent]]:
-    """Estimates what a scheduled program takes and sends in a step. `bundles` is from `dump_bundles`; without
-    it, kernels take nothing."""
+    """Estimates what a scheduled program takes and sends in a step. `bundles` is from
+    `dump_bundles`; without it, kernels take nothing."""
     program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
     link = next(iter(chip.links.values()))
     rows, sent = list[Row](), list[Sent]()
@@ -234,8 +234,8 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
 
 
 def report(rows: list[Row], chip: Chip, flops: float) -> str:
-    """Reports what a step takes, by kind of instruction and by line, if the model needs that many FLOPs of
-    a chip."""
+    """Reports what a step takes, by kind of instruction and by line, if the model needs that many
+    FLOPs of a chip."""
     most, least = sum(row.most for row in rows), sum(row.least for row in rows)
 
     def totals(names: tuple[str, ...], key: Callable[[Row], tuple[str, ...]]) -> str:
@@ -287,39 +287,51 @@ def dump_bundles() -> pathlib.Path:
 def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     """Cycles of an attention kernel written in Pallas, for which the compiler has no estimate.
 
-    A bundle of instructions takes a cycle. The kernel is a loop over blocks of queries and keys,
-    with parts that not each iteration runs. The part with matmuls runs for those blocks that causal
-    attention sees, at least for as long as the MXUs take. Parts at the start and the end of a row
-    of blocks run once for each row.
+    A bundle of instructions takes a cycle. The part with matmuls runs for those blocks of queries
+    and keys that causal attention sees, at least for as long as the MXUs take. It may be an inner
+    loop, as in flash_attention.py. Otherwise the kernel is a loop over all blocks, with parts that
+    not each iteration runs; those at the start and the end of a row of blocks run once for each.
     """
     # Of several instructions with the same program, one is written.
     names = (call.name, re.sub(r"\.\d+$", ".*", call.name))
     files = [path for name in names for path in folder.glob(f"*-{name}-*-final_bundles.txt")]
     _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", files[0].read_text(), flags=re.M)
     labels, bundles = parts[::2], parts[1::2]
-    if labels.count("LB") != 1:
-        raise UserError(f"{call.name} isn't a single loop over blocks: its cycles can't be counted")
     region = {r: i for i, text in enumerate(bundles) for r in REGION.findall(text)}
     jumps = [(i, region.get(r, 0)) for i, text in enumerate(bundles) for r in BRANCH.findall(text)]
-    first = labels.index("LB")
-    (last,) = (i + 5 for i, target in jumps if target == first)  # 4 bundles of delay
+    loops = [i for i, label in enumerate(labels) if label == "LB"]
+    ends = {target: i + 5 for i, target in jumps if target in loops}  # 4 bundles of delay
+    if not loops or len(ends) != len(loops):
+        raise UserError(f"{call.name} isn't a loop over blocks: its cycles can't be counted")
+
+    def mxu_cycles(start: int, end: int) -> float:
+        # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
+        matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
+        return sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls) / 4
+
+    # A core's iterations, besides two that fill and drain the pipeline of loads and stores.
+    *_, limit = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
+    iterations, cores = int(limit) - 2, CLOCKS[chip.kind][1]
+    operands = ARRAY.findall(call.rest.partition("attributes=")[0])
+    heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
+    first, last = loops[0], ends[loops[0]]
+    if len(loops) > 1:
+        start, end = loops[-1], ends[loops[-1]]
+        n = int(operands[0][1].split(",")[-1])  # blocks, of each of which it has the range it sees
+        seen = heads / cores * n * (n + 1) / 2
+        inner = end - start
+        return iterations * (last - first - inner) + seen * max(inner, mxu_cycles(start, end))
+
     skips = [(i + 5, target) for i, target in jumps if target > i]
     skips = [(a, b) for a, b in skips if not any(a < c and d < b for c, d in skips)]
     rows = blocks = 0.0
     for start, end in skips:
-        # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
-        matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
-        taken = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls)
-        blocks += max(end - start, taken / 4) if matmuls else 0
+        matmuls = mxu_cycles(start, end)
+        blocks += max(end - start, matmuls) if matmuls else 0
         rows += 0 if matmuls else end - start
     always = last - first - sum(end - start for start, end in skips)
 
-    # A core's iterations, besides two that fill and drain the pipeline of loads and stores.
-    (limit,) = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
-    iterations = int(limit) - 2
-    operands = ARRAY.findall(call.rest.partition("attributes=")[0])
-    heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
-    each = max(1, iterations * CLOCKS[chip.kind][1] // heads)
+    each = max(1, iterations * cores // heads)
     # Of n rows of n blocks, or of n times a ratio, causal attention sees n + 1 in 2 n blocks.
     ratio = next(r for r in itertools.count(1) if math.isqrt(each // r) ** 2 * r == each)
     n = math.isqrt(each // ratio)

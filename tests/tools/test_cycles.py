@@ -1,5 +1,6 @@
 """Tests what a TPU's program takes and sends by its text; tests/test_tpu.py compiles some."""
 
+import itertools
 import json
 import re
 
@@ -93,8 +94,8 @@ def test_what_a_scheduled_program_overlaps_with_compute():
 
 
 def test_what_a_scheduled_program_takes():
-    """Compares with numbers by hand: the loop runs six times; a microsecond is 1,500 cycles; the third array of the
-    matmul isn't in HBM."""
+    """Compares with numbers by hand: the loop runs six times; a microsecond is 1,500 cycles; the
+    third array of the matmul isn't in HBM."""
     rows, _ = cycles.estimate(SCHEDULED, V5E, None)
     by_kind = {}
     for row in rows:
@@ -160,13 +161,16 @@ def bundles(iterations, block, always=50, init=10, end=30, matmul="bf16.gmra.mxu
     parts += [["nop } /* Start region 9"]]
     parts += [[f"p = scmp.ne.s32 s, {iterations} /* loop exit test"]]
     parts += [["sbr.rel (!%p) target = $region8"], ["nop"] * 4, ["sfence"] * 2]
-    lines, n = ["= control target key start", "LB: loop body", ""], 0
-    for part in parts:
-        for text in part:
-            label = "LB" if text.startswith("s = sphi") else ""
-            mark = " /* Start region 8 */" if label else ""
-            lines.append(f" {hex(n) if n else '0':>5} {label:2}: > {{ {text} }}{mark}")
-            n += 1
+    return written(parts)
+
+
+def written(parts):
+    """The text of bundles, of which those with `sphi` begin loops."""
+    lines = ["= control target key start", "LB: loop body", ""]
+    for n, text in enumerate(itertools.chain(*parts)):
+        label = "LB" if "sphi" in text else "  "
+        mark = f" /* Start region {8 if text[0] == 's' else 9} */" if "sphi" in text else ""
+        lines.append(f" {hex(n) if n else '0':>5} {label}: > {{ {text} }}{mark}")
     return "\n".join(lines)
 
 
@@ -206,5 +210,20 @@ def test_blocks_of_queries_and_keys_may_differ(tmp_path, queries, keys, seen):
 
 
 def test_a_kernel_of_another_form_is_not_counted(tmp_path):
-    with pytest.raises(UserError, match=r"attention_forward.1 isn't a single loop"):
+    with pytest.raises(UserError, match=r"attention_forward.1 isn't a loop"):
         kernel_cycles(tmp_path, bundles(18, 400).replace(" LB:", "   :"))
+
+
+@pytest.mark.parametrize("chip, cores", [("v5e", 1), ("v5p", 2)])
+@pytest.mark.parametrize("matmuls, block", [(100, 1700), (500, 2000)])
+def test_the_seen_blocks_may_be_an_inner_loop(tmp_path, chip, cores, matmuls, block):
+    """16 heads of 4 blocks of queries, of which the last sees 4 blocks of keys. 500 matmuls take
+    the MXUs 2,000 cycles."""
+    iterations, matmul = 16 * 4 // cores, "v = vmatmul.bf16.gmra.mxu0 %v"
+    inner = [["t = sphi t"], [matmul] * matmuls, ["v = vadd"] * (1700 - matmuls - 6)]
+    inner += [["sbr.rel (%p1) target = $region9"], ["nop"] * 4]
+    outer = [["s = smov 0"], ["s = sphi s"], ["s = sadd 1"] * 40, *inner, ["v = vst"] * 3]
+    outer += [[f"p = scmp.ne.s32 s, {iterations + 2} /* loop exit test"]]
+    outer += [["sbr.rel (!%p) target = $region8"], ["nop"] * 4, ["sfence"]]
+    taken = kernel_cycles(tmp_path, written(outer), chip)
+    assert taken == pytest.approx(iterations * 50 + 16 / cores * 10 * block)
