@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from tools.compile import tpu_mesh
 from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
-PROGRAMS = [*tpu_programs.LISTED, *tpu_programs.HELD_OUT]
+LISTS = [tpu_programs.LISTED, tpu_programs.HELD_OUT, tpu_programs.WITH_LONGER_ROWS]
+PROGRAMS = [*itertools.chain(*LISTS)]
 
 
 @functools.cache
@@ -66,7 +68,7 @@ def test_the_memory_is_as_predicted(program):
     assert all(abs(error) < 0.15 for error in errors(program)), errors(program)
 
 
-@pytest.mark.parametrize("listed", [tpu_programs.LISTED, tpu_programs.HELD_OUT])
+@pytest.mark.parametrize("listed", LISTS)
 def test_most_predictions_are_within_a_tenth(listed):
     for program in listed:
         (_, a, b), (_, c, d) = bytes_of(program)

@@ -49,7 +49,7 @@ class Program(NamedTuple):
         config = compose_config(
             "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
-            "paths.model_name=x", "flat_tokens.filespec=x",
+            "training.loss_chunks=8", "paths.model_name=x", "flat_tokens.filespec=x",
             *(edit for edit in self.edits if isinstance(edit, str)),
         )  # fmt: skip
         source = (ROOT / "train.py").read_text()
@@ -114,4 +114,13 @@ HELD_OUT = [
     Program("v5e:2x4", "270m", 8, 1, 64, 1024, (feed_forward_again, C)),
     Program("v5p:2x2x2", "540m", 8, 1, 128, 1024, (feed_forward_again,)),
     Program("v6e:2x4", "540m", 4, 2, 64, 1024, (feed_forward_again, C)),
+]
+# Compiled after attention had got a kernel on TPUs, and predictions a rule for it.
+WITH_LONGER_ROWS = [
+    Program("v5e:4x4", "270m", 16, 1, 128, 1024, (C,)),
+    Program("v5e:16x16", "1b", 256, 1, 1024, 2048, (C,)),
+    Program("v5p:2x2x4", "2b", 16, 1, 32, 4096, (C,)),
+    Program("v5p:2x2x2", "1b", 8, 1, 16, 8192, (C,)),
+    Program("v6e:2x4", "270m", 4, 2, 32, 2048, (C,)),
+    Program("v4:2x2x2", "84m", 4, 2, 64, 2048),
 ]
