@@ -1,8 +1,9 @@
 """Runs a typed function at tiny sizes, in f32, to compare its results on different meshes, and
 finds the op where two runs part.
 
-A function is traced as it stands. In its jaxpr, f32 takes the place of each narrower float, so that
-what remains between two meshes is rounding: about 2e-6 of an array's largest entry, measured.
+A function is traced as it stands. In its jaxpr, f32 takes the place of int8 and of each narrower
+float, so that what remains between two meshes is rounding: about 2e-6 of an array's largest entry,
+measured.
 """
 
 import collections
@@ -68,11 +69,11 @@ def stirred(tree: Any) -> Any:
 
 def _wide(dtype: Any) -> Any:
     narrow = dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if narrow else dtype
+    return np.dtype(np.float32) if narrow or dtype == np.int8 else dtype
 
 
 def widened(part: Any) -> Any:
-    """A jaxpr, or a part of one, with f32 in place of each narrower float."""
+    """A jaxpr, or a part of one, with f32 in place of int8 and of each narrower float."""
     if isinstance(part, ClosedJaxpr):  # since jax 0.12 each Jaxpr is one
         return ClosedJaxpr(_widened(part.jaxpr), widened(part.consts))
     if isinstance(part, Jaxpr):

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from shardlib.types import (
     Dim,
@@ -207,23 +208,27 @@ def broadcast(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
-def scale(call: Call, x: jax.Array, *, by: float) -> jax.Array:
-    """Multiplies a value, which may be unreduced, by a number.
+def scale(call: Call, x: jax.Array, *, by: ArrayLike) -> jax.Array:
+    """Multiplies a value, which may be unreduced, by a number or an array.
 
         ops.scale("B/d L M {U:t} -> B/d L M {U:t}", y, by=0.5)
 
-    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y.
+    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y. There is no gradient of `by`.
+    Raises ShardTypeError if `by` differs between devices that hold partial sums of a value.
     """
+    factor = jnp.asarray(by, x.dtype)
+    varying = jax.typeof(factor).manual_axis_type.varying
+    axes = ", ".join(axis for axis in call.result.unreduced if axis in varying)
+    call.require(not axes, f"`by` varies along {axes}: partial sums need the same factor")
 
-    # The factor needs JAX's counterpart of the type; it must not become a residual of a gradient.
     @jax.custom_vjp
-    def scaled(x: jax.Array) -> jax.Array:
-        kind, factor = jax.typeof(x).manual_axis_type, jnp.asarray(by, x.dtype)
-        axes = (*kind.unreduced, *kind.reduced)
+    def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+        kind = jax.typeof(x).manual_axis_type
+        axes = (*kind.unreduced, *kind.reduced)  # the factor needs JAX's counterpart of the type
         return x * (lax.pcast(factor, axes, to="reduced") if axes else factor)
 
-    scaled.defvjp(lambda x: (scaled(x), None), lambda _, gradient: (scaled(gradient),))
-    return scaled(x)
+    scaled.defvjp(lambda x, by: (scaled(x, by), by), lambda by, grad: (scaled(grad, by), None))
+    return scaled(x, factor)
 
 
 def _reduced_axes(call: Call) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ def test_figures_in_sentences_are_those_of_the_outputs(section):
 
 
 @pytest.mark.long
-def test_with_all_three_it_trains(tree, tmp_path, capsys, monkeypatch):
+def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     for section in SECTION:
         apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
@@ -278,3 +278,72 @@ def test_replicas_have_the_oracles_gradients(tree):
     apply_all("A replica axis", tree)
     split = "mesh={r: 2, d: 2, t: 2}", "training.microbatches=2"
     assert_equals(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
+
+
+EIGHT_BITS = """\
+def eight_bits(x, *axes):
+    unit = jnp.maximum(jnp.abs(x).max(axes, keepdims=True), 1e-30) / LIMIT
+    return ROUND(x / unit) * unit
+
+
+@jax.custom_vjp
+def narrow(x, w):
+    return eight_bits(x, 2) @ eight_bits(w, 0)
+
+
+def backward(operands, g):
+    return jax.vjp(jnp.matmul, *operands)[1](g)
+
+
+def narrow_backward(operands, g):
+    x, w = operands
+    by_weight = jnp.einsum("blm,blf->mf", eight_bits(x, 0, 1), eight_bits(g, 0, 1))
+    return eight_bits(g, 2) @ eight_bits(w, 1).T, by_weight
+
+
+narrow.defvjp(lambda *operands: (narrow(*operands), operands), BACKWARD)
+
+
+def normalize("""
+
+
+def apply_narrow(tree, *variants):
+    section = SECTION["Narrow matmuls"]
+    (call_sites,) = (block for name, block in BLOCK.findall(section) if block.startswith("perl"))
+    apply("narrow", tree)
+    shell(call_sites, tree)
+    for variant in variants:
+        apply(variant, tree)
+
+
+VARIANTS = ["narrow_backward"], ["fp8"], ["narrow_backward", "fp8"]
+
+
+@pytest.mark.parametrize("variants", [[], *(pytest.param(v, marks=SLOW) for v in VARIANTS)])
+def test_narrow_matmuls_are_the_oracles(tree, variants):
+    apply_narrow(tree, *variants)
+    rounding, limit = "jnp.round", "127"
+    if "fp8" in variants:
+        rounding, limit = "(lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32))", "448"
+    backward = "narrow_backward" if "narrow_backward" in variants else "backward"
+    narrow = EIGHT_BITS.replace("LIMIT", limit).replace("ROUND", rounding)
+    model = edited(
+        "tests/oracle.py",
+        ("def normalize(", narrow.replace("BACKWARD", backward)),
+        ('h @ layer["w_gate"]', 'narrow(h, layer["w_gate"])'),
+        ('h @ layer["w_up"]', 'narrow(h, layer["w_up"])'),
+        (
+            '(gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T',
+            'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
+        ),
+    )
+    assert_equals(model, *loss_and_grads(tree, {"d": 4, "t": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variants", [[], *VARIANTS[:2]])
+def test_the_check_accepts_narrow_matmuls_on_two_meshes(tree, variants):
+    apply_narrow(tree, *variants)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic"]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"

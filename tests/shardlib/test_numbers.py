@@ -154,6 +154,19 @@ def test_narrow_floats_become_wide_everywhere():
     assert np.abs(fn(x) - np.array(expected)).max() > 1e-3, "in bf16 it is another number"
 
 
+def test_numbers_in_eight_bits_become_wide():
+    @jax.jit
+    def fn(x):
+        y = (lax.reduce_precision(x * 100 + 384, 8, 8) - 384).astype(jnp.int8)
+        return jnp.einsum("ij,jk->ik", y, y, preferred_element_type=jnp.float32)
+
+    x = np.random.default_rng(0).uniform(-1, 1, (8, 8)).astype(np.float32)
+    wide = jax.jit(jaxpr_as_fun(numbers.widened(fn.trace(x).jaxpr)))(x)[0]
+    np.testing.assert_allclose(wide, 1e4 * x @ x, rtol=1e-5, atol=0.1)
+    rounded = np.round(x * 100)
+    np.testing.assert_array_equal(fn(x), rounded @ rounded)
+
+
 def test_tiny_sizes_split_over_all_axes_and_the_others_stay_small():
     hint = tuple[f32["B/d L M/t"], f32["V/t/d D"], Stacked["layers", f32["M/d D"]]]
     real = {"B": 512, "L": 4096, "M": 8192, "V": 10**5, "D": 128, "layers": 2}

@@ -147,6 +147,13 @@ def scaled_partial_sums(x: f32["B/d F/t"], w: f32["M F/t"]) -> f32["B/d M/t"]:
     return ops.psum_scatter("B/d M {U:t} -> B/d M/t", y)
 
 
+def partial_sums_scaled_by_row(x: f32["B/d F/t"], w: f32["M F/t"]) -> f32["B/d M/t"]:
+    largest = ops.reduce_max("B/d F/t -> B/d", lax.stop_gradient(x))
+    y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", x, w)
+    y = ops.scale("B/d M {U:t} -> B/d M {U:t}", y, by=largest[:, None])
+    return ops.psum_scatter("B/d M {U:t} -> B/d M/t", y)
+
+
 VALUES = [
     (gather_one, lambda x, w: x @ w),
     (gather_two_axes, lambda x, w: x * w),
@@ -168,6 +175,7 @@ VALUES = [
     (weighted_by_index, lambda x, w: x * plain_indices() * (w @ jnp.arange(24.0))),
     (replicated_weights, lambda x, gain, by: x * (gain @ jnp.arange(8.0)) + by),
     (scaled_partial_sums, lambda x, w: 0.5 * (x @ w.T)),
+    (partial_sums_scaled_by_row, lambda x, w: lax.stop_gradient(x).max(1)[:, None] * (x @ w.T)),
 ]
 
 
@@ -419,6 +427,9 @@ MISUSES = {
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
     "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
     "scale that changes the layout": lambda a: ops.scale("B/d L M/t -> B/d L M", a.x, by=2),
+    "scale of a sum by what differs": lambda a: ops.scale(
+        "B/d L M {U:t} -> B/d L M {U:t}", a.owed, by=a.x.max()
+    ),
     "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
     "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
     "index_unreduced without indices": lambda a: ops.index_unreduced("[M/d] -> {U:d}", a.w[:, 0]),
