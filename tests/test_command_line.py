@@ -299,8 +299,8 @@ LOUD_EDITS = {
     ),
     "a gradient that JAX doesn't have": ("lax.stop_gradient(logits)", "logits"),
     "a gradient that JAX finds missing only backward": (
-        "hidden = jax.nn.silu(gate) * up",
-        "hidden = lax.while_loop(lambda h: h.max() > 9, lambda h: h / 2, jax.nn.silu(gate) * up)",
+        "hidden = hidden.astype(bf16.dtype)",
+        "hidden = lax.while_loop(lambda h: h.max() > 9, jnp.sqrt, hidden).astype(bf16.dtype)",
     ),
     "a value that leaks from a scan": (
         "    return lax.scan(block, x, (weights.layers, caches))",

@@ -29,7 +29,7 @@ class Weight:
     w: f32["M/d F/t"]
 
 
-LINE = "hidden = jax.nn.silu(gate) * up"
+LINE = "hidden = hidden.astype(bf16.dtype)"
 
 
 def probe(*edits):

@@ -121,7 +121,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
     those before."""
     another_norm = [
         ("    mlp_norm: f32", '    second_norm: f32["M/t/d"]\n    mlp_norm: f32'),
-        ("jax.nn.silu(gate) * up", "jax.nn.silu(gate) * up * w_second.mean()"),
+        ("hidden = hidden.astype(", "hidden = (hidden * w_second.mean()).astype("),
         (
             "        w_gate = gather",
             '        w_second = gather("M/t/d -> M", w.second_norm)\n        w_gate = gather',
