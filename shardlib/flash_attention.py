@@ -247,16 +247,13 @@ def _backward_kernel(
 
     def add(head: jax.Array, query_block: jax.Array) -> None:
         here = _rows(query_block, block)
-        query, grad, log_sum_and_product = (
-            q[head, here],
-            mixed_grad[head, here],
-            stats[head, :, here],
-        )
+        query, grad = q[head, here], mixed_grad[head, here]
+        log_sum, product = stats[head, :1, here], stats[head, 1:, here]
         scores = _scores(query, k[...], seen[:, here], key_block * block)
-        probabilities = jnp.exp2(scores * (math.log2(math.e) * scale) - log_sum_and_product[:1])
+        probabilities = jnp.exp2(scores * (math.log2(math.e) * scale) - log_sum)
         v_sum[...] += _dot(probabilities.astype(v.dtype), grad, 1, 0)
         by_probability = _dot(v[...], grad, 1, 1)
-        by_score = (probabilities * (by_probability - log_sum_and_product[1:])).astype(q.dtype)
+        by_score = (probabilities * (by_probability - product)).astype(q.dtype)
         k_sum[...] += _dot(by_score, query, 1, 0)
         q_sum[head, here] += _dot(by_score, k[...], 0, 0)
 
