@@ -10,7 +10,8 @@ that describe the buffers which XLA assigns in training steps for TPUs:
   not used any more.
 - Stacked weights that a loop casts to a narrower type are cast before the loop, all layers at once.
   Slices of a loop's arrays that an inner loop takes are copied for it.
-- Where an op has a kernel, the equations of its twin are one step.
+- Where an op has a kernel, the equations of its twin are one step. A matmul by a constant, such as
+  RoPE's, counts as elementwise.
 - Reductions of weight gradients over devices, except the first, are deferred to the end of the step
   or of the backward loop's body. So are the matmuls that make these gradients: on v5e never; on v5p
   if all collectives of the backward pass can be deferred; elsewhere if little is recomputed.
@@ -268,15 +269,17 @@ def _peak(body: _Body, chip: str) -> Memory:
         if step.name == "add_any" and needed == set(step.operands):
             return True
         users = [[user.kind for user in array.users] for array in step.results]
-        sent = bool(needed) and any("collective" in kinds for kinds in users)
-        return sent or (chip != V5E and any(kinds.count("product") > 1 for kinds in users))
+        sent = any("collective" in kinds for kinds in users)
+        several = chip != V5E and any(kinds.count("product") > 1 for kinds in users)
+        return bool(needed) and (sent or several)
 
     for t, step in enumerate(body.steps):
         needed = _sources(step.operands)
         if step.in_kernel:
             written = [a for a in step.results if not all(u.in_kernel for u in a.users)]
         else:
-            fused = step.kind == "fused" and not is_written(step, needed)
+            by_constant = step.name == "dot_general" and not all(a.sources for a in step.operands)
+            fused = (step.kind == "fused" or by_constant) and not is_written(step, needed)
             written = [] if fused else step.results
         for array in step.results:
             array.sources = {array} if array in written else needed
@@ -290,6 +293,8 @@ def _peak(body: _Body, chip: str) -> Memory:
                 overwrites[array] = _sources(step.overwrites)
         if not step.bodies or step.in_kernel:
             continue
+        for array, given in zip(step.bodies[-1].arguments, step.operands, strict=False):
+            array.sources &= {array} if given.sources else set()  # a constant stays one
         inside[t] = max((_peak(b, chip) for b in step.bodies), key=lambda peak: peak.temporary)
         inner = step.bodies[0].slices
         copied = [(step.operands[i], part.cast()) for i, part in inner.items() if part.cast()]
