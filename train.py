@@ -1,23 +1,29 @@
-"""Pretrains a Llama-style decoder, sharded over a mesh of two axes. This file holds the entire
-training step: config, model, loss, optimizer, step and loop.
+"""Pretrains a Llama-style decoder, sharded over a mesh of up to four axes. This file holds the
+entire training step: config, model, loss, optimizer, step and loop.
 
     python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
 
-Mesh axes: d splits the batch and the stored weights (FSDP). t splits the heads, the feed-forward
-and the vocabulary (tensor parallelism).
+Mesh axes, outermost first, that is, over the slowest links first:
+    r  replicas. Each gathers the weights over r once a step, and computes it by itself.
+    s  shards of a replica: each layer gathers its weights over s where it uses them (FSDP).
+    c  context: splits the sequence. Attention gathers keys and values over c.
+    t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
+d stands for r and s together, all data parallelism: it splits the batch. Weights are stored split
+over all axes. A config that names only d and t has r = c = 1, and whatever is gathered or reduced
+over an axis of size 1 costs nothing.
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
 
-Types: f32["V/t M/d"] is a float32 array, vocabulary by model, V split over mesh axis t and M over
-d. "M/t/d" is split into t parts, each of these into d. "{U:t}" is unreduced over t: each device
-along t holds a partial sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
+Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M into
+c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial sum.
+"[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
-own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L" has shape
-[B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
+own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L/c" has
+shape [B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
 backward pass, and its collectives follow from those written here:
 
                         forward              backward
@@ -28,14 +34,13 @@ backward pass, and its collectives follow from those written here:
     ops.sum_of_squares  all-reduce           not for use there
     all other ops       nothing              nothing, as every weight is split over all axes
 
-`python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L", are inputs,
-targets, loss_mask, document and position: see TokenBatch in data/loader.py.
+`python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L/c", are inputs,
+targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 """
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,7 +66,13 @@ from shardlib.activations import (
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError, explain
 from shardlib.types import (
+    ArrayType,
+    Dim,
+    Mapped,
+    Spec,
     Stacked,
+    array_type,
+    axis_group,
     bf16,
     bool_,
     f32,
@@ -139,17 +150,26 @@ class TrainingConfig(Section, key="training"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
-        length = self.tokens.len
-        fits = length % self.loss_chunks == 0
-        self.require(fits, "loss_chunks", f"it must divide training.tokens.len={length}")
+
+
+axis_group("d", "r", "s")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig(Section, key="mesh"):
-    """The mesh axes, outermost first."""
-
-    d: PositiveInt
+    d: PositiveInt  # r times s
     t: PositiveInt
+    r: PositiveInt = 1
+    c: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.d % self.r == 0, "r", f"it must divide mesh.d={self.d}")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes, outermost first."""
+        return {"r": self.r, "s": self.d // self.r, "c": self.c, "t": self.t}
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
@@ -160,9 +180,14 @@ class Config(RunConfig, DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rows = self.training.tokens.batch // self.mesh.d
+        hyper, mesh = self.training, self.mesh
+        rows, length = hyper.tokens.batch // mesh.d, hyper.tokens.len // mesh.c
         problem = f"it must divide training.tokens.batch/mesh.d={rows}"
-        self.require(rows % self.training.microbatches == 0, "training.microbatches", problem)
+        self.require(rows % hyper.microbatches == 0, "training.microbatches", problem)
+        in_two = mesh.c == 1 or length % 2 == 0
+        self.require(in_two, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
+        problem = f"it must divide training.tokens.len/mesh.c={length}"
+        self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
 
 
 # The config key with the size of each dimension in the type strings.
@@ -188,15 +213,15 @@ def dimensions(config: Config) -> dict[str, int]:
 
 @pytree_dataclass
 class Layer:
-    attention_norm: f32["M/t/d"]
-    w_q: f32["M/d Q K/t D"]
-    w_k: f32["M/d K/t D"]
-    w_v: f32["M/d K/t D"]
-    w_o: f32["M/d Q K/t D"]
-    mlp_norm: f32["M/t/d"]
-    w_gate: f32["M/d F/t"]
-    w_up: f32["M/d F/t"]
-    w_down: f32["M/d F/t"]
+    attention_norm: f32["M/t/c/d"]
+    w_q: f32["M/c/d Q K/t D"]
+    w_k: f32["M/c/d K/t D"]
+    w_v: f32["M/c/d K/t D"]
+    w_o: f32["M/c/d Q K/t D"]
+    mlp_norm: f32["M/t/c/d"]
+    w_gate: f32["M/c/d F/t"]
+    w_up: f32["M/c/d F/t"]
+    w_down: f32["M/c/d F/t"]
 
 
 @pytree_dataclass
@@ -204,10 +229,19 @@ class Weights:
     """The f32 master weights as they are stored: each split over all mesh axes, and so are their
     gradients and Adam's moments."""
 
-    embed: f32["V/t M/d"]
+    embed: f32["V/t M/c/d"]
     layers: Stacked["layers", Layer]
-    final_norm: f32["M/t/d"]
-    unembed: f32["V/t M/d"]
+    final_norm: f32["M/t/c/d"]
+    unembed: f32["V/t M/c/d"]
+
+
+def of_replica(stored: ArrayType) -> ArrayType:
+    """The type of a weight during a step: in bf16, and whole along r."""
+    dims = (Dim(dim.name, tuple(a for a in dim.axes if a != "r")) for dim in stored.spec.dims)
+    return array_type(bf16, Spec(tuple(dims)))
+
+
+ReplicaWeights, ReplicaLayer = Mapped[of_replica, Weights], Mapped[of_replica, Layer]
 
 
 @typechecked
@@ -237,7 +271,18 @@ def init_weights(config: Config) -> Weights:
 
 
 @typechecked
-def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]:
+def gather_replica(weights: Weights) -> ReplicaWeights:
+    """Gathers all weights over r. The cast comes first, so that here and in each layer weights, and
+    in the backward pass their gradients, are sent in bf16."""
+
+    def gather(stored: ArrayType, wanted: ArrayType, weight: jax.Array) -> jax.Array:
+        return ops.all_gather(f"{stored.spec} -> {wanted.spec}", weight.astype(bf16.dtype))
+
+    return jax.tree.map(gather, type_tree(Weights), ReplicaWeights, weights)
+
+
+@typechecked
+def rms_norm(x: bf16["B/d L/c M"], gain: bf16["M"], eps: float) -> bf16["B/d L/c M"]:
     """RMSNorm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
     x32 = x.astype(f32.dtype)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -245,7 +290,7 @@ def rms_norm(x: bf16["B/d L M"], gain: bf16["M"], eps: float) -> bf16["B/d L M"]
 
 
 @typechecked
-def rotation(position: u32["B/d L"], config: ModelConfig) -> tuple[f32["B/d L D"], f32["B/d L D"]]:
+def rotation(position: u32["B/d L/c"], config: ModelConfig) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
     Each stands twice, at i and at i + D/2.
 
@@ -265,8 +310,8 @@ def rotation(position: u32["B/d L"], config: ModelConfig) -> tuple[f32["B/d L D"
 
 @typechecked
 def rope(
-    q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], sin: f32["B/d L D"], cos: f32["B/d L D"]
-) -> tuple[bf16["B/d L Q K/t D"], bf16["B/d L K/t D"]]:
+    q: bf16["B/d L/c Q K/t D"], k: bf16["B/d L/c K/t D"], sin: f32["B/d L/c D"], cos: f32["B/d L/c D"]
+) -> tuple[bf16["B/d L/c Q K/t D"], bf16["B/d L/c K/t D"]]:
     """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
 
@@ -284,30 +329,28 @@ def rope(
 @typechecked
 def decoder(
     weights: Any,
-    inputs: u32["B/d L"],
-    position: u32["B/d L"],
+    inputs: u32["B/d L/c"],
+    position: u32["B/d L/c"],
     attend: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
-) -> tuple[bf16["B/d L M/t"], Any]:
+) -> tuple[bf16["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
 
-    gather: gathers a weight where it is used, over d, and norm gains over t too. Generation passes
+    gather: gathers a weight where it is used, norm gains over t too. Generation passes
         weights that are gathered already, and a `gather` that does nothing.
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`, and the new caches are the second result; training passes
         (). All mixing between positions must happen in `attend`, because generation computes one
         position at a time."""
-    # The cast comes before the gather, so that weights, and in the backward pass their gradients,
-    # are sent in bf16.
-    embed = gather("V/t M/d -> V/t M", weights.embed.astype(bf16.dtype))
-    x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)
+    embed = gather("V/t M/c/s -> V/t M", weights.embed)
+    x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)
     # Between blocks the residual stream is split over t, to save memory: a reduce-scatter here and
     # an all-gather before each norm send as many bytes as one all-reduce. It is split along M, so
     # that L stays whole; Megatron's sequence parallelism splits L.
-    x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
     sin, cos = rotation(position, config)
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
@@ -315,71 +358,72 @@ def decoder(
     # recomputes the rest: norms, RoPE, SwiGLU and the gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
-    def block(x: bf16["B/d L M/t"], scanned: Any) -> tuple[bf16["B/d L M/t"], Any]:
-        layer, cache = scanned
-        w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)
-
-        gain = gather("M/t/d -> M", w.attention_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
-        w_q = gather("M/d Q K/t D -> M Q K/t D", w.w_q)
-        w_k = gather("M/d K/t D -> M K/t D", w.w_k)
-        w_v = gather("M/d K/t D -> M K/t D", w.w_v)
-        q = ops.einsum_unreduced("B/d L M, M Q K/t D -> B/d L Q K/t D", h, w_q)
-        k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)
-        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)
+    def block(x: bf16["B/d L/c M/t"], scanned: Any) -> tuple[bf16["B/d L/c M/t"], Any]:
+        w, cache = scanned
+        gain = gather("M/t/c/s -> M", w.attention_norm)
+        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
+        w_q = gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
+        w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)
+        w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)
+        q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
+        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
+        v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
         q, k = rope(q, k, sin, cos)
         q = save_for_backward(q)
         k = save_for_backward(k)
         v = save_for_backward(v)
         mixed, new_cache = attend(q, k, v, cache)
-        w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)
-        y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)
-        x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))
+        w_o = gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
+        y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
+        x = save_for_backward(x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y))
 
         # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
-        gain = gather("M/t/d -> M", w.mlp_norm)
-        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
-        w_gate = gather("M/d F/t -> M F/t", w.w_gate)
-        w_up = gather("M/d F/t -> M F/t", w.w_up)
-        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_gate))
-        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t -> B/d L F/t", h, w_up))
-        w_down = gather("M/d F/t -> M F/t", w.w_down)
+        gain = gather("M/t/c/s -> M", w.mlp_norm)
+        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
+        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
+        w_up = gather("M/c/s F/t -> M F/t", w.w_up)
+        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate))
+        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up))
+        w_down = gather("M/c/s F/t -> M F/t", w.w_down)
         hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
         hidden = hidden.astype(bf16.dtype)
-        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)
-        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache
+        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
+        return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache
 
     return lax.scan(block, x, (weights.layers, caches))
 
 
 def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
-    """The final norm's gain and the unembedding, gathered over d, for `unembed`. See `decoder`
-    for the arguments."""
-    gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
-    return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))
+    """The final norm's gain and the unembedding, gathered, for `unembed`. See `decoder` for the
+    arguments."""
+    return gather("M/t/c/s -> M", weights.final_norm), gather("V/t M/c/s -> V/t M", weights.unembed)
 
 
 @typechecked
 def unembed(
-    weights: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L M/t"], config: ModelConfig
-) -> f32["B/d L V/t"]:
+    weights: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L/c M/t"], config: ModelConfig
+) -> f32["B/d L/c V/t"]:
     """The logits, from the `output_weights` and the residual stream after the last layer."""
     gain, w_unembed = weights
-    h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)
+    h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
     # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
     h = lax.optimization_barrier(h)
-    return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, w_unembed, dtype=f32)
+    return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
 
 
 @typechecked
-def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L M/t"]:
+def forward(weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L/c M/t"]:
     """The residual stream after the last layer. At position l, which predicts target l, it depends
     only on the tokens before that target in the same document and row."""
 
+    key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
+        k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
+        v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
         mixed = kernels.attention(
-            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D",
-            q, k, v, batch.document,
+            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
+            q, k, v, batch.start, batch.position, key_position,
         )  # fmt: skip
         return mixed, ()
 
@@ -390,11 +434,11 @@ def forward(weights: Weights, batch: TokenBatch, config: ModelConfig) -> bf16["B
 def target_count(batch: TokenBatch) -> f32[""]:
     """The number of targets in the loss, over all devices."""
     mask = batch.loss_mask.astype(f32.dtype)
-    return ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", mask))
+    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
 @typechecked
-def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
+def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f32[""]:
     """Cross-entropy in nats, summed over all targets on all devices. The vocabulary stays split:
     only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
     unembedding = output_weights(weights)
@@ -403,19 +447,19 @@ def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     @typechecked
     def loss(
         unembedding: tuple[bf16["M"], bf16["V/t M"]],
-        x: bf16["B/d l M/t"],
-        targets: u32["B/d l"],
-        loss_mask: bool_["B/d l"],
+        x: bf16["B/d l/c M/t"],
+        targets: u32["B/d l/c"],
+        loss_mask: bool_["B/d l/c"],
     ) -> f32[""]:
         logits = unembed(unembedding, x, config.model)
-        peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))  # all-reduce
+        peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))  # all-reduce
         logits = logits - peak[:, :, None]
-        sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))
-        sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)
-        target_logit = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, targets)
-        target_logit = ops.psum("B/d l {U:t} -> B/d l", target_logit)
+        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
+        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
+        target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
+        target_logit = ops.psum("B/d l/c {U:t} -> B/d l/c", target_logit)
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
-        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
+        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
 
     x = forward(weights, batch, config.model)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
@@ -472,14 +516,15 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 @typechecked
 def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
     """The mean loss over all targets, and its gradient. Gradients come out of jax.grad added up
-    over all devices and split like the weights, because the backward pass of a weight's all_gather
-    is a reduce-scatter, in bf16 like the gather. Each microbatch gathers the weights anew and
-    reduce-scatters its gradients. These are added up in f32, and the sum is divided once, by the
-    number of targets in the batch."""
-    value_and_grads = functools.partial(jax.value_and_grad(total_loss), weights, config=config)
+    over the devices of a replica and split like the weights, because the backward pass of a
+    weight's all_gather is a reduce-scatter, in bf16 like the gather. Each microbatch gathers the
+    weights anew and reduce-scatters its gradients. These are added up in f32. What is sent over r
+    is sent once for all microbatches. The sum is divided by the number of targets in the batch."""
+    replica, scatter = jax.vjp(gather_replica, weights)
+    value_and_grads = functools.partial(jax.value_and_grad(total_loss), replica, config=config)
     microbatches = config.training.microbatches
     if microbatches == 1:
-        total = value_and_grads(batch)
+        loss, grads = value_and_grads(batch)
     else:
 
         def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
@@ -489,10 +534,12 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
 
         # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
-        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)
-        total, () = lax.scan(add, zeros, parts)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, f32.dtype), replica)
+        (loss, sums), () = lax.scan(add, (jnp.float32(0), zeros), parts)
+        grads = jax.tree.map(lambda g: g.astype(bf16.dtype), sums)
+    (grads,) = scatter(grads)  # a reduce-scatter over r, in bf16
     count = target_count(batch)
-    return jax.tree.map(lambda x: x / count, total)
+    return jax.tree.map(lambda x: x / count, (loss, grads))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -548,7 +595,7 @@ def norm_names(config: Config) -> list[str]:
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
-    return total_loss(weights, batch, config) / target_count(batch)
+    return total_loss(gather_replica(weights), batch, config) / target_count(batch)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -584,11 +631,13 @@ def resized(
     With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
     # Other dimensions follow from these.
     values = {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
+    values |= {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    values["mesh.d"] = axes["r"] * axes["s"]
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
     try:
-        return config.changed(values | {f"mesh.{axis}": n for axis, n in axes.items()} | others)
+        return config.changed(values | others)
     except UserError as error:
         cure = "; the checks try other sizes: let `dimensions` compute this one, or set check=none"
         raise UserError(f"{error}{cure if sizes else ''}") from None
@@ -619,7 +668,7 @@ def probe(config: Config) -> Any:
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
         return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
 
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     probed = audit.probe(trace, axes, dimensions(config))
     if axes != (one := dict.fromkeys(axes, 1)):
         audit.check_structure(*(trace(abstract_mesh(sizes), {}) for sizes in (axes, one)))
@@ -639,8 +688,9 @@ def check_types(config: Config) -> Any:
 
 def tiny(config: Config) -> list[Config]:
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
-    the config has them, and for a mesh that splits along all axes."""
-    split = dict(zip(dataclasses.asdict(config.mesh), itertools.cycle((2, 3)), strict=False))
+    the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
+    splits along."""
+    split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
     parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
     sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
@@ -760,7 +810,7 @@ def train(
 
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> int:
-    mesh, sizes = make_mesh(config, dataclasses.asdict(config.mesh)), dimensions(config)
+    mesh, sizes = make_mesh(config, config.mesh.axes), dimensions(config)
     run = Run(config)
     with jax.set_mesh(mesh):
         make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)  # raises if one doesn't split

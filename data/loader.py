@@ -28,7 +28,8 @@ from jaxtyping import Bool, Int64, UInt32
 from data.flat_tokens import Decoded, FlatTokens, FlatTokensError, checked, decode, tokenizer_of
 from data.text import ahead
 from runtime.config import NOT_EMPTY, NonNegativeInt, Path, PositiveInt, Section
-from shardlib.types import bool_, make_shardings, pytree_dataclass, u32
+from shardlib.kernels import balanced
+from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -56,11 +57,11 @@ class TokenBatch:
     """A batch of B rows of L tokens, as the model takes it: the model predicts `targets[b, l]` from
     `inputs[b, :l+1]`, restricted to the target's document."""
 
-    inputs: u32["B/d L"]  # the token before the target, or the start token where a document starts
-    targets: u32["B/d L"]
-    loss_mask: bool_["B/d L"]  # false where the target is padding, which the loss leaves out
-    document: u32["B/d L"]  # counts documents within the row; attention stays within a document
-    position: u32["B/d L"]  # index in the row
+    inputs: u32["B/d L/c"]  # the token before the target, or the start token where a document starts
+    targets: u32["B/d L/c"]
+    loss_mask: bool_["B/d L/c"]  # false where the target is padding, which the loss leaves out
+    position: u32["B/d L/c"]  # index in the row
+    start: u32["B/d L/c"]  # the position where the target's document starts, or 0: before the row
 
     @classmethod
     @checked
@@ -74,12 +75,13 @@ class TokenBatch:
         token of each document. Id 0 is padding. If a row begins in the middle of a document, its
         first input is 0, because the token before it isn't in the row."""
         previous = np.pad(ids[:, :-1], ((0, 0), (1, 0)))
+        position = np.broadcast_to(np.arange(ids.shape[1], dtype=np.uint32), ids.shape)
         return cls(
             inputs=np.where(is_start, np.uint32(start_token), previous),
             targets=ids,
             loss_mask=ids != 0,
-            document=np.cumsum(is_start, axis=1, dtype=np.uint32),
-            position=np.broadcast_to(np.arange(ids.shape[1], dtype=np.uint32), ids.shape),
+            position=position,
+            start=np.maximum.accumulate(np.where(is_start, position, 0), axis=1),
         )
 
 
@@ -165,6 +167,7 @@ class Batches(abc.ABC):
         places = self.shardings.targets.addressable_devices_indices_map(self.shape).values()
         # The rows on this host's devices. It prepares no others.
         self.local_rows = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
+        self.order = balanced(spec.length, mesh_shape()["c"])
 
     def resume(self, position: Callable[[], Any]) -> None:
         """Continues a stream from its position in a checkpoint. Here, nothing to do: a batch
@@ -195,6 +198,7 @@ class Batches(abc.ABC):
         """Yields the batches of these numbers as sharded arrays, and the position after each."""
         for ids, is_start, position in self.make(numbers):
             rows = TokenBatch.of(ids, is_start, self.spec.start_token)
+            rows = jax.tree.map(lambda x: x[:, self.order], rows)
             yield jax.make_array_from_process_local_data(self.shardings, rows, self.shape), position
 
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:

@@ -60,7 +60,7 @@ class Numbers:
     def _process(self, number: int, *record: str) -> subprocess.Popen[str]:
         config, file = self.configs[number], pathlib.Path(self.folder.name, str(number))
         file.with_suffix(".yaml").write_text(config.to_yaml())
-        count = math.prod(vars(config.mesh).values())
+        count = math.prod(config.mesh.axes.values())
         settings = {
             "JAX_PLATFORMS": "cpu",
             # To optimize these programs takes longer than to run them.

@@ -169,7 +169,7 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     def name(number: re.Match[str]) -> str:
         length = int(number[0])
         dims = dims_of(length, axes, sizes)
-        full = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
+        full = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.over) for d in dims)
         if not dims or full not in (length, 2 * length):
             return number[0]
         mentioned.update(dict.fromkeys(dims))
@@ -224,7 +224,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         if name == "iota" and "transpose(" not in path:
             length = eqn.params["shape"][eqn.params["dimension"]]
             for dim in dims_of(length, axes, sizes):
-                if dim.axes:
+                if dim.over:
                     problems.append(
                         f"{at}: iota numbers the entries of {dim} from 0 on each device, which "
                         "holds only a part: use ops.indices"

@@ -32,24 +32,23 @@ HIDDEN = -1e30  # the score of a key that a query doesn't see; finite, as inf - 
 @typechecked
 def flash_attention(
     q: floating["B L Q K D"],
-    k: floating["B L K D"],
-    v: floating["B L K D"],
-    document: integer["B L"],
+    k: floating["B S K D"],
+    v: floating["B S K D"],
+    first: integer["B L"],
+    last: integer["B L"],
 ) -> floating["B L Q K D"]:
-    """Computes attention, where L is a multiple of 128 and a document's tokens stand in a row.
-    Keeps its result and the logarithms of the softmax's denominators for the backward pass."""
-    index = jnp.broadcast_to(jnp.arange(document.shape[1]), document.shape)
-    continues = jnp.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
-    first = lax.cummax(jnp.where(continues, 0, index), axis=1)
-    seen = jnp.stack([first, index], axis=1).astype(jnp.int32)
+    """Computes attention of each query to the keys from index `first` to `last`. L and S are
+    multiples of 128. Keeps its result and the logarithms of the softmax's denominators for the
+    backward pass."""
+    seen = jnp.stack([first, last], axis=1).astype(jnp.int32)
     heads = rearrange(q, "B L G K D -> B (K G) L D")
-    k, v = (rearrange(x, "B L K D -> B K L D") for x in (k, v))
+    k, v = (rearrange(x, "B S K D -> B K S D") for x in (k, v))
     return rearrange(_attend(heads, k, v, seen), "B (K G) L D -> B L G K D", K=k.shape[1])
 
 
 @jax.custom_vjp
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """q and the result are [B, H, L, D], k and v [B, K, L, D]. `seen` [B, 2, L] has the index of
+    """q and the result are [B, H, L, D], k and v [B, K, S, D]. `seen` [B, 2, L] has the index of
     the first and of the last key that a query sees."""
     return _forward(q, k, v, seen)[0]
 
@@ -69,14 +68,14 @@ _attend.defvjp(_save, _gradients)
 # --- Blocks ---------------------------------------------------------------------------------------
 
 
-def _ranges(seen: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+def _ranges(seen: jax.Array, block: int, keys: int) -> tuple[jax.Array, jax.Array]:
     """Finds, for each block of queries, the first block of keys that it sees and the one after the
     last, [B, 2, blocks]; and the same for each block of keys, of the queries that see it."""
     first, last = rearrange(seen, "B two (blocks n) -> two B blocks n", n=block)
     of_queries = jnp.stack([first.min(-1) // block, last.max(-1) // block + 1], axis=1)
-    number = jnp.arange(first.shape[1])
+    number, key_block = jnp.arange(first.shape[1]), jnp.arange(keys // block)
     start, stop = of_queries[:, 0, :, None], of_queries[:, 1, :, None]
-    visible = (start <= number) & (number < stop)
+    visible = (start <= key_block) & (key_block < stop)
     from_query = jnp.where(visible, number[:, None], len(number)).min(axis=1)
     to_query = jnp.where(visible, number[:, None] + 1, 0).max(axis=1)
     return of_queries, jnp.stack([from_query, to_query], axis=1)
@@ -112,7 +111,7 @@ def _run(
     of a chip may share the others. Each matmul takes half of the scores."""
     q: jax.Array = inputs[0][0]
     rows, heads, length, size = q.shape
-    scores = rows * heads * length * length // 2
+    scores = rows * heads * length * inputs[1][0].shape[2] // 2
     varying = jax.typeof(q).manual_axis_type
     call = pl.pallas_call(
         kernel,
@@ -146,16 +145,16 @@ def _forward(
     """The result and, per query, the base-2 logarithm of the sum of the scores' exponentials,
     [B, H, 1, L]."""
     rows, heads, length, size = q.shape
-    block, group = math.gcd(length, BLOCK), heads // k.shape[1]
-    part = _part(length, block, KEYS)
+    block, group, all_keys = math.gcd(length, BLOCK), heads // k.shape[1], k.shape[2]
+    part = _part(all_keys, block, KEYS)
     # The grid: rows, heads, blocks of queries, parts of the keys.
     queries = pl.BlockSpec((None, None, block, size), lambda b, h, i, p, _: (b, h, i, 0))
     keys = pl.BlockSpec((None, None, part, size), lambda b, h, i, p, _: (b, h // group, p, 0))
     ends = pl.BlockSpec((None, 2, block), lambda b, h, i, p, _: (b, 0, i))
     sums = pl.BlockSpec((None, None, 1, block), lambda b, h, i, p, _: (b, h, 0, i))
     return _run(
-        "attention_forward", _forward_kernel, 2, _ranges(seen, block)[0],
-        grid=(rows, heads, length // block, length // part),
+        "attention_forward", _forward_kernel, 2, _ranges(seen, block, all_keys)[0],
+        grid=(rows, heads, length // block, all_keys // part),
         inputs=[(q, queries), (k, keys), (v, keys), (seen, ends)],
         outputs=[(q.shape, q.dtype, queries), ((rows, heads, 1, length), jnp.float32, sums)],
         scratch=[(1, block), (1, block), (size, block)],
@@ -221,8 +220,8 @@ def _backward(
     of_part = pl.BlockSpec((None, None, None, block, size), lambda b, h, p, j, _: (p, b, h, j, 0))
     parts = length // part
     q_grad, *others = _run(
-        "attention_backward", _backward_kernel, 5, _ranges(seen, block)[1],
-        grid=(rows, k.shape[1], parts, length // block),
+        "attention_backward", _backward_kernel, 5, _ranges(seen, block, k.shape[2])[1],
+        grid=(rows, k.shape[1], parts, k.shape[2] // block),
         inputs=[(q, queries), (k, keys), (v, keys), (seen, ends), (grad, queries), (stats, sums)],
         outputs=[(q.shape, q.dtype, queries), *[((parts, *k.shape), k.dtype, of_part)] * 2],
         scratch=[(group, part, size), (block, size), (block, size)],

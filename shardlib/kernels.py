@@ -9,69 +9,95 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.ops import Call, define_op, widening_einsum
-from shardlib.types import Spec, floating, integer, typechecked
+from shardlib.types import Dim, Spec, floating, integer, typechecked
 
 KERNEL = "kernel"  # the scope of a twin in whose place GPUs and TPUs run a kernel
 BLOCK = 512  # queries whose scores are in memory at a time
 
 
+def balanced(length: int, parts: int) -> np.ndarray:
+    """The order of a row's positions, int[length], in which each of `parts` devices gets an early
+    and a late piece of the row: in causal attention the same work for all. The length is a multiple
+    of 2 * parts; for one part the order is that of the row."""
+    if parts == 1:
+        return np.arange(length)
+    pieces = np.arange(length).reshape(2 * parts, -1)
+    return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).ravel()
+
+
+def in_order(x: jax.Array, parts: int) -> jax.Array:
+    """Brings dimension 1, which is in the order of `balanced`, into the order of the row."""
+    if parts == 1:
+        return x
+    early, late = rearrange(x, "B (parts two n) ... -> two B parts n ...", parts=parts, two=2)
+    return rearrange([*early.swapaxes(0, 1), *late.swapaxes(0, 1)[::-1]], "p B n ... -> B (p n) ...")
+
+
 @define_op
 def attention(
-    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array
-) -> jax.Array:
-    """Causal attention within each document. Q query heads share a key-value head. Vaswani et al.
-    2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023, https://arxiv.org/abs/2305.13245.
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array,
+    start: jax.Array, position: jax.Array, key_position: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Causal attention within each document: a query sees the keys whose positions in the row are
+    from `start`, where its document starts, to its own `position`. Q query heads share a key-value
+    head. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023,
+    https://arxiv.org/abs/2305.13245.
 
         kernels.attention(
-            "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D", q, k, v, document
+            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
+            q, k, v, start, position, key_position,
         )
 
-    Communicates nothing. A document's tokens stand in a row. The result is saved for the backward
-    pass, which recomputes the scores from q, k and v: save those. If q is bf16, L a multiple of
-    128, and D a multiple of 8 up to 128, runs a kernel: cuDNN's on NVIDIA GPUs, and that of
-    flash_attention.py on TPUs. Raises ShardTypeError unless the operands have these dimensions in
-    this order, with L and D not split.
+    Communicates nothing. Positions are in the order of `balanced`. The result is saved for the
+    backward pass, which recomputes the scores from q, k and v: save those. If q is bf16, a device's
+    part of L a multiple of 128, or 256 where L is split, and D a multiple of 8 up to 128, runs a
+    kernel: that of flash_attention.py on TPUs and, where L isn't split, cuDNN's on NVIDIA GPUs.
+    Raises ShardTypeError unless the operands have these dimensions in this order, with D not split.
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
     call.require(not queries.unreduced, "reduce it first")
     rows, length, _, kv_heads, size = queries.dims
-    call.require(not length.axes and not size.axes, f"{length} and {size} can't be split")
-    keys, documents = Spec((rows, length, kv_heads, size)), Spec((rows, length))
-    right = f"{queries}, {keys}, {keys}, {documents} -> {queries}"
-    fits = [*others, call.result] == [keys, keys, documents, queries]
-    call.require(fits, f"for these queries the string is `{right}`")
+    call.require(not size.axes, f"{size} can't be split")
+    keys, all_positions = (Spec((rows, Dim(length.name), *dims)) for dims in ((kv_heads, size), ()))
+    positions = Spec((rows, length))
+    wanted = [keys, keys, positions, positions, all_positions]
+    right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
+    call.require([*others, call.result] == [*wanted, queries], f"for these queries: `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     platform = device.platform if device else ""
-    fits = q.shape[1] % 128 == 0 and q.shape[-1] in range(8, 129, 8)
+    parts = k.shape[1] // q.shape[1]
+    fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
     has_kernel = fits and q.dtype == jnp.bfloat16
     if platform == "tpu" and has_kernel:
         from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
 
-        return flash_attention(q, k, v, document)
-    if platform == "gpu" and has_kernel:
-        return save_for_backward(cudnn_attention(q, k, v, document))
+        return flash_attention(q, in_order(k, parts), in_order(v, parts), start, position)
+    if platform == "gpu" and has_kernel and parts == 1:
+        return save_for_backward(cudnn_attention(q, k, v, start))
     with jax.named_scope(KERNEL if has_kernel else "plain"):
-        return save_for_backward(plain_attention(q, k, v, document))
+        return save_for_backward(plain_attention(q, k, v, start, position, key_position))
 
 
 @typechecked
 def plain_attention(
     q: floating["B L Q K D"],
-    k: floating["B L K D"],
-    v: floating["B L K D"],
-    document: integer["B L"],
+    k: floating["B S K D"],
+    v: floating["B S K D"],
+    start: integer["B L"],
+    position: integer["B L"],
+    key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention in blocks of queries, so that scores are in memory for one at a time."""
-    length = q.shape[1]
-    block = math.gcd(length, BLOCK)
+    block = math.gcd(q.shape[1], BLOCK)
     if block < 64:
-        block = length
+        block = q.shape[1]
 
     # k and v enter the loop in f32 and are cast to bf16 inside, so that their gradients are summed
     # over blocks in f32.
@@ -79,11 +105,11 @@ def plain_attention(
 
     @explicit_activation_checkpointing
     def attend(_: tuple[()], queries: tuple[jax.Array, ...]) -> tuple[tuple[()], jax.Array]:
-        q_block, q_document, q_position = queries
+        q_block, start, position = queries
         k, v = (x.astype(q.dtype) for x in wide)
         scores = widening_einsum("bqgkd,bskd->bkgqs", jnp.float32, q_block, k)
-        visible = q_document[:, :, None] == document[:, None, :]
-        visible &= q_position[:, None] >= jnp.arange(length)
+        visible = start[:, :, None] <= key_position[:, None]
+        visible &= key_position[:, None] <= position[:, :, None]
         scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
         return (), jnp.einsum("bkgqs,bskd->bqgkd", probabilities, v)
@@ -91,8 +117,7 @@ def plain_attention(
     def blocks(x: jax.Array) -> jax.Array:
         return rearrange(x, "B (blocks L) ... -> blocks B L ...", L=block)
 
-    position = rearrange(jnp.arange(length), "(blocks L) -> blocks L", L=block)
-    _, mixed = lax.scan(attend, (), (blocks(q), blocks(document), position))
+    _, mixed = lax.scan(attend, (), (blocks(q), blocks(start), blocks(position)))
     return rearrange(mixed, "blocks B L Q K D -> B (blocks L) Q K D")
 
 
@@ -101,11 +126,11 @@ def cudnn_attention(
     q: floating["B L Q K D"],
     k: floating["B L K D"],
     v: floating["B L K D"],
-    document: integer["B L"],
+    start: integer["B L"],
 ) -> floating["B L Q K D"]:
     """Computes attention with cuDNN, which wants query heads that share a key side by side. Its
     forward kernel runs again in the backward pass, for the softmax statistics."""
-    same = document[:, None, :, None] == document[:, None, None, :]
+    same = start[:, None, :, None] <= jnp.arange(q.shape[1])  # keys of the document and after it
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(
         heads, k, v, mask=same, is_causal=True, implementation="cudnn"

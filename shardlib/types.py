@@ -14,7 +14,7 @@ An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
 On a mesh `d, t` write `M/t/d`: M is cut into t parts, and each of these into d. Gathering d then
 yields a contiguous `M/t`. `M/d/t` would have the same shapes but other parts on each device, and is
-an error.
+an error. An `axis_group` is a name for several axes, to be written like one.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh scope.
@@ -52,35 +52,64 @@ F = typing.TypeVar("F", bound=Callable[..., Any])
 
 # --- Parsing: text to specs, no arrays ------------------------------------------------------------
 
+_groups: dict[str, tuple[str, ...]] = {}
+
+
+def axis_group(name: str, *axes: str) -> None:
+    """Makes `name` stand for these axes, outermost first, on meshes that have no axis of that name.
+
+    axis_group("d", "r", "s")       "B/d" is "B/s/r" from now on, and "{U:d}" is "{U:r,s}"
+    """
+    _groups[name] = axes
+
+
+def _axes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of the mesh in context that names stand for, outermost first in each group."""
+    mesh = mesh_shape()
+    groups = (_groups.get(name) if name not in mesh else None for name in names)
+    return tuple(axis for name, group in zip(names, groups, strict=True) for axis in group or [name])
+
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
     """One dimension of an array: `M/t/d`."""
 
     name: str
-    axes: tuple[str, ...] = ()
+    over: tuple[str, ...] = ()  # axes and groups
     indexed: bool = False
 
     def __str__(self) -> str:
-        text = "/".join((self.name, *self.axes))
-        return f"[{text}]" if self.indexed else text
+        text = "/".join((self.name, *self.over, ""))
+        for name, group in _groups.items():
+            text = text.replace("/".join(("", *reversed(group), "")), f"/{name}/")
+        return f"[{text[:-1]}]" if self.indexed else text[:-1]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh in context that the dimension is split over."""
+        return _axes(self.over[::-1])[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The layout of an array: its dimensions, and the axes over which it is unreduced."""
+    """The layout of an array: its dimensions, and the axes and groups it is unreduced over."""
 
     dims: tuple[Dim, ...] = ()
-    unreduced: tuple[str, ...] = ()
+    owed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        unreduced = [f"{{U:{','.join(self.unreduced)}}}"] if self.unreduced else []
+        unreduced = [f"{{U:{','.join(self.owed)}}}"] if self.owed else []
         return " ".join([*map(str, self.dims), *unreduced])
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that the dimensions are split over."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
+
+    @property
+    def unreduced(self) -> tuple[str, ...]:
+        """The axes over which partial sums are pending."""
+        return _axes(self.owed)
 
 
 _ITEM = re.compile(
@@ -101,21 +130,25 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None:
             problem = "expected a dimension like M, M/t or [V/t], or unreduced axes like {U:d,t}"
-        elif spec.unreduced:
+        elif spec.owed:
             problem = "{U:...} comes once, at the end"
         else:
             if item["unreduced"]:
                 spec = Spec(spec.dims, tuple(item["unreduced"].split(",")))
             else:
-                axes = tuple(item["axes"].split("/")[1:])
-                spec = Spec((*spec.dims, Dim(item["name"], axes, bool(item["open"]))))
-            used = (*spec.axes, *spec.unreduced)
-            twice = [axis for axis in used if used.count(axis) > 1]
-            problem = f"axis {twice[0]} appears twice in one array" if twice else ""
+                over = tuple(item["axes"].split("/")[1:])
+                spec = Spec((*spec.dims, Dim(item["name"], over, bool(item["open"]))))
+            problem = _twice(spec) or ""
             specs[-1] = spec
         if problem:
             raise SpecError(f"{problem}\n    {text}\n    {' ' * word.start()}^")
     return specs, marks
+
+
+def _twice(spec: Spec) -> str | None:
+    used = (*spec.axes, *spec.unreduced)
+    twice = [axis for axis in used if used.count(axis) > 1]
+    return f"axis {twice[0]} appears twice in one array" if twice else None
 
 
 @functools.cache
@@ -220,7 +253,7 @@ def axes_problem(spec: Spec) -> str | None:
         right = tuple(sorted(dim.axes, key=order.index))
         if dim.axes != right:
             return f"write axes in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
-    return None
+    return _twice(spec)
 
 
 def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
@@ -337,7 +370,7 @@ class Stacked:
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
         (dim, hint), spec = item, parse_spec(item[0])
-        if len(spec.dims) != 1 or spec.unreduced:
+        if len(spec.dims) != 1 or spec.owed:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:

@@ -34,7 +34,7 @@ def slow_but_for(quick: list, values: list) -> list:
 
 
 def mesh(d: int, t: int) -> jax.sharding.Mesh:
-    return make_mesh({"d": d, "t": t})
+    return make_mesh({"r": 1, "s": d, "c": 1, "t": t})
 
 
 def compose_config(

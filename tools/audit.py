@@ -64,11 +64,11 @@ class Probed(NamedTuple):
         """The type of an array of this shape, which has the shape `probed` at probe sizes:
         `bf16["B/d L F/t"]`, or `bf16["B/d/2 L F/t"]` in a loop over halves. Gives plain lengths if
         the dimensions can't be told."""
-        axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
+        axes, sizes = config.mesh.axes, train.dimensions(config)
         names = []
         for length, at_probe in zip(shape, probed, strict=False):
             dims = audit.dims_of(at_probe, self.axes, self.sizes)
-            held = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.axes) for d in dims)
+            held = math.prod(sizes[d.name] // math.prod(axes[a] for a in d.over) for d in dims)
             parts, rest = divmod(held, length)
             if dims and not rest:
                 names.append("*".join(map(str, dims)) + (f"/{parts}" if parts > 1 else ""))
@@ -80,7 +80,7 @@ class Probed(NamedTuple):
 
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
-    mesh, sizes = devices.probe_mesh(dataclasses.asdict(config.mesh), train.dimensions(config))
+    mesh, sizes = devices.probe_mesh(config.mesh.axes, train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved]
     return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
@@ -89,7 +89,7 @@ def probe(config: train.Config) -> Probed:
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
     """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
     split evenly over the mesh."""
-    axes, sizes = dataclasses.asdict(config.mesh), train.dimensions(config)
+    axes, sizes = config.mesh.axes, train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh)
     costs, predicted = ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
@@ -365,7 +365,7 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
         return None
     if name not in devices.CHIPS:
         raise UserError(f"audit.chip={name!r}: choose one of {', '.join(devices.CHIPS)}")
-    chip, axes = devices.CHIPS[name], dataclasses.asdict(config.mesh)
+    chip, axes = devices.CHIPS[name], config.mesh.axes
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:
             choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
@@ -396,7 +396,7 @@ def least_seconds(
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     """A table with a row for the config's mesh, and one for each doubling of its first axis, up to
     4096 devices or until a dimension no longer splits."""
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
     rows, outer, end = [], next(iter(axes)), ""
     while (count := math.prod(axes.values())) <= 4096:

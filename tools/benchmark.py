@@ -89,7 +89,7 @@ def show(
 ) -> None:  # fmt: skip
     """Prints a table, and its data as a line of JSON: `steps` is the seconds of each step, `waits`
     those spent waiting for its batch, `start` those of each part of the start."""
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     count = math.prod(axes.values())
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
@@ -139,7 +139,7 @@ def show(
 def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
     config = dataclasses.replace(config, training=hyper)
-    mesh = make_mesh(config, dataclasses.asdict(config.mesh))
+    mesh = make_mesh(config, config.mesh.axes)
     train.check_types(config)
     start = {"import": IMPORTED - START}
 

@@ -68,7 +68,7 @@ def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
 
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     probed = probe(config)
     bundles = cycles.dump_bundles()
     mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)

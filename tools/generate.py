@@ -80,7 +80,7 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 def gathered(stored: ArrayType) -> ArrayType:
     """The type of a weight during generation: bf16, and gathered over d, so that generating a token
     gathers no weights."""
-    dims = (Dim(dim.name, () if "d" in dim.axes else dim.axes) for dim in stored.spec.dims)
+    dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
     return array_type(bf16, Spec(tuple(dims)))
 
 
@@ -217,7 +217,7 @@ def generate(
 ) -> Iterator[jax.Array]:
     """Yields the next ids, u32[rows, 1], of texts that begin with the prompt. `rows` is `samples`,
     rounded up to a multiple of d."""
-    rows = multiple(samples, mesh_shape()["d"])
+    rows = multiple(samples, mesh_shape()["s"])
     inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
     length = inputs.shape[1]
     kind = Stacked["layers", Cache]
@@ -317,7 +317,7 @@ def evaluate(
     """Returns a line on how well the model predicts a split, or its first batches."""
     check_ids(data.name, data.max_token_id, config)
     tokens = config.training.tokens
-    rows = multiple(tokens.batch, mesh_shape()["d"])
+    rows = multiple(tokens.batch, mesh_shape()["s"])
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
         read = data.read(first, min(first + size, data.token_count))
@@ -372,7 +372,7 @@ def write(args: argparse.Namespace, weights: Weights, codec: Text, config: train
 
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
-    axes = dataclasses.asdict(args.mesh)
+    axes = args.mesh.axes
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
         checkpoints, config = open_checkpoint(args.checkpoint)

@@ -25,16 +25,18 @@ from data.loader import TokenBatch
 from shardlib import numbers
 from shardlib.devices import make_mesh
 from shardlib.errors import explain
+from shardlib.kernels import balanced
 from shardlib.types import Stacked, f32, make_shapes, typechecked, typed_shard_map, u32
 from tools import generate
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L V/t"]:
+def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L/c V/t"]:
     """The logits as training computes them."""
-    x = train.forward(weights, batch, config.model)
-    return train.unembed(train.output_weights(weights), x, config.model)
+    replica = train.gather_replica(weights)
+    x = train.forward(replica, batch, config.model)
+    return train.unembed(train.output_weights(replica), x, config.model)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -79,6 +81,8 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
     often = (np.arange(shape[0]) / shape[0])[:, None] ** 3  # a document starts, by row
     lengths = random.integers(1, shape[1] + 1, (shape[0], 1))
     training = batch(random.random(shape) < often, lengths)
+    # In the order of a mesh that splits L over c=2, on all meshes alike.
+    training = jax.tree.map(lambda x: x[:, balanced(shape[1], 2)], training)
     whole = batch(np.zeros(shape, bool), shape[1])
     cached = Stacked["layers", generate.Cache]
     shapes = make_shapes(cached, sizes | {"S": shape[1]})
@@ -121,7 +125,7 @@ def main() -> None:
     file, *recorded = sys.argv[1:]
     loaded = OmegaConf.load(f"{file}.yaml")
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), loaded))
-    with jax.set_mesh(make_mesh(dataclasses.asdict(config.mesh))):
+    with jax.set_mesh(make_mesh(config.mesh.axes)):
         try:
             made = dict(results(config, *recorded))
         except Exception as error:  # any error of JAX or Python in an edited step
