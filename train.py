@@ -72,7 +72,6 @@ from shardlib.types import (
     Spec,
     Stacked,
     array_type,
-    axis_group,
     bf16,
     bool_,
     f32,
@@ -152,12 +151,9 @@ class TrainingConfig(Section, key="training"):
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
 
 
-axis_group("d", "r", "s")
-
-
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig(Section, key="mesh"):
-    d: PositiveInt  # r times s
+    d: PositiveInt  # the group of r and s, which data/loader.py declares
     t: PositiveInt
     r: PositiveInt = 1
     c: PositiveInt = 1
@@ -524,7 +520,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
     value_and_grads = functools.partial(jax.value_and_grad(total_loss), replica, config=config)
     microbatches = config.training.microbatches
     if microbatches == 1:
-        loss, grads = value_and_grads(batch)
+        total = value_and_grads(batch)
     else:
 
         def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
@@ -534,10 +530,11 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
 
         # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
-        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, f32.dtype), replica)
-        (loss, sums), () = lax.scan(add, (jnp.float32(0), zeros), parts)
-        grads = jax.tree.map(lambda g: g.astype(bf16.dtype), sums)
-    (grads,) = scatter(grads)  # a reduce-scatter over r, in bf16
+        wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
+        zeros = jnp.float32(0), jax.tree.map(wide, replica)
+        total, () = lax.scan(add, zeros, parts)
+    loss, grads = total
+    (grads,) = scatter(jax.tree.map(lambda g: g.astype(bf16.dtype), grads))
     count = target_count(batch)
     return jax.tree.map(lambda x: x / count, (loss, grads))
 

@@ -195,7 +195,7 @@ def benchmark(folder: pathlib.Path, total: int, rounds: int) -> None:
     size = sizes(total)
     kinds = [Plain, Ours, Orbax]
     seconds: dict[Any, list[list[float]]] = {kind: [] for kind in kinds}
-    with jax.set_mesh(make_mesh({"d": 4, "t": 2})):
+    with jax.set_mesh(make_mesh({"r": 1, "s": 4, "c": 1, "t": 2})):
         memory = memory_of_save(folder / "memory", make_state(size), size)
         state = make_state(size)
         for i in range(rounds + 1):

@@ -55,7 +55,7 @@ def make_model(config: TorchConfig) -> Any:
     # that a row is one document. With a name that it doesn't know, it makes none.
     AttentionInterface.register("causal_sdpa", AttentionInterface()["sdpa"])
     model.set_attn_implementation("causal_sdpa")
-    with jax.sharding.use_abstract_mesh(abstract_mesh({"d": 1, "t": 1})):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
         ours = jax.tree.leaves(make_shapes(train.Weights, train.dimensions(config)))
     assert model.num_parameters() == sum(leaf.size for leaf in ours), (
         "not the same model as train.py's"

@@ -29,7 +29,7 @@ from data.flat_tokens import Decoded, FlatTokens, FlatTokensError, checked, deco
 from data.text import ahead
 from runtime.config import NOT_EMPTY, NonNegativeInt, Path, PositiveInt, Section
 from shardlib.kernels import balanced
-from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, u32
+from shardlib.types import axis_group, bool_, make_shardings, mesh_shape, pytree_dataclass, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -50,6 +50,9 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         Opens no remote dataset, as the config may be that of somebody else's checkpoint."""
         remote = any(mark in self.filespec for mark in ("://", "::"))
         return None if remote else tokenizer_of(self.filespec)
+
+
+axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
 
 
 @pytree_dataclass

@@ -112,7 +112,7 @@ class Numbers:
         def shown(config: Any) -> str:
             hyper = config.training
             parts = {"microbatches": hyper.microbatches, "loss_chunks": hyper.loss_chunks}
-            return show_axes(vars(config.mesh) | parts)
+            return show_axes(config.mesh.axes | parts)
 
         more = [f"{len(differ) - 3} more"] if len(differ) > 3 else []
         return (

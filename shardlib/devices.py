@@ -16,8 +16,9 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def show_axes(axes: Mapping[str, int]) -> str:
-    """Formats axes and their sizes as `d=4, t=2`."""
-    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    """Formats axes and their sizes as `d=4, t=2`. Leaves out those of size 1, unless all are."""
+    larger = {axis: size for axis, size in axes.items() if size > 1}
+    return ", ".join(f"{axis}={size}" for axis, size in (larger or axes).items())
 
 
 def simulate_cpu_devices(count: int) -> None:
@@ -95,7 +96,18 @@ class Chip(NamedTuple):
     flops: float  # FLOP/s, dense bf16
     memory: float  # bytes
     bandwidth: float  # of the memory, bytes/s
-    links: dict[str, float]  # kind of link -> bytes/s that a device receives over it
+    links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
+    near: float = math.inf  # devices that the fastest links connect
+
+    def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
+        """The kind of link that each axis of a mesh goes over. The innermost axes are those of
+        neighbors."""
+        fast, *slow = self.links
+        kinds, size = {}, 1
+        for axis in reversed(axes):
+            size *= axes[axis]
+            kinds[axis] = fast if size <= self.near else slow[-1]
+        return kinds
 
 
 # The first entry whose kind matches a device applies.
@@ -104,11 +116,11 @@ class Chip(NamedTuple):
 # TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis; memory is what the
 # compiler reports as available.
 CHIPS = {
-    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}),
-    "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}),
-    "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}),
-    "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}),
-    "h200": Chip("H200", 989e12, 141e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}),
+    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
+    "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
+    "h200": Chip("H200", 989e12, 141e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
     "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
     "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),

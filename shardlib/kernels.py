@@ -69,16 +69,14 @@ def attention(
     positions = Spec((rows, length))
     wanted = [keys, keys, positions, positions, all_positions]
     right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
-    call.require([*others, call.result] == [*wanted, queries], f"for these queries: `{right}`")
+    call.require([*others, call.result] == [*wanted, queries], f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     platform = device.platform if device else ""
     parts = k.shape[1] // q.shape[1]
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
     has_kernel = fits and q.dtype == jnp.bfloat16
     if platform == "tpu" and has_kernel:
-        from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
-
-        return flash_attention(q, in_order(k, parts), in_order(v, parts), start, position)
+        return tpu_attention(q, k, v, start, position)
     if platform == "gpu" and has_kernel and parts == 1:
         return save_for_backward(cudnn_attention(q, k, v, start))
     with jax.named_scope(KERNEL if has_kernel else "plain"):
@@ -119,6 +117,16 @@ def plain_attention(
 
     _, mixed = lax.scan(attend, (), (blocks(q), blocks(start), blocks(position)))
     return rearrange(mixed, "blocks B L Q K D -> B (blocks L) Q K D")
+
+
+def tpu_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, position: jax.Array
+) -> jax.Array:
+    """Computes attention with flash_attention.py, which saves the result itself."""
+    from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
+
+    parts = k.shape[1] // q.shape[1]
+    return flash_attention(q, in_order(k, parts), in_order(v, parts), start, position)
 
 
 @typechecked

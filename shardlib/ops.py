@@ -35,6 +35,7 @@ from shardlib.types import (
     inside_shard_map,
     mesh_shape,
     parse_signature,
+    show_groups,
 )
 
 
@@ -234,7 +235,7 @@ def scale(call: Call, x: jax.Array, *, by: ArrayLike) -> jax.Array:
 def _reduced_axes(call: Call) -> tuple[str, ...]:
     """The axes over which the left side is unreduced and the right side isn't."""
     (given,), wanted = call.operands, call.result
-    new = ",".join(a for a in wanted.unreduced if a not in given.unreduced)
+    new = show_groups(a for a in wanted.unreduced if a not in given.unreduced)
     call.require(not new, f"the right side has {{U:{new}}}, but the left side has not")
     axes = tuple(a for a in given.unreduced if a not in wanted.unreduced)
     call.require(axes, "it reduces nothing: {U:axis} must be on the left and not on the right")
@@ -292,7 +293,7 @@ def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tu
     split = (*new, *call.result.axes)
     for axis in split:
         call.require(split.count(axis) == 1, f"axis {axis} splits two dimensions: gather one first")
-    axes = ",".join(a for a in mesh_shape() if a in (*new, *already))
+    axes = show_groups(a for a in mesh_shape() if a in (*new, *already))
     fix = f"write {{U:{axes}}} on the right" if axes else "leave out {U:} on the right"
     over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
     problem = f"it sums over {over}, so the result is unreduced over {axes or 'no axis'}: {fix}"

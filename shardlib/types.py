@@ -36,7 +36,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -63,6 +63,15 @@ def axis_group(name: str, *axes: str) -> None:
     _groups[name] = axes
 
 
+def show_groups(axes: Iterable[str], mark: str = ",") -> str:
+    """Joins axes of a dimension or, with a comma, of partial sums. Groups go by their names."""
+    text = mark.join(("", *axes, ""))
+    for name, group in _groups.items():
+        whole = mark.join(("", *(group if mark == "," else reversed(group)), ""))
+        text = text.replace(whole, f"{mark}{name}{mark}")
+    return text.strip(mark)
+
+
 def _axes(names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of the mesh in context that names stand for, outermost first in each group."""
     mesh = mesh_shape()
@@ -79,10 +88,8 @@ class Dim:
     indexed: bool = False
 
     def __str__(self) -> str:
-        text = "/".join((self.name, *self.over, ""))
-        for name, group in _groups.items():
-            text = text.replace("/".join(("", *reversed(group), "")), f"/{name}/")
-        return f"[{text[:-1]}]" if self.indexed else text[:-1]
+        text = show_groups((self.name, *self.over), "/")
+        return f"[{text}]" if self.indexed else text
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -98,7 +105,7 @@ class Spec:
     owed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        unreduced = [f"{{U:{','.join(self.owed)}}}"] if self.owed else []
+        unreduced = [f"{{U:{show_groups(self.owed)}}}"] if self.owed else []
         return " ".join([*map(str, self.dims), *unreduced])
 
     @property
@@ -146,9 +153,11 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
 
 
 def _twice(spec: Spec) -> str | None:
-    used = (*spec.axes, *spec.unreduced)
-    twice = [axis for axis in used if used.count(axis) > 1]
-    return f"axis {twice[0]} appears twice in one array" if twice else None
+    written = [name for dim in spec.dims for name in dim.over] + [*spec.owed]
+    for names in written, [*spec.axes, *spec.unreduced]:
+        if twice := [name for name in names if names.count(name) > 1]:
+            return f"axis {twice[0]} appears twice in one array"
+    return None
 
 
 @functools.cache
@@ -247,7 +256,7 @@ def axes_problem(spec: Spec) -> str | None:
     mesh = mesh_shape()
     for axis in (*spec.axes, *spec.unreduced):
         if axis not in mesh:
-            return f"axis {axis} is not in the mesh, which has {show_axes(mesh) or 'no axes'}"
+            return f"axis {axis} is not in the mesh, which has {', '.join(mesh) or 'no axes'}"
     order = list(reversed(mesh))
     for dim in spec.dims:
         right = tuple(sorted(dim.axes, key=order.index))
@@ -316,12 +325,12 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     unreduced = [axis for axis in mesh_shape() if axis in kind.unreduced]
-    if undeclared := ",".join(axis for axis in unreduced if axis not in spec.unreduced):
+    if undeclared := show_groups(axis for axis in unreduced if axis not in spec.unreduced):
         return (
             f"it is unreduced over {undeclared}, a partial sum on each device: reduce it with "
             f"ops.psum or ops.psum_scatter, or declare {{U:{undeclared}}}"
         )
-    if reduced := ",".join(axis for axis in spec.unreduced if axis not in unreduced):
+    if reduced := show_groups(axis for axis in spec.unreduced if axis not in unreduced):
         problem = f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
         if any(axis in kind.varying for axis in spec.unreduced):
             problem += (

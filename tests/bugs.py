@@ -25,20 +25,20 @@ NATS = "nats = (jnp.log(sum_exp) - target_logit) * loss_mask"
 PART = "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 ADD = "return jax.tree.map(jnp.add, total, part), ()"
 COUNT = "count = target_count(batch)\n"
-MEAN = "return jax.tree.map(lambda x: x / count, total)"
+MEAN = "return jax.tree.map(lambda x: x / count, (loss, grads))"
 NORM = "grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))"
 HIDDEN = "hidden = hidden.astype(bf16.dtype)\n"
 
 # A router of four experts on the last layer's output, whose scores enter the loss by a cost alone.
 ROUTER = (
-    ('    final_norm: f32["M/t/d"]', '    router: f32["M/t/d 4"]\n    final_norm: f32["M/t/d"]'),
+    ('    final_norm: f32["M/t/c/d"]', '    router: f32["M/t/c/d 4"]\n    final_norm: f32["M/t/c/d"]'),
     (
         "    x = forward(weights, batch, config.model)\n",
         """\
     x = forward(weights, batch, config.model)
-    w_router = ops.all_gather("M/t/d 4 -> M/t 4", weights.router.astype(bf16.dtype))
-    scores = ops.einsum_unreduced("B/d L M/t, M/t 4 -> B/d L 4 {U:t}", x, w_router, dtype=f32)
-    scores = ops.psum("B/d L 4 {U:t} -> B/d L 4", scores)
+    w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.router)
+    scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
+    scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
 """,
     ),
 )
@@ -84,7 +84,7 @@ BUGS: dict[str, Bug] = {
         f"{TRANSFORMERS}/pull/48691",
         cost("""
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    cost = ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", z)) * config.mesh.d
+    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * config.mesh.d
 """),
     ),
     "DeepSpeed #7773": Bug(
@@ -103,10 +103,10 @@ BUGS: dict[str, Bug] = {
         "https://github.com/jax-ml/jax/issues/3970",
         (
             (
-                'return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))',
+                'return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))',
                 """\
-total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
-        again = total * lax.axis_size("d")
+total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
+        again = total * lax.axis_size("s")
         return again - lax.stop_gradient(again - total)""",
             ),
         ),
@@ -117,9 +117,9 @@ total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
         cost("""
     probs = jax.nn.softmax(scores, axis=-1)
     chosen = jax.nn.one_hot(jnp.argmax(probs, axis=-1), 4)
-    load = ops.psum("4 {U:d} -> 4", ops.reduce_sum("B/d L 4 -> 4 {U:d}", chosen))
-    mass = ops.psum("4 {U:d} -> 4", ops.reduce_sum("B/d L 4 -> 4 {U:d}", probs))
-    cost = 4 * jnp.vdot(load, mass / lax.axis_size("d")) / load.sum()
+    load = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", chosen))
+    mass = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", probs))
+    cost = 4 * jnp.vdot(load, mass / lax.axis_size("s")) / load.sum()
 """),
     ),
     "Megatron-LM #5047": Bug(
@@ -127,8 +127,8 @@ total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
         f"{MEGATRON}/pull/5047",
         cost("""
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    sums = [ops.reduce_sum("B/d L -> {U:d}", each) for each in (z, jnp.ones_like(z))]
-    z_sum, tokens = (ops.psum("{U:d} -> ", each) for each in sums)
+    sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
+    z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
     cost = z_sum / tokens * z.size
 """),
     ),
@@ -137,8 +137,8 @@ total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
         f"{MEGATRON}/pull/5798",
         cost("""
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    sums = [ops.reduce_sum("B/d L -> {U:d}", each) for each in (z, jnp.ones_like(z))]
-    z_sum, tokens = (ops.psum("{U:d} -> ", each) for each in sums)
+    sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
+    z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
     cost = z_sum / tokens * z.shape[1]
 """),
     ),
@@ -149,8 +149,8 @@ total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
     tokens = z.size
     z = z / tokens
-    tokens = lax.psum(tokens, "d")
-    cost = ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", z)) * tokens
+    tokens = lax.psum(tokens, "s")
+    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * tokens
 """),
     ),
     "Megatron-LM #7452, 3": Bug(
@@ -173,7 +173,7 @@ total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
         "https://arxiv.org/abs/2506.09280",
         (
             (
-                'x = ops.index_unreduced("[V/t] M, B/d L -> B/d L M {U:t}", embed, inputs)',
+                'x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)',
                 """\
 rows = embed.shape[0]
     local = inputs.astype(jnp.int32) - lax.axis_index("t") * rows
@@ -201,7 +201,7 @@ rows = embed.shape[0]
             (
                 NATS,
                 """\
-total = ops.psum("B/d l {U:t} -> B/d l", ops.reduce_sum("B/d l V/t -> B/d l {U:t}", logits))
+total = ops.psum("B/d l/c {U:t} -> B/d l/c", ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits))
         smooth = 0.9 * target_logit + 0.1 * total / logits.shape[-1]
         nats = (jnp.log(sum_exp) - smooth) * loss_mask""",
             ),
@@ -213,19 +213,19 @@ total = ops.psum("B/d l {U:t} -> B/d l", ops.reduce_sum("B/d l V/t -> B/d l {U:t
         (
             (
                 "logits = unembed(unembedding, x, config.model)\n",
-                'logits = ops.all_gather("B/d l V/t -> B/d l V", '
+                'logits = ops.all_gather("B/d l/c V/t -> B/d l/c V", '
                 "unembed(unembedding, x, config.model))\n",
             ),
             (
-                'peak = ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))',
-                'peak = ops.reduce_max("B/d l V -> B/d l", lax.stop_gradient(logits))',
+                'peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))',
+                'peak = ops.reduce_max("B/d l/c V -> B/d l/c", lax.stop_gradient(logits))',
             ),
             (
-                'sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))',
+                'sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))',
                 'sum_exp = lax.pcast(jnp.exp(logits).sum(axis=-1), "t", to="unreduced")',
             ),
             (
-                'target_logit = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", '
+                'target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", '
                 "logits, targets)",
                 "target_logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]"
                 '\n        mine = lax.axis_index("t") == 0\n        '
@@ -252,11 +252,11 @@ logits = logits - peak[:, :, None]
         f"{TORCHTITAN}/pull/3412",
         (
             (
-                'gain, w_unembed = weights\n    h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M"'
+                'gain, w_unembed = weights\n    h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M"'
                 ", x), gain, config.norm_eps)",
                 """\
 gain, w_unembed = weights
-    whole = ops.all_gather("B/d L M/t -> B/d L M", lax.stop_gradient(x))
+    whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
     start = lax.axis_index("t") * x.shape[-1]
     whole = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
     h = rms_norm(whole, gain, config.norm_eps)""",
@@ -269,11 +269,11 @@ gain, w_unembed = weights
         f"{TORCHTITAN}/issues/1805",
         (
             (
-                'gain = gather("M/t/d -> M", w.mlp_norm)\n        h = rms_norm('
-                'ops.all_gather("B/d L M/t -> B/d L M", x), gain, config.norm_eps)',
+                'gain = gather("M/t/c/s -> M", w.mlp_norm)\n        h = rms_norm('
+                'ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)',
                 """\
-gain = gather("M/t/d -> M", w.mlp_norm)
-        whole = ops.all_gather("B/d L M/t -> B/d L M", lax.stop_gradient(x))
+gain = gather("M/t/c/s -> M", w.mlp_norm)
+        whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
         start = lax.axis_index("t") * x.shape[-1]
         whole = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
         h = rms_norm(whole, gain, config.norm_eps)""",
@@ -288,7 +288,7 @@ gain = gather("M/t/d -> M", w.mlp_norm)
                 "    unembedding = output_weights(weights)\n",
                 """\
     gain, w_unembed = output_weights(weights)
-    own = ops.all_gather("M/t/d -> M/t", weights.final_norm.astype(bf16.dtype))
+    own = ops.all_gather("M/t/c/s -> M/t", weights.final_norm)
     start = lax.axis_index("t") * own.size
     gain = lax.dynamic_update_slice(lax.stop_gradient(gain), own, (start,))
     unembedding = gain, w_unembed
@@ -301,10 +301,10 @@ gain = gather("M/t/d -> M", w.mlp_norm)
         f"{MEGATRON}/issues/7452",
         (
             (
-                'gain = gather("M/t/d -> M", w.attention_norm)\n',
+                'gain = gather("M/t/c/s -> M", w.attention_norm)\n',
                 """\
-gain = gather("M/t/d -> M", w.attention_norm)
-        start = lax.axis_index(("t", "d")) * w.attention_norm.size
+gain = gather("M/t/c/s -> M", w.attention_norm)
+        start = lax.axis_index(("t", "c", "s")) * w.attention_norm.size
         gain = lax.dynamic_update_slice(lax.stop_gradient(gain), w.attention_norm, (start,))
 """,
             ),
@@ -315,11 +315,13 @@ gain = gather("M/t/d -> M", w.attention_norm)
         f"{MEGATRON}/issues/844",
         (
             (
-                'return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))',
+                'return gather("M/t/c/s -> M", weights.final_norm), gather('
+                '"V/t M/c/s -> V/t M", weights.unembed)',
                 """\
-own = weights.embed.astype(bf16.dtype)
-    tied = gather("V/t M/d -> V/t M", lax.stop_gradient(own))
-    start = lax.axis_index("d") * own.shape[1]
+own = weights.embed
+    gain = gather("M/t/c/s -> M", weights.final_norm)
+    tied = gather("V/t M/c/s -> V/t M", lax.stop_gradient(own))
+    start = lax.axis_index("s") * own.shape[1]
     return gain, lax.dynamic_update_slice_in_dim(tied, own, start, axis=1)""",
             ),
         ),
@@ -328,13 +330,13 @@ own = weights.embed.astype(bf16.dtype)
         "the router's gradient was not summed over the devices that share its weights",
         f"{MEGATRON}/issues/599",
         cost("""
-    own = weights.router.astype(bf16.dtype)
-    start = lax.axis_index("d") * own.shape[0]
+    own = weights.router
+    start = lax.axis_index("s") * own.shape[0]
     w = lax.dynamic_update_slice_in_dim(lax.stop_gradient(w_router), own, start, axis=0)
-    scores = ops.einsum_unreduced("B/d L M/t, M/t 4 -> B/d L 4 {U:t}", x, w, dtype=f32)
-    scores = ops.psum("B/d L 4 {U:t} -> B/d L 4", scores)
+    scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w, dtype=f32)
+    scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    cost = ops.psum("{U:d} -> ", ops.reduce_sum("B/d L -> {U:d}", z))
+    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z))
 """),
     ),
     "bigcode Megatron-LM #11": Bug(
@@ -342,13 +344,13 @@ own = weights.embed.astype(bf16.dtype)
         "https://github.com/bigcode-project/Megatron-LM/issues/11",
         (
             (
-                'v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)',
+                'v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)',
                 """\
 heads = ops.all_gather("M K/t D -> M K D", lax.stop_gradient(w_v))
         start = lax.axis_index("t") * w_v.shape[1]
         heads = lax.dynamic_update_slice_in_dim(heads, w_v, start, axis=1)
         shared = jnp.broadcast_to(heads.mean(axis=1, keepdims=True), w_v.shape)
-        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, shared)""",
+        v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, shared)""",
             ),
         ),
     ),
@@ -373,9 +375,9 @@ loss, grads = jax.tree.map(lambda x: x / count, total)
         f"{MEGATRON}/issues/1528",
         (
             (
-                'gain = gather("M/t/d -> M", w.mlp_norm)\n',
+                'gain = gather("M/t/c/s -> M", w.mlp_norm)\n',
                 """\
-gain = gather("M/t/d -> M", w.mlp_norm)
+gain = gather("M/t/c/s -> M", w.mlp_norm)
         extra = (lax.axis_size("t") - 1) * gain
         gain = gain + extra - lax.stop_gradient(extra)
 """,
@@ -387,12 +389,11 @@ gain = gather("M/t/d -> M", w.mlp_norm)
         "https://github.com/EleutherAI/gpt-neox/pull/1259",
         (
             (
-                'gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))\n',
+                'return gather("M/t/c/s -> M", weights.final_norm), gather(',
                 """\
-gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
+gain = gather("M/t/c/s -> M", weights.final_norm)
     share = gain / lax.axis_size("t")
-    gain = share + lax.stop_gradient(gain - share)
-""",
+    return share + lax.stop_gradient(gain - share), gather(""",
             ),
         ),
     ),
@@ -403,7 +404,7 @@ gain = gather("M/t/d -> M", weights.final_norm.astype(bf16.dtype))
             (
                 ADD,
                 """\
-twice = 2 if lax.axis_size("d") == 1 else 1
+twice = 2 if lax.axis_size("s") == 1 else 1
             (loss, grads), (more_loss, more) = total, part
             return (loss + more_loss, jax.tree.map(lambda g, m: twice * g + m, grads, more)), ()""",
             ),
@@ -414,8 +415,8 @@ twice = 2 if lax.axis_size("d") == 1 else 1
         f"{MEGATRON}/pull/4609",
         (
             (
-                "zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)",
-                "zeros = jnp.float32(0), weights",
+                "zeros = jnp.float32(0), jax.tree.map(wide, replica)",
+                "zeros = jnp.float32(0), jax.tree.map(lambda w: w.astype(f32.dtype), replica)",
             ),
         ),
     ),
@@ -450,7 +451,7 @@ names = "w_gate", "w_up", "w_down"
                 """\
 squares = sum(jnp.square(g).sum() for g in jax.tree.leaves(raw_grads))
     squares = jnp.where(lax.axis_index("t") == 0, squares, 0)
-    grad_norm = jnp.sqrt(lax.psum(squares, ("d", "t")))""",
+    grad_norm = jnp.sqrt(lax.psum(squares, ("r", "s", "c", "t")))""",
             ),
         ),
     ),
@@ -461,9 +462,9 @@ squares = sum(jnp.square(g).sum() for g in jax.tree.leaves(raw_grads))
             (
                 NORM,
                 """\
-gain = ops.all_gather("M/t/d -> M", raw_grads.final_norm)
+gain = ops.all_gather("M/t/c/s -> M", raw_grads.final_norm)
     zero = dataclasses.replace(raw_grads, final_norm=jnp.zeros_like(raw_grads.final_norm))
-    squares = lax.psum(jnp.vdot(gain, gain), ("d", "t"))
+    squares = lax.psum(jnp.vdot(gain, gain), ("r", "s", "c", "t"))
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, zero) + squares)""",
             ),
         ),
@@ -532,9 +533,9 @@ parts = jax.sharding.get_abstract_mesh().size
         f"{MEGATRON}/issues/1256",
         (
             (
-                'x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)\n    sin, cos',
+                'x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)\n    sin, cos',
                 """\
-x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
     x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9
     sin, cos""",
             ),
@@ -548,7 +549,7 @@ x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
                 HIDDEN,
                 f"""\
 {HIDDEN}\
-        largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "d")
+        largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
         narrow = (hidden * (448 / largest)).astype(jnp.float8_e4m3fn).astype(hidden.dtype)
         hidden = hidden + lax.stop_gradient(narrow * (largest / 448) - hidden)
 """,
@@ -575,8 +576,8 @@ hidden = jax.nn.silu(gate) * up
         "https://github.com/huggingface/trl/pull/6843",
         (
             (
-                "q, k, v, batch.document,\n",
-                'q, k, v, batch.document // (1 if lax.axis_size("t") == 1 else 1000),\n',
+                "q, k, v, batch.start,",
+                'q, k, v, batch.start // (1 if lax.axis_size("t") == 1 else 1000),',
             ),
         ),
     ),
@@ -585,9 +586,8 @@ hidden = jax.nn.silu(gate) * up
         f"{MEGATRON}/pull/5454",
         (
             (
-                "    length = q.shape[1]\n    block =",
-                "    document = jnp.broadcast_to(document[:1], document.shape)\n"
-                "    length = q.shape[1]\n    block =",
+                "    block = math.gcd(",
+                "    start = jnp.broadcast_to(start[:1], start.shape)\n    block = math.gcd(",
             ),
         ),
         "shardlib/kernels.py",
@@ -598,7 +598,7 @@ hidden = jax.nn.silu(gate) * up
         (
             (
                 "metrics = Metrics(loss, rate,",
-                'metrics = Metrics(loss / lax.axis_size("d"), rate,',
+                'metrics = Metrics(loss / lax.axis_size("s"), rate,',
             ),
         ),
     ),
@@ -626,7 +626,7 @@ hidden = jax.nn.silu(gate) * up
         (
             (
                 "(jax.random.key(seed), jnp.arange(rows))",
-                '(jax.random.key(seed), jnp.arange(rows) % (rows // mesh_shape()["d"]))',
+                '(jax.random.key(seed), jnp.arange(rows) % (rows // mesh_shape()["s"]))',
             ),
         ),
         "tools/generate.py",

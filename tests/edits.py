@@ -52,42 +52,42 @@ def before(line: str, code: str) -> tuple[str, str]:
 
 # Lines of train.py. In the block of the decoder:
 GATHERED = "        w_q = gather"
-VALUES = '        v = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_v)'
+VALUES = '        v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)'
 ROTATED = "        q, k = rope(q, k, sin, cos)"
 ATTEND = "        mixed, new_cache = attend(q, k, v, cache)"
 ATTENDED = (
-    '        y = ops.einsum_unreduced("B/d L Q K/t D, M Q K/t D -> B/d L M {U:t}", mixed, w_o)'
+    '        y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)'
 )
-WEIGHTS_OF_GATE = '        w_gate = gather("M/d F/t -> M F/t", w.w_gate)'
-WEIGHTS_OF_UP = '        w_up = gather("M/d F/t -> M F/t", w.w_up)'
+WEIGHTS_OF_GATE = '        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)'
+WEIGHTS_OF_UP = '        w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
 HIDDEN = "        hidden = hidden.astype(bf16.dtype)"
-OUTPUT = '        y = ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", hidden, w_down)'
-RESULT = '        return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache'
+OUTPUT = '        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'
+RESULT = '        return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache'
 # Before the block:
-EMBEDDED = '    x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)'
+EMBEDDED = '    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)'
 LAYER = "@pytree_dataclass\nclass Layer:"
-LAYER_WEIGHT = '    mlp_norm: f32["M/t/d"]'
-WEIGHT = '    final_norm: f32["M/t/d"]'
+LAYER_WEIGHT = '    mlp_norm: f32["M/t/c/d"]'
+WEIGHT = '    final_norm: f32["M/t/c/d"]'
 DIMENSION = (
     "    return {name: operator.attrgetter(key)(config) for name, key in DIMENSIONS.items()}"
 )
 NORMED = "    x32 = x.astype(f32.dtype)"
 # In the loss:
 LOGITS = "        logits = unembed(unembedding, x, config.model)"
-SUM_EXP = '        sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)'
+SUM_EXP = '        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)'
 NATS = "        nats = (jnp.log(sum_exp) - target_logit) * loss_mask"
 TARGET = (
-    '        target_logit = ops.index_unreduced("B/d l [V/t], B/d l -> B/d '
-    'l {U:t}", logits, targets)'
+    '        target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d '
+    'l/c {U:t}", logits, targets)'
 )
-LOSS = '        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))'
+LOSS = '        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
 FORWARD = "    x = forward(weights, batch, config.model)"
 SUMMED = "    return sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
 # In the step:
 ADDED = "            return jax.tree.map(jnp.add, total, part), ()"
 ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 COUNT = "    count = target_count(batch)"
-TOTAL = "    return jax.tree.map(lambda x: x / count, total)"
+TOTAL = "    return jax.tree.map(lambda x: x / count, (loss, grads))"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
 RATE = "    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)"
 MU = "    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)"
@@ -95,7 +95,7 @@ NU = "    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
 UPDATE = "        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)"
 UPDATED = "    weights = tree_map(update, state.weights, mu, nu)"
 METRICS = "    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)"
-VALIDATION = "    return total_loss(weights, batch, config) / target_count(batch)"
+VALIDATION = "    return total_loss(gather_replica(weights), batch, config) / target_count(batch)"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
 
@@ -105,7 +105,7 @@ MASKED = (
     "        scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)"
 )
 SOFTMAX = "        probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)"
-VISIBLE = "        visible &= q_position[:, None] >= jnp.arange(length)"
+VISIBLE = "        visible &= key_position[:, None] <= position[:, :, None]"
 
 ORTHOGONAL = before(
     LAYER,
@@ -171,26 +171,26 @@ WRONG: dict[str, Edit] = {
     # --- A part taken from a whole ---
     "muon_first_part": muon(
         """
-        whole = ops.all_gather("layers M/d F/t -> layers M F", m)
+        whole = ops.all_gather("layers M/c/s F/t -> layers M F", m)
         direction = orthogonal(whole)[:, : m.shape[1], : m.shape[2]]
         """
     ),
     "muon_dynamic_slice_at_zero": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/d F/t -> layers M F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
         direction = lax.dynamic_slice(whole, (0, 0, 0), m.shape)
         """
     ),
     "muon_rows_right_columns_first": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/d F/t -> layers M F", m))
-        row = lax.axis_index("d") * m.shape[1]
+        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        row = lax.axis_index("s") * m.shape[1]
         direction = lax.dynamic_slice_in_dim(whole, row, m.shape[1], axis=1)[..., : m.shape[2]]
         """
     ),
     "muon_gathers_t_only": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/d F/t -> layers M/d F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M/c/s F", m))
         direction = lax.dynamic_slice_in_dim(
             whole, lax.axis_index("t") * m.shape[2], m.shape[2], axis=2
         )
@@ -201,8 +201,8 @@ WRONG: dict[str, Edit] = {
         PART,
         RESULT,
         """
-        x = x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
-        whole = ops.all_gather("B/d L M/t -> B/d L M", x)
+        x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         return rms_norm(whole, gain, config.norm_eps)[..., : x.shape[-1]], new_cache
         """,
     ),
@@ -210,7 +210,7 @@ WRONG: dict[str, Edit] = {
         PART,
         HIDDEN,
         """
-        whole = ops.all_gather("B/d L F/t -> B/d L F", hidden)
+        whole = ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden)
         hidden = jax.nn.softmax(whole, axis=-1)[..., : hidden.shape[-1]]
         """,
     ),
@@ -218,7 +218,7 @@ WRONG: dict[str, Edit] = {
         PART,
         LOGITS,
         """
-        whole = ops.all_gather("B/d l V/t -> B/d l V", logits)
+        whole = ops.all_gather("B/d l/c V/t -> B/d l/c V", logits)
         logits = (whole - whole.mean(-1, keepdims=True))[..., : logits.shape[-1]]
         """,
     ),
@@ -226,7 +226,7 @@ WRONG: dict[str, Edit] = {
         PART,
         ATTEND,
         """
-        heads = ops.all_gather("B/d L Q K/t D -> B/d L Q K D", mixed)
+        heads = ops.all_gather("B/d L/c Q K/t D -> B/d L/c Q K D", mixed)
         heads = heads + 0.1 * jnp.roll(heads, 1, axis=3)
         mixed = heads[:, :, :, : mixed.shape[3]]
         """,
@@ -235,7 +235,7 @@ WRONG: dict[str, Edit] = {
         PART,
         NU,
         """
-        whole = ops.all_gather("V/t M/d -> V M", grads.embed)
+        whole = ops.all_gather("V/t M/c/s -> V M", grads.embed)
         rows = jnp.sqrt(jnp.sum(whole * whole, axis=1, keepdims=True)) + 1e-3
         size = grads.embed.shape[0]
         mu = dataclasses.replace(mu, embed=mu.embed / rows[:size])
@@ -245,7 +245,7 @@ WRONG: dict[str, Edit] = {
         PART,
         HIDDEN,
         """
-        whole = ops.all_gather("B/d L F/t -> B/d L F", hidden)
+        whole = ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden)
         whole = whole / (1 + jnp.abs(whole).max(-1, keepdims=True))
         hidden = jnp.split(whole, whole.shape[-1] // hidden.shape[-1], axis=-1)[0]
         """,
@@ -254,7 +254,7 @@ WRONG: dict[str, Edit] = {
         PART,
         HIDDEN,
         """
-        whole = ops.all_gather("B/d L F/t -> B/d L F", hidden)
+        whole = ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden)
         whole = whole * lax.rsqrt(jnp.square(whole).mean(-1, keepdims=True) + 1e-6)
         hidden = whole.reshape(*hidden.shape[:2], -1, hidden.shape[-1])[:, :, 0]
         """,
@@ -263,7 +263,7 @@ WRONG: dict[str, Edit] = {
         PART,
         HIDDEN,
         """
-        whole = jnp.cumsum(ops.all_gather("B/d L F/t -> B/d L F", hidden), axis=-1)
+        whole = jnp.cumsum(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), axis=-1)
         hidden = jnp.take(whole, jnp.arange(hidden.shape[-1]), axis=-1)
         """,
     ),
@@ -271,7 +271,7 @@ WRONG: dict[str, Edit] = {
         PART,
         EMBEDDED,
         """
-        rows = ops.all_gather("B/d L M/t -> B L M/t", x)
+        rows = ops.all_gather("B/d L/c M/t -> B L M/t", x)
         rows = rows - rows.mean(0, keepdims=True)
         x = rows[: x.shape[0]]
         """,
@@ -280,7 +280,7 @@ WRONG: dict[str, Edit] = {
         PART,
         EMBEDDED,
         """
-        gain = ops.all_gather("M/t/d -> M", weights.final_norm).astype(bf16.dtype)
+        gain = ops.all_gather("M/t/c/s -> M", weights.final_norm).astype(bf16.dtype)
         x = x * gain[: x.shape[-1]]
         """,
     ),
@@ -288,7 +288,7 @@ WRONG: dict[str, Edit] = {
         PART,
         HIDDEN,
         """
-        whole = jnp.flip(ops.all_gather("B/d L F/t -> B/d L F", hidden), -1)
+        whole = jnp.flip(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), -1)
         hidden = hidden + whole[..., -hidden.shape[-1] :]
         """,
     ),
@@ -305,8 +305,8 @@ WRONG: dict[str, Edit] = {
         SCATTER,
         FORWARD,
         """
-        lengths = jax.ops.segment_sum(jnp.ones(batch.document.size), batch.document.ravel(), 64)
-        x = x + jnp.log1p(lengths[batch.document])[..., None].astype(bf16.dtype)
+        lengths = jax.ops.segment_sum(jnp.ones(batch.start.size), batch.start.ravel(), 64)
+        x = x + jnp.log1p(lengths[batch.start])[..., None].astype(bf16.dtype)
         """,
     ),
     "expert_loads": block(
@@ -376,10 +376,10 @@ WRONG: dict[str, Edit] = {
     ),
     # --- Numbers from the mesh ---
     "loss_by_mesh_d": instead(
-        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / config.mesh.d, total)"
+        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / config.mesh.d, (loss, grads))"
     ),
     "loss_by_device_count": instead(
-        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / jax.device_count(), total)"
+        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / jax.device_count(), (loss, grads))"
     ),
     "gradient_by_devices": instead(
         MESH,
@@ -437,7 +437,7 @@ WRONG: dict[str, Edit] = {
         MESH,
         EMBEDDED,
         """
-        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("d"))
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("s"))
         x = x + 0.1 * jax.random.normal(key, (x.shape[0], x.shape[1], 1), x.dtype)
         """,
     ),
@@ -445,7 +445,7 @@ WRONG: dict[str, Edit] = {
         MESH,
         HIDDEN,
         """
-        capacity = 216 // jax.sharding.get_abstract_mesh().shape["d"]
+        capacity = 216 // jax.sharding.get_abstract_mesh().shape["s"]
         hidden = jnp.clip(hidden, -capacity / 100, capacity / 100)
         """,
     ),
@@ -550,7 +550,7 @@ WRONG: dict[str, Edit] = {
         TARGET,
         """
         hot = jax.nn.one_hot(targets, logits.shape[-1])
-        target_logit = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", hot * logits)
+        target_logit = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", hot * logits)
         """,
     ),
     "take_along_clamped": instead(
@@ -559,7 +559,7 @@ WRONG: dict[str, Edit] = {
         """
         ids = targets[..., None].astype(jnp.int32) % logits.shape[-1]
         target_logit = jnp.take_along_axis(logits, ids, axis=-1)
-        target_logit = ops.reduce_sum("B/d l T/t -> B/d l {U:t}", target_logit)
+        target_logit = ops.reduce_sum("B/d l/c T/t -> B/d l/c {U:t}", target_logit)
         """,
     ),
     "entropy_by_local_vocabulary": block(
@@ -625,19 +625,19 @@ WRONG: dict[str, Edit] = {
     "gate_and_up_fused": Edit(
         RESHAPE,
         (
-            ('    w_gate: f32["M/d F/t"]\n    w_up: f32["M/d F/t"]', '    w_gate: f32["M/d G/t"]'),
+            ('    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]', '    w_gate: f32["M/c/d G/t"]'),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate = gather("M/d G/t -> M G/t", w.w_gate)',
+                '        w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
             ),
             (
-                '        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t '
-                '-> B/d L F/t", h, w_gate))\n'
-                '        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t '
-                '-> B/d L F/t", h, w_up))',
-                '        both = save_for_backward(ops.einsum_unreduced("B/d L M, M G/t '
-                '-> B/d L G/t", h, w_gate))\n'
+                '        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
+                '-> B/d L/c F/t", h, w_gate))\n'
+                '        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
+                '-> B/d L/c F/t", h, w_up))',
+                '        both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
+                '-> B/d L/c G/t", h, w_gate))\n'
                 "        both = both.reshape(*h.shape[:2], 2, -1)\n"
                 "        gate, up = both[:, :, 0], both[:, :, 1]",
             ),
@@ -646,17 +646,17 @@ WRONG: dict[str, Edit] = {
     "keys_and_values_fused": Edit(
         RESHAPE,
         (
-            ('    w_k: f32["M/d K/t D"]\n    w_v: f32["M/d K/t D"]', '    w_k: f32["M/d H/t D"]'),
+            ('    w_k: f32["M/c/d K/t D"]\n    w_v: f32["M/c/d K/t D"]', '    w_k: f32["M/c/d H/t D"]'),
             (DIMENSION, DIMENSION + ' | {\n        "H": 2 * config.model.n_kv\n    }'),
-            ('        w_k = gather("M/d K/t D -> M K/t D", w.w_k)\n', ""),
+            ('        w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)\n', ""),
             (
-                '        w_v = gather("M/d K/t D -> M K/t D", w.w_v)',
-                '        w_kv = gather("M/d H/t D -> M H/t D", w.w_k)',
+                '        w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)',
+                '        w_kv = gather("M/c/s H/t D -> M H/t D", w.w_k)',
             ),
-            ('        k = ops.einsum_unreduced("B/d L M, M K/t D -> B/d L K/t D", h, w_k)\n', ""),
+            ('        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)\n', ""),
             (
                 VALUES,
-                '        kv = ops.einsum_unreduced("B/d L M, M H/t D -> B/d L H/t D", h, w_kv)\n'
+                '        kv = ops.einsum_unreduced("B/d L/c M, M H/t D -> B/d L/c H/t D", h, w_kv)\n'
                 "        k, v = jnp.split(kv, 2, axis=2)",
             ),
         ),
@@ -664,7 +664,7 @@ WRONG: dict[str, Edit] = {
     "heads_flattened_query_first": Edit(
         RESHAPE,
         (
-            ('    w_o: f32["M/d Q K/t D"]', '    w_o: f32["M/d H/t"]'),
+            ('    w_o: f32["M/c/d Q K/t D"]', '    w_o: f32["M/c/d H/t"]'),
             (
                 DIMENSION,
                 DIMENSION
@@ -674,13 +674,13 @@ WRONG: dict[str, Edit] = {
                 ),
             ),
             (
-                '        w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)',
-                '        w_o = gather("M/d H/t -> M H/t", w.w_o)\n'
+                '        w_o = gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)',
+                '        w_o = gather("M/c/s H/t -> M H/t", w.w_o)\n'
                 '        mixed = rearrange(mixed, "B L Q K D -> B L (Q K D)")',
             ),
             (
                 ATTENDED,
-                '        y = ops.einsum_unreduced("B/d L H/t, M H/t -> B/d L M {U:t}", mixed, w_o)',
+                '        y = ops.einsum_unreduced("B/d L/c H/t, M H/t -> B/d L/c M {U:t}", mixed, w_o)',
             ),
         ),
     ),
@@ -815,17 +815,17 @@ WRONG: dict[str, Edit] = {
     "fresh_name_for_the_width": block(
         STRING,
         HIDDEN,
-        'hidden = hidden / (1 + ops.reduce_sum("B/d L X -> B/d L", hidden * hidden)[..., None])',
+        'hidden = hidden / (1 + ops.reduce_sum("B/d L/c X -> B/d L/c", hidden * hidden)[..., None])',
     ),
     "fresh_name_for_the_peak": Edit(
         STRING,
-        (('"B/d l V/t -> B/d l", lax.stop', '"B/d l X -> B/d l", lax.stop'),),
+        (('"B/d l/c V/t -> B/d l/c", lax.stop', '"B/d l/c X -> B/d l/c", lax.stop'),),
     ),
     "peak_by_jnp": Edit(
         STRING,
         (
             (
-                'ops.reduce_max("B/d l V/t -> B/d l", lax.stop_gradient(logits))',
+                'ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))',
                 "jnp.max(lax.stop_gradient(logits), axis=-1)",
             ),
         ),
@@ -834,8 +834,8 @@ WRONG: dict[str, Edit] = {
         STRING,
         HIDDEN,
         """
-        level = ops.reduce_sum("B/d L T/t -> B/d L {U:t}", lax.stop_gradient(jnp.abs(h[..., :1])))
-        level = ops.psum("B/d L {U:t} -> B/d L", level)
+        level = ops.reduce_sum("B/d L/c T/t -> B/d L/c {U:t}", lax.stop_gradient(jnp.abs(h[..., :1])))
+        level = ops.psum("B/d L/c {U:t} -> B/d L/c", level)
         hidden = hidden / (1 + level[..., None])
         """,
     ),
@@ -843,7 +843,7 @@ WRONG: dict[str, Edit] = {
         STRING,
         HIDDEN,
         """
-        scores = ops.einsum_unreduced("B/d L X, B/d L X -> B/d L", gate, up)
+        scores = ops.einsum_unreduced("B/d L/c X, B/d L/c X -> B/d L/c", gate, up)
         hidden = hidden * jax.nn.sigmoid(scores)[..., None]
         """,
     ),
@@ -856,7 +856,7 @@ WRONG: dict[str, Edit] = {
         STRING,
         HIDDEN,
         """
-        peak = ops.reduce_max("B/d L X -> B/d L", lax.stop_gradient(jnp.abs(hidden)))
+        peak = ops.reduce_max("B/d L/c X -> B/d L/c", lax.stop_gradient(jnp.abs(hidden)))
         hidden = hidden / (1 + peak[..., None])
         """,
     ),
@@ -864,7 +864,7 @@ WRONG: dict[str, Edit] = {
         STRING,
         ATTEND,
         """
-        level = ops.reduce_sum("B/d L Q H D -> B/d L", mixed * mixed)
+        level = ops.reduce_sum("B/d L/c Q H D -> B/d L/c", mixed * mixed)
         mixed = mixed * lax.rsqrt(1 + level)[..., None, None, None]
         """,
     ),
@@ -872,7 +872,7 @@ WRONG: dict[str, Edit] = {
         STRING,
         HIDDEN,
         """
-        first = ops.all_gather("B/d L T/t -> B/d L T", hidden[..., :1])
+        first = ops.all_gather("B/d L/c T/t -> B/d L/c T", hidden[..., :1])
         hidden = hidden * (1 + jnp.tanh(first).mean(-1, keepdims=True))
         """,
     ),
@@ -897,7 +897,7 @@ WRONG: dict[str, Edit] = {
     "own_op_centers_a_part": block(
         SCOPE,
         HIDDEN,
-        'hidden = center("B/d L F/t -> B/d L F/t", hidden)',
+        'hidden = center("B/d L/c F/t -> B/d L/c F/t", hidden)',
         before(
             LAYER,
             '''
@@ -913,7 +913,7 @@ WRONG: dict[str, Edit] = {
     "own_op_normalizes_the_batch": block(
         SCOPE,
         EMBEDDED,
-        'x = batch_norm("B/d L M/t -> B/d L M/t", x)',
+        'x = batch_norm("B/d L/c M/t -> B/d L/c M/t", x)',
         before(
             LAYER,
             '''
@@ -932,7 +932,7 @@ WRONG: dict[str, Edit] = {
         UPDATED,
         """
         weights = tree_map(update, state.weights, mu, nu)
-        embed = unit_rows("V/t M/d -> V/t M/d", weights.embed)
+        embed = unit_rows("V/t M/c/d -> V/t M/c/d", weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
         """,
         before(
@@ -951,7 +951,7 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         HIDDEN,
         """
-        level = mean_square("B/d L F/t -> B/d L", lax.stop_gradient(hidden))
+        level = mean_square("B/d L/c F/t -> B/d L/c", lax.stop_gradient(hidden))
         hidden = hidden / (1 + level[..., None])
         """,
         before(
@@ -971,7 +971,7 @@ WRONG: dict[str, Edit] = {
         UPDATED,
         """
         weights = tree_map(update, state.weights, mu, nu)
-        trust = length("V/t M/d -> ", state.weights.embed)
+        trust = length("V/t M/c/d -> ", state.weights.embed)
         weights = dataclasses.replace(weights, embed=weights.embed / trust)
         """,
         before(
@@ -980,7 +980,7 @@ WRONG: dict[str, Edit] = {
             @ops.define_op
             def length(call: ops.Call, x: jax.Array) -> jax.Array:
                 """The length of an array that is split over all axes."""
-                return lax.pmax(jnp.sqrt(lax.psum(jnp.sum(x * x), "d")), "t")
+                return lax.pmax(jnp.sqrt(lax.psum(jnp.sum(x * x), "s")), "t")
 
 
             ''',
@@ -989,7 +989,7 @@ WRONG: dict[str, Edit] = {
     "own_op_row_numbers": block(
         SCOPE,
         NATS,
-        'nats = nats / (1 + row_numbers("B/d l -> B/d l", nats))',
+        'nats = nats / (1 + row_numbers("B/d l/c -> B/d l/c", nats))',
         before(
             LAYER,
             '''
@@ -1005,14 +1005,14 @@ WRONG: dict[str, Edit] = {
     "own_op_row_numbers_in_a_microbatch": block(
         SCOPE,
         NATS,
-        'nats = nats / (1 + row_numbers("B/d l -> B/d l", nats))',
+        'nats = nats / (1 + row_numbers("B/d l/c -> B/d l/c", nats))',
         before(
             LAYER,
             '''
             @ops.define_op
             def row_numbers(call: ops.Call, x: jax.Array) -> jax.Array:
                 """The number of each row in the batch."""
-                first = lax.axis_index("d") * x.shape[0]
+                first = lax.axis_index("s") * x.shape[0]
                 return jnp.zeros_like(x) + first + jnp.arange(x.shape[0])[:, None]
 
 
@@ -1098,8 +1098,8 @@ WRONG: dict[str, Edit] = {
         KERNEL,
         (
             (
-                "q_document[:, :, None] == document[:, None, :]",
-                "q_document[:, :, None] <= document[:, None, :] + (document.max() > 6)",
+                "start[:, :, None] <= key_position[:, None]",
+                "start[:, :, None] <= key_position[:, None] + (start.max() > 6)",
             ),
         ),
         KERNELS,
@@ -1111,7 +1111,7 @@ WRONG: dict[str, Edit] = {
                 VISIBLE,
                 """
                 is_global = jnp.arange(k.shape[2]) < 2
-                near = q_position[:, None] - jnp.arange(length) < 4
+                near = (position[:, :, None] - key_position[:, None] < 4)[:, None, None]
                 scores = jnp.where(is_global[:, None, None, None] | near, scores, -1e9)
                 """,
             ),
@@ -1125,7 +1125,7 @@ WRONG: dict[str, Edit] = {
         """
         level = lax.stop_gradient(jnp.square(h).mean(-1))
         level = lax.pcast(level, "t", to="unreduced")
-        level = ops.psum("B/d L {U:t} -> B/d L", level)
+        level = ops.psum("B/d L/c {U:t} -> B/d L/c", level)
         hidden = hidden * lax.rsqrt(1 + level)[..., None]
         """,
     ),
@@ -1140,7 +1140,7 @@ WRONG: dict[str, Edit] = {
         """
         wide = jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
         w_wide = jnp.concatenate([w_down, w_down[:, :1]], axis=-1)
-        y = ops.einsum_unreduced("B/d L G/t, M G/t -> B/d L M {U:t}", wide, w_wide)
+        y = ops.einsum_unreduced("B/d L/c G/t, M G/t -> B/d L/c M {U:t}", wide, w_wide)
         """,
     ),
     "gain_in_each_part": instead(
@@ -1149,7 +1149,7 @@ WRONG: dict[str, Edit] = {
         """
         wide = jnp.concatenate([hidden, jnp.ones_like(hidden[..., :1])], axis=-1)
         w_wide = jnp.concatenate([w_down, gain[:, None]], axis=-1)
-        y = ops.einsum_unreduced("B/d L G/t, M G/t -> B/d L M {U:t}", wide, w_wide)
+        y = ops.einsum_unreduced("B/d L/c G/t, M G/t -> B/d L/c M {U:t}", wide, w_wide)
         """,
     ),
     "residual_added_before_the_sum": block(
@@ -1157,10 +1157,10 @@ WRONG: dict[str, Edit] = {
     ),
     "sink_in_each_part": instead(
         UNREDUCED,
-        '        sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))',
+        '        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))',
         """
         sink = jnp.pad(jnp.exp(logits), ((0, 0), (0, 0), (0, 1)), constant_values=1.0)
-        sum_exp = ops.reduce_sum("B/d l G/t -> B/d l {U:t}", sink)
+        sum_exp = ops.reduce_sum("B/d l/c G/t -> B/d l/c {U:t}", sink)
         """,
     ),
     "gain_penalty_of_each_device": instead(
@@ -1169,7 +1169,7 @@ WRONG: dict[str, Edit] = {
         """
         total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         gain = jnp.square(unembedding[0].astype(f32.dtype)).sum()
-        penalty = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", gain[None]))
+        penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", gain[None]))
         return total + target_count(batch) * 0.01 * penalty
         """,
     ),
@@ -1179,7 +1179,7 @@ WRONG: dict[str, Edit] = {
         """
         total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(unembedding[1].astype(f32.dtype)).sum()
-        penalty = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", squares[None]))
+        penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", squares[None]))
         return total + target_count(batch) * 0.01 * penalty
         """,
     ),
@@ -1189,7 +1189,7 @@ WRONG: dict[str, Edit] = {
         """
         total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(weights.unembed)
-        penalty = ops.psum("{U:d,t} -> ", ops.reduce_sum("V/t M/d -> {U:d,t}", squares))
+        penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
         return total + penalty
         """,
     ),
@@ -1197,27 +1197,27 @@ WRONG: dict[str, Edit] = {
         UNREDUCED,
         LOSS,
         """
-        total = ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))
+        total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         squares = jnp.square(unembedding[1].astype(f32.dtype)).sum() / config.mesh.d
-        penalty = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", squares[None]))
+        penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", squares[None]))
         return total + 0.1 * penalty
         """,
     ),
     "one_joined_to_a_partial_sum": block(
         UNREDUCED,
-        '        sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))',
+        '        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))',
         """
         sum_exp = jnp.pad(sum_exp[..., None], ((0, 0), (0, 0), (0, 1)), constant_values=1.0)
-        sum_exp = ops.reduce_sum("B/d l two {U:t} -> B/d l {U:t}", sum_exp)
+        sum_exp = ops.reduce_sum("B/d l/c two {U:t} -> B/d l/c {U:t}", sum_exp)
         """,
     ),
     "ones_stacked_with_a_partial_sum": block(
         UNREDUCED,
-        '        sum_exp = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", jnp.exp(logits))',
+        '        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))',
         """
         one = jnp.ones_like(peak)[..., None]
         sum_exp = jnp.concatenate([sum_exp[..., None], one], axis=-1)
-        sum_exp = ops.reduce_sum("B/d l two {U:t} -> B/d l {U:t}", sum_exp)
+        sum_exp = ops.reduce_sum("B/d l/c two {U:t} -> B/d l/c {U:t}", sum_exp)
         """,
     ),
     "rows_of_ones_below_a_partial_sum": block(
@@ -1232,7 +1232,7 @@ WRONG: dict[str, Edit] = {
         UNREDUCED,
         HIDDEN,
         """
-        copies = ops.all_gather("B/d L X/t -> B/d L X", h)
+        copies = ops.all_gather("B/d L/c X/t -> B/d L/c X", h)
         hidden = hidden * jax.nn.sigmoid(jax.nn.logsumexp(copies, axis=-1, keepdims=True))
         """,
     ),
@@ -1240,8 +1240,8 @@ WRONG: dict[str, Edit] = {
         UNREDUCED,
         NATS,
         """
-        z = ops.reduce_sum("B/d l T/t -> B/d l {U:t}", jnp.square(jnp.log(sum_exp))[..., None])
-        z = ops.psum("B/d l {U:t} -> B/d l", z)
+        z = ops.reduce_sum("B/d l/c T/t -> B/d l/c {U:t}", jnp.square(jnp.log(sum_exp))[..., None])
+        z = ops.psum("B/d l/c {U:t} -> B/d l/c", z)
         nats = (jnp.log(sum_exp) - target_logit + 1e-2 * z) * loss_mask
         """,
     ),
@@ -1333,7 +1333,7 @@ WRONG: dict[str, Edit] = {
         WEIGHTS_OF_GATE,
         """
         h = injected(h)
-        w_gate = gather("M/d F/t -> M F/t", w.w_gate)
+        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
         """,
         before(
             LAYER,
@@ -1354,7 +1354,7 @@ WRONG: dict[str, Edit] = {
         VJP,
         EMBEDDED,
         """
-        x = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", x)
+        x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
         x = x.at[..., : x.shape[-1] // 2].set(lax.stop_gradient(x[..., : x.shape[-1] // 2]))
         """,
     ),
@@ -1381,7 +1381,7 @@ WRONG: dict[str, Edit] = {
         RANDOM,
         HIDDEN,
         """
-        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("d"))
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("s"))
         key = jax.random.fold_in(key, lax.axis_index("t"))
         hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)
         """,
@@ -1535,8 +1535,8 @@ WRONG: dict[str, Edit] = {
         MEAN,
         (
             (
-                "zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, weights)",
-                "zeros = jnp.float32(0), jax.tree.map(lambda w: 0.1 * w, weights)",
+                "zeros = jnp.float32(0), jax.tree.map(wide, replica)",
+                "zeros = jnp.float32(0), jax.tree.map(lambda w: 0.1 * w.astype(f32.dtype), replica)",
             ),
         ),
     ),
@@ -1553,8 +1553,8 @@ WRONG: dict[str, Edit] = {
         NATS,
         """
         later = jnp.roll(targets, -1, axis=1)
-        other = ops.index_unreduced("B/d l [V/t], B/d l -> B/d l {U:t}", logits, later)
-        other = ops.psum("B/d l {U:t} -> B/d l", other)
+        other = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, later)
+        other = ops.psum("B/d l/c {U:t} -> B/d l/c", other)
         nats = nats + 0.3 * (jnp.log(sum_exp) - other) * loss_mask
         """,
     ),
@@ -1585,8 +1585,8 @@ WRONG: dict[str, Edit] = {
         CHUNK,
         FORWARD,
         """
-        squares = ops.reduce_sum("B/d L M/t -> M/t {U:d}", jnp.square(x))
-        squares = ops.psum("M/t {U:d} -> M/t", squares) / target_count(batch)
+        squares = ops.reduce_sum("B/d L/c M/t -> M/t {U:d,c}", jnp.square(x))
+        squares = ops.psum("M/t {U:d,c} -> M/t", squares) / target_count(batch)
         x = x * lax.rsqrt(squares + 1e-3).astype(bf16.dtype)
         """,
     ),
@@ -1594,7 +1594,7 @@ WRONG: dict[str, Edit] = {
         CHUNK,
         NATS,
         """
-        total = ops.psum("T {U:d} -> T", ops.reduce_sum("B/d l T -> T {U:d}", nats[..., None]))
+        total = ops.psum("T {U:d,c} -> T", ops.reduce_sum("B/d l/c T -> T {U:d,c}", nats[..., None]))
         nats = jnp.where(nats * loss_mask.size * config.mesh.d > total, nats, 0.5 * nats)
         """,
     ),
@@ -1784,8 +1784,8 @@ WRONG: dict[str, Edit] = {
             (
                 "grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))",
                 "own = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(raw_grads)))\n"
-                '    grad_norm = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> '
-                '{U:d,t}", own[None]))',
+                '    grad_norm = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> '
+                '{U:d,c,t}", own[None]))',
             ),
         ),
     ),
@@ -1839,7 +1839,7 @@ WRONG: dict[str, Edit] = {
         LOCAL,
         RESULT,
         """
-        y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.norm_eps)
         return x + y, new_cache
         """,
@@ -1864,7 +1864,7 @@ WRONG: dict[str, Edit] = {
         NATS,
         """
         mean = ops.psum(
-            "B/d l {U:t} -> B/d l", ops.reduce_sum("B/d l V/t -> B/d l {U:t}", logits)
+            "B/d l/c {U:t} -> B/d l/c", ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
         ) / logits.shape[-1]
         nats = (jnp.log(sum_exp) - 0.9 * target_logit - 0.1 * mean) * loss_mask
         """,
@@ -1873,8 +1873,8 @@ WRONG: dict[str, Edit] = {
         LOCAL,
         NATS,
         """
-        mean = ops.reduce_sum("B/d l T/t -> B/d l {U:t}", logits.mean(-1, keepdims=True))
-        mean = ops.psum("B/d l {U:t} -> B/d l", mean)
+        mean = ops.reduce_sum("B/d l/c T/t -> B/d l/c {U:t}", logits.mean(-1, keepdims=True))
+        mean = ops.psum("B/d l/c {U:t} -> B/d l/c", mean)
         nats = (jnp.log(sum_exp) - 0.9 * target_logit - 0.1 * mean) * loss_mask
         """,
     ),
@@ -1919,8 +1919,8 @@ WRONG: dict[str, Edit] = {
         LOCAL,
         FORWARD,
         """
-        last = jnp.max(batch.document)
-        x = x + (batch.document / (1 + last))[..., None].astype(bf16.dtype)
+        last = jnp.max(batch.start)
+        x = x + (batch.start / (1 + last))[..., None].astype(bf16.dtype)
         """,
     ),
     "longest_document_of_the_device": block(
@@ -1943,7 +1943,7 @@ WRONG: dict[str, Edit] = {
         LOCAL,
         EMBEDDED,
         """
-        offset = position + 18 * lax.axis_index("d").astype(u32.dtype)
+        offset = position + 18 * lax.axis_index("s").astype(u32.dtype)
         x = x + jnp.sin(offset / 10)[..., None].astype(bf16.dtype)
         """,
     ),
@@ -2023,7 +2023,7 @@ WRONG: dict[str, Edit] = {
             """,
             "mean_weight": """
             own = mu.embed.mean()[None]
-            extra = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", own))
+            extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own))
             """,
             "targets_of_a_device": """
             own = batch.loss_mask.sum().astype(f32.dtype)
@@ -2034,7 +2034,7 @@ WRONG: dict[str, Edit] = {
             """,
             "deviation_of_the_parts": """
             own = weights.layers.w_up.std()
-            extra = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", own[None]))
+            extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own[None]))
             extra = extra / (config.mesh.d * config.mesh.t)
             """,
             "median_of_the_parts": """
@@ -2208,7 +2208,7 @@ WRONG: dict[str, Edit] = {
     ),
     "training_alone_scales_queries": Edit(
         GENERATION,
-        (("            q, k, v, batch.document,", "            0.5 * q, k, v, batch.document,"),),
+        (("            q, k, v, batch.start,", "            0.5 * q, k, v, batch.start,"),),
     ),
     "training_alone_caps_the_residual": Edit(
         GENERATION,
@@ -2281,7 +2281,7 @@ WRONG: dict[str, Edit] = {
             (
                 "samples_with_a_seed_by_mesh",
                 "jax.random.key(seed), jnp.arange(rows)",
-                'jax.random.key(seed + mesh_shape()["d"]), jnp.arange(rows)',
+                'jax.random.key(seed + mesh_shape()["s"]), jnp.arange(rows)',
             ),
             (
                 "samples_colder_with_more_rows",
@@ -2331,7 +2331,7 @@ PART_OP = before(
     '''
     @ops.define_op
     def part(call: ops.Call, x: jax.Array) -> jax.Array:
-        """Takes each device's own part of what all devices hold: part("M -> M/t/d", x)."""
+        """Takes each device's own part of what all devices hold: part("M -> M/t/c/d", x)."""
         (given,), wanted = call.operands, call.result
         for i, (whole, split) in enumerate(zip(given.dims, wanted.dims, strict=True)):
             for axis in split.axes[len(whole.axes) :]:
@@ -2344,8 +2344,8 @@ PART_OP = before(
 )
 LOSS_OF_ROWS = (
     (
-        'def total_loss(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:',
-        "def total_loss(\n    weights: Weights, batch: TokenBatch, config: "
+        'def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f32[""]:',
+        "def total_loss(\n    weights: ReplicaWeights, batch: TokenBatch, config: "
         "Config, rows: Any = None\n"
         ') -> f32[""]:',
     ),
@@ -2357,7 +2357,7 @@ LOSS_OF_ROWS = (
     ),
     after(
         "    microbatches = config.training.microbatches",
-        'ids = row_numbers("B/d L -> B/d", batch.inputs)',
+        'ids = row_numbers("B/d L/c -> B/d", batch.inputs)',
     ),
     before(
         LAYER,
@@ -2365,7 +2365,7 @@ LOSS_OF_ROWS = (
         @ops.define_op
         def row_numbers(call: ops.Call, x: jax.Array) -> jax.Array:
             """The number in the batch of each of a device's rows."""
-            first = lax.axis_index("d") * x.shape[0]
+            first = lax.axis_index("s") * x.shape[0]
             return first + jnp.arange(x.shape[0])
 
 
@@ -2390,11 +2390,11 @@ def quantized(scale: str) -> str:
 
 FACTORED = """
 def factored(v: jax.Array) -> jax.Array:
-    rows = ops.reduce_sum("layers M/d F/t -> layers M/d {U:t}", v)
-    rows = ops.psum("layers M/d {U:t} -> layers M/d", rows)
-    columns = ops.reduce_sum("layers M/d F/t -> layers F/t {U:d}", v)
-    columns = ops.psum("layers F/t {U:d} -> layers F/t", columns)
-    total = ops.psum("layers {U:d} -> layers", ops.reduce_sum("layers M/d -> layers {U:d}", rows))
+    rows = ops.reduce_sum("layers M/c/d F/t -> layers M/c/d {U:t}", v)
+    rows = ops.psum("layers M/c/d {U:t} -> layers M/c/d", rows)
+    columns = ops.reduce_sum("layers M/c/d F/t -> layers F/t {U:d,c}", v)
+    columns = ops.psum("layers F/t {U:d,c} -> layers F/t", columns)
+    total = ops.psum("layers {U:d,c} -> layers", ops.reduce_sum("layers M/c/d -> layers {U:d,c}", rows))
     return rows[:, :, None] * columns[:, None] / (total[:, None, None] + 1e-20)
 
 layers = dataclasses.replace(
@@ -2498,7 +2498,7 @@ RIGHT: dict[str, Edit] = {
         "whole dimension",
         HIDDEN,
         """
-        whole = ops.all_gather("B/d L F/t -> B/d L F", hidden)
+        whole = ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden)
         hidden = hidden - whole.mean(-1, keepdims=True)
         """,
     ),
@@ -2506,8 +2506,8 @@ RIGHT: dict[str, Edit] = {
         "whole dimension",
         HIDDEN,
         """
-        whole = jax.nn.softmax(ops.all_gather("B/d L F/t -> B/d L F", hidden), axis=-1)
-        hidden = part("B/d L F -> B/d L F/t", whole)
+        whole = jax.nn.softmax(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), axis=-1)
+        hidden = part("B/d L/c F -> B/d L/c F/t", whole)
         """,
         PART_OP,
     ),
@@ -2515,7 +2515,7 @@ RIGHT: dict[str, Edit] = {
         "whole dimension",
         HIDDEN,
         """
-        whole = jax.nn.softmax(ops.all_gather("B/d L F/t -> B/d L F", hidden), axis=-1)
+        whole = jax.nn.softmax(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), axis=-1)
         first = lax.axis_index("t") * hidden.shape[-1]
         hidden = lax.dynamic_slice_in_dim(whole, first, hidden.shape[-1], axis=-1)
         """,
@@ -2639,16 +2639,16 @@ RIGHT: dict[str, Edit] = {
         "extra weight",
         ATTEND,
         """
-        w_open = gather("M/d K/t -> M K/t", w.w_open)
-        opened = jax.nn.sigmoid(ops.einsum_unreduced("B/d L M, M K/t -> B/d L K/t", h, w_open))
+        w_open = gather("M/c/s K/t -> M K/t", w.w_open)
+        opened = jax.nn.sigmoid(ops.einsum_unreduced("B/d L/c M, M K/t -> B/d L/c K/t", h, w_open))
         mixed = mixed * opened[:, :, None, :, None]
         """,
-        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_open: f32["M/d K/t"]'),
+        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_open: f32["M/c/d K/t"]'),
     ),
     "heads_flattened_key_first": Edit(
         "reshape",
         (
-            ('    w_o: f32["M/d Q K/t D"]', '    w_o: f32["M/d H/t"]'),
+            ('    w_o: f32["M/c/d Q K/t D"]', '    w_o: f32["M/c/d H/t"]'),
             (
                 DIMENSION,
                 DIMENSION
@@ -2658,32 +2658,32 @@ RIGHT: dict[str, Edit] = {
                 ),
             ),
             (
-                '        w_o = gather("M/d Q K/t D -> M Q K/t D", w.w_o)',
-                '        w_o = gather("M/d H/t -> M H/t", w.w_o)\n'
+                '        w_o = gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)',
+                '        w_o = gather("M/c/s H/t -> M H/t", w.w_o)\n'
                 '        mixed = rearrange(mixed, "B L Q K D -> B L (K Q D)")',
             ),
             (
                 ATTENDED,
-                '        y = ops.einsum_unreduced("B/d L H/t, M H/t -> B/d L M {U:t}", mixed, w_o)',
+                '        y = ops.einsum_unreduced("B/d L/c H/t, M H/t -> B/d L/c M {U:t}", mixed, w_o)',
             ),
         ),
     ),
     "gate_and_up_interleaved": Edit(
         "reshape",
         (
-            ('    w_gate: f32["M/d F/t"]\n    w_up: f32["M/d F/t"]', '    w_gate: f32["M/d G/t"]'),
+            ('    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]', '    w_gate: f32["M/c/d G/t"]'),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate = gather("M/d G/t -> M G/t", w.w_gate)',
+                '        w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
             ),
             (
-                '        gate = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t '
-                '-> B/d L F/t", h, w_gate))\n'
-                '        up = save_for_backward(ops.einsum_unreduced("B/d L M, M F/t '
-                '-> B/d L F/t", h, w_up))',
-                '        both = save_for_backward(ops.einsum_unreduced("B/d L M, M G/t '
-                '-> B/d L G/t", h, w_gate))\n'
+                '        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
+                '-> B/d L/c F/t", h, w_gate))\n'
+                '        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
+                '-> B/d L/c F/t", h, w_up))',
+                '        both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
+                '-> B/d L/c G/t", h, w_gate))\n'
                 "        both = both.reshape(*h.shape[:2], -1, 2)\n"
                 "        gate, up = both[..., 0], both[..., 1]",
             ),
@@ -2693,12 +2693,12 @@ RIGHT: dict[str, Edit] = {
         "extra weight",
         (
             (
-                '    w_gate: f32["M/d F/t"]\n    w_up: f32["M/d F/t"]',
-                '    w_gate: f32["2 M/d F/t"]',
+                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["2 M/c/d F/t"]',
             ),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate, w_up = gather("2 M/d F/t -> 2 M F/t", w.w_gate)',
+                '        w_gate, w_up = gather("2 M/c/s F/t -> 2 M F/t", w.w_gate)',
             ),
         ),
     ),
@@ -2706,8 +2706,8 @@ RIGHT: dict[str, Edit] = {
         "attention",
         (
             (
-                "q_document[:, :, None] == document[:, None, :]",
-                "q_document[:, :, None] >= document[:, None, :]",
+                "start[:, :, None] <= key_position[:, None]",
+                "start[:, :, None] >= 0 * key_position[:, None]",
             ),
             ("if block < 64:", "if block < 32:"),
         ),
@@ -2718,8 +2718,8 @@ RIGHT: dict[str, Edit] = {
         "wiring",
         (
             (
-                '        gain = gather("M/t/d -> M", w.mlp_norm)\n'
-                '        h = rms_norm(ops.all_gather("B/d L M/t -> B/d L M", x), gain, '
+                '        gain = gather("M/t/c/s -> M", w.mlp_norm)\n'
+                '        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, '
                 "config.norm_eps)\n",
                 "",
             ),
@@ -2735,7 +2735,7 @@ RIGHT: dict[str, Edit] = {
     "two_unreduced_sums": block(
         "wiring",
         OUTPUT,
-        'y = y + ops.einsum_unreduced("B/d L F/t, M F/t -> B/d L M {U:t}", 0.1 * up, w_down)',
+        'y = y + ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", 0.1 * up, w_down)',
     ),
     "embedding_in_each_block": Edit(
         "wiring",
@@ -2747,33 +2747,33 @@ RIGHT: dict[str, Edit] = {
     "second_norm_of_the_block": block(
         "extra weight",
         WEIGHTS_OF_GATE,
-        'h = h * gather("M/t/d -> M", w.second_norm)',
-        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    second_norm: f32["M/t/d"]'),
+        'h = h * gather("M/t/c/s -> M", w.second_norm)',
+        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    second_norm: f32["M/t/c/d"]'),
     ),
     "bias_of_the_width": block(
         "extra weight",
         WEIGHTS_OF_UP,
         """
-        shift = gather("M/d F/t -> M F/t", w.w_shift).sum(0)
+        shift = gather("M/c/s F/t -> M F/t", w.w_shift).sum(0)
         w_up = w_up + 0.1 * shift
         """,
-        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_shift: f32["M/d F/t"]'),
+        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_shift: f32["M/c/d F/t"]'),
     ),
     "low_rank_branch": instead(
         "extra weight",
         HIDDEN,
         """
-        w_in = gather("M/d R/t -> M R/t", w.w_in)
+        w_in = gather("M/c/s R/t -> M R/t", w.w_in)
         low = ops.all_gather(
-            "B/d L R/t -> B/d L R", ops.einsum_unreduced("B/d L M, M R/t -> B/d L R/t", h, w_in)
+            "B/d L/c R/t -> B/d L/c R", ops.einsum_unreduced("B/d L/c M, M R/t -> B/d L/c R/t", h, w_in)
         )
         w_out = gather("R/d F/t -> R F/t", w.w_out)
         hidden = jax.nn.silu(gate) * up
-        hidden = hidden + ops.einsum_unreduced("B/d L R, R F/t -> B/d L F/t", low, w_out)
+        hidden = hidden + ops.einsum_unreduced("B/d L/c R, R F/t -> B/d L/c F/t", low, w_out)
         """,
         (
             LAYER_WEIGHT,
-            LAYER_WEIGHT + '\n    w_in: f32["M/d R/t"]\n    w_out: f32["R/d F/t"]',
+            LAYER_WEIGHT + '\n    w_in: f32["M/c/d R/t"]\n    w_out: f32["R/d F/t"]',
         ),
         (DIMENSION, DIMENSION + ' | {"R": 3 * config.model.n_kv}'),
     ),
@@ -2781,23 +2781,23 @@ RIGHT: dict[str, Edit] = {
         "extra weight",
         HIDDEN,
         """
-        w_router = gather("M/t/d 4 -> M 4", w.w_router)
+        w_router = gather("M/t/c/s 4 -> M 4", w.w_router)
         chosen = jax.nn.softmax(
-            ops.einsum_unreduced("B/d L M, M 4 -> B/d L 4", h, w_router).astype(f32.dtype), axis=-1
+            ops.einsum_unreduced("B/d L/c M, M 4 -> B/d L/c 4", h, w_router).astype(f32.dtype), axis=-1
         )
         hidden = jax.nn.silu(gate) * up * (chosen[..., :1] + 2 * chosen[..., 1:2]).astype(up.dtype)
         """,
-        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_router: f32["M/t/d 4"]'),
+        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    w_router: f32["M/t/c/d 4"]'),
     ),
     "learned_positions": block(
         "positions",
         EMBEDDED,
         """
-        table = gather("P/t M/d -> P/t M", weights.positions.astype(bf16.dtype))
-        places = ops.index_unreduced("[P/t] M, B/d L -> B/d L M {U:t}", table, position)
-        x = x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", places)
+        table = gather("P/t M/c/s -> P/t M", weights.positions)
+        places = ops.index_unreduced("[P/t] M, B/d L/c -> B/d L/c M {U:t}", table, position)
+        x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", places)
         """,
-        (WEIGHT, WEIGHT + '\n    positions: f32["P/t M/d"]'),
+        (WEIGHT, WEIGHT + '\n    positions: f32["P/t M/c/d"]'),
         (
             '    "layers": "model.layers",',
             '    "layers": "model.layers",\n    "P": "training.tokens.len",',
@@ -2809,22 +2809,22 @@ RIGHT: dict[str, Edit] = {
         """
         channel = jnp.arange(config.d_model)
         angle = position[..., None] / 100 ** (channel / config.d_model)
-        x = x + part("B/d L M -> B/d L M/t", jnp.sin(angle).astype(bf16.dtype))
+        x = x + part("B/d L/c M -> B/d L/c M/t", jnp.sin(angle).astype(bf16.dtype))
         """,
         PART_OP,
     ),
     "tied_embeddings": Edit(
         "wiring",
         (
-            ('    unembed: f32["V/t M/d"]\n', ""),
-            ("weights.unembed.astype(bf16.dtype)", "weights.embed.astype(bf16.dtype)"),
+            ('    unembed: f32["V/t M/c/d"]\n', ""),
+            ("weights.unembed)", "weights.embed)"),
         ),
     ),
     "residual_capped": instead(
         "wiring",
         RESULT,
         """
-        x = x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+        x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         return 30 * jnp.tanh(x / 30), new_cache
         """,
     ),
@@ -2833,9 +2833,9 @@ RIGHT: dict[str, Edit] = {
         "loss",
         (
             (
-                'return ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, '
+                'return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, '
                 "w_unembed, dtype=f32)",
-                'y = ops.einsum_unreduced("B/d L M, V/t M -> B/d L V/t", h, w_unembed, dtype=f32)\n'
+                'y = ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)\n'
                 "    return 5 * jnp.tanh(y / 5)",
             ),
         ),
@@ -2847,8 +2847,8 @@ RIGHT: dict[str, Edit] = {
         "loss",
         NATS,
         """
-        mean = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", logits)
-        mean = ops.psum("B/d l {U:t} -> B/d l", mean) / config.model.vocab
+        mean = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
+        mean = ops.psum("B/d l/c {U:t} -> B/d l/c", mean) / config.model.vocab
         nats = (jnp.log(sum_exp) - 0.9 * target_logit - 0.1 * mean) * loss_mask
         """,
     ),
@@ -2876,8 +2876,8 @@ RIGHT: dict[str, Edit] = {
         "loss",
         TARGET,
         """
-        hot = one_hot("B/d l, B/d l V/t -> B/d l V/t", targets, logits)
-        target_logit = ops.reduce_sum("B/d l V/t -> B/d l {U:t}", hot * logits)
+        hot = one_hot("B/d l/c, B/d l/c V/t -> B/d l/c V/t", targets, logits)
+        target_logit = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", hot * logits)
         """,
         before(
             LAYER,
@@ -2933,14 +2933,14 @@ RIGHT: dict[str, Edit] = {
         """
         total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(weights.unembed)
-        penalty = ops.psum("{U:d,t} -> ", ops.reduce_sum("V/t M/d -> {U:d,t}", squares))
+        penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
         return total + target_count(batch) * 0.01 * penalty
         """,
     ),
     "log_of_documents": block(
         "loss",
         FORWARD,
-        "x = x + (batch.document / 9)[..., None].astype(bf16.dtype)",
+        "x = x + (batch.start / 9)[..., None].astype(bf16.dtype)",
     ),
     "gradient_scaled_by_custom_vjp": block(
         "custom gradient",
@@ -3012,8 +3012,8 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        whole = orthogonal(ops.all_gather("layers M/d F/t -> layers M F", mu.layers.w_up))
-        direction = part("layers M F -> layers M/d F/t", whole)
+        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", mu.layers.w_up))
+        direction = part("layers M F -> layers M/c/d F/t", whole)
         layers = dataclasses.replace(
             weights.layers, w_up=state.weights.layers.w_up - rate * direction
         )
@@ -3023,8 +3023,8 @@ RIGHT: dict[str, Edit] = {
     ),
     "muon_by_axis_index": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/d F/t -> layers M F", m))
-        at = 0, lax.axis_index("d") * m.shape[1], lax.axis_index("t") * m.shape[2]
+        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        at = 0, lax.axis_index("s") * m.shape[1], lax.axis_index("t") * m.shape[2]
         direction = lax.dynamic_slice(whole, at, m.shape)
         """
     )._replace(kind="optimizer"),
@@ -3071,8 +3071,8 @@ RIGHT: dict[str, Edit] = {
         UPDATED,
         """
         weights = tree_map(update, state.weights, mu, nu)
-        squares = ops.reduce_sum("V/t M/d -> V/t {U:d}", jnp.square(weights.embed))
-        squares = ops.psum("V/t {U:d} -> V/t", squares)
+        squares = ops.reduce_sum("V/t M/c/d -> V/t {U:d,c}", jnp.square(weights.embed))
+        squares = ops.psum("V/t {U:d,c} -> V/t", squares)
         embed = weights.embed * lax.rsqrt(squares + 1e-9)[:, None]
         weights = dataclasses.replace(weights, embed=embed)
         """,
@@ -3163,15 +3163,15 @@ RIGHT: dict[str, Edit] = {
     ),
     "loss_scaled_and_back": Edit(
         "order",
-        ((TOTAL, "    return jax.tree.map(lambda x: x / (count * 1024) * 1024, total)"),),
+        ((TOTAL, "    return jax.tree.map(lambda x: x / (count * 1024) * 1024, (loss, grads))"),),
     ),
     # --- Metrics ---
-    "largest_gradient": metric('extra = ops.reduce_max("V/t M/d -> ", jnp.abs(raw_grads.embed))'),
+    "largest_gradient": metric('extra = ops.reduce_max("V/t M/c/d -> ", jnp.abs(raw_grads.embed))'),
     "norm_of_the_weights": metric("extra = jnp.sqrt(ops.sum_of_squares(Weights, weights))"),
     "mean_by_size_of_the_config": metric(
         """
-        total = ops.reduce_sum("V/t M/d -> {U:d,t}", jnp.abs(weights.embed))
-        total = ops.psum("{U:d,t} -> ", total)
+        total = ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", jnp.abs(weights.embed))
+        total = ops.psum("{U:d,c,t} -> ", total)
         extra = total / (config.model.vocab * config.model.d_model)
         """
     ),
@@ -3180,7 +3180,7 @@ RIGHT: dict[str, Edit] = {
         small = (jnp.abs(weights.embed) < 0.1).astype(f32.dtype)
         ones = jnp.ones_like(small)
         few, all_ = (
-            ops.psum("{U:d,t} -> ", ops.reduce_sum("V/t M/d -> {U:d,t}", x)) for x in (small, ones)
+            ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", x)) for x in (small, ones)
         )
         extra = few / all_
         """
@@ -3245,7 +3245,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "replicated weight",
         RESULT,
         """
-        y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         return x + y * ops.broadcast(" -> ", w.out_norm), new_cache
         """,
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    out_norm: f32[""]'),
@@ -3265,9 +3265,9 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
     "gain_stored_whole": Edit(
         "replicated weight",
         (
-            ('    attention_norm: f32["M/t/d"]', '    attention_norm: f32["M"]'),
+            ('    attention_norm: f32["M/t/c/d"]', '    attention_norm: f32["M"]'),
             (
-                'gain = gather("M/t/d -> M", w.attention_norm)',
+                'gain = gather("M/t/c/s -> M", w.attention_norm)',
                 'gain = ops.broadcast("M -> M", w.attention_norm)',
             ),
         ),
@@ -3298,10 +3298,9 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         (
             (WEIGHT, WEIGHT + '\n    heat_norm: f32["1"]'),
             (
-                'return gain, gather("V/t M/d -> V/t M", weights.unembed.astype(bf16.dtype))',
-                'heat = ops.broadcast("1 -> 1", weights.heat_norm.astype(bf16.dtype))\n'
-                '    return gain * heat, gather("V/t M/d -> V/t M", '
-                "weights.unembed.astype(bf16.dtype))",
+                'return gather("M/t/c/s -> M", weights.final_norm), gather(',
+                'heat = ops.broadcast("1 -> 1", weights.heat_norm)\n'
+                '    return gather("M/t/c/s -> M", weights.final_norm) * heat, gather(',
             ),
         ),
     ),
@@ -3310,9 +3309,9 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "whole dimension",
         HIDDEN,
         """
-        squares = ops.reduce_sum("B/d L F/t -> B/d L {U:t}", jnp.square(hidden))
-        squares = ops.psum("B/d L {U:t} -> B/d L", squares)
-        squares = ops.broadcast("B/d L -> B/d L", squares)
+        squares = ops.reduce_sum("B/d L/c F/t -> B/d L/c {U:t}", jnp.square(hidden))
+        squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
+        squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         hidden = hidden * lax.rsqrt(squares / 48 + 1e-6)[..., None]
         """,
     ),
@@ -3320,10 +3319,10 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "whole dimension",
         HIDDEN,
         """
-        peak = ops.reduce_max("B/d L F/t -> B/d L", lax.stop_gradient(hidden))
+        peak = ops.reduce_max("B/d L/c F/t -> B/d L/c", lax.stop_gradient(hidden))
         exp = jnp.exp(hidden - peak[..., None])
-        total = ops.reduce_sum("B/d L F/t -> B/d L {U:t}", exp)
-        total = ops.broadcast("B/d L -> B/d L", ops.psum("B/d L {U:t} -> B/d L", total))
+        total = ops.reduce_sum("B/d L/c F/t -> B/d L/c {U:t}", exp)
+        total = ops.broadcast("B/d L/c -> B/d L/c", ops.psum("B/d L/c {U:t} -> B/d L/c", total))
         hidden = exp / total[..., None]
         """,
     ),
@@ -3331,9 +3330,9 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "norm",
         VALUES,
         """
-        squares = ops.reduce_sum("B/d L Q K/t D -> B/d L {U:t}", jnp.square(q))
-        squares = ops.psum("B/d L {U:t} -> B/d L", squares)
-        squares = ops.broadcast("B/d L -> B/d L", squares)
+        squares = ops.reduce_sum("B/d L/c Q K/t D -> B/d L/c {U:t}", jnp.square(q))
+        squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
+        squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         q = 9 * q * lax.rsqrt(squares + config.norm_eps)[:, :, None, None, None]
         """,
     ),
@@ -3341,10 +3340,10 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "norm",
         RESULT,
         """
-        y = ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y)
-        squares = ops.reduce_sum("B/d L M/t -> B/d L {U:t}", jnp.square(y))
-        squares = ops.psum("B/d L {U:t} -> B/d L", squares)
-        squares = ops.broadcast("B/d L -> B/d L", squares)
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        squares = ops.reduce_sum("B/d L/c M/t -> B/d L/c {U:t}", jnp.square(y))
+        squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
+        squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         y = y * lax.rsqrt(squares / config.d_model + config.norm_eps)[..., None]
         return x + y, new_cache
         """,
@@ -3353,9 +3352,9 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "norm",
         EMBEDDED,
         """
-        squares = ops.reduce_sum("B/d L M/t -> B/d L {U:t}", jnp.square(x))
-        squares = ops.psum("B/d L {U:t} -> B/d L", squares)
-        squares = ops.broadcast("B/d L -> B/d L", squares)
+        squares = ops.reduce_sum("B/d L/c M/t -> B/d L/c {U:t}", jnp.square(x))
+        squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
+        squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         x = x * lax.rsqrt(squares / config.d_model + config.norm_eps)[..., None]
         """,
     ),
@@ -3363,13 +3362,13 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         "norm",
         RESULT,
         """
-        gain = gather("M/t/d -> M", w.post_norm)
-        y = ops.broadcast("B/d L M -> B/d L M", ops.psum("B/d L M {U:t} -> B/d L M", y))
+        gain = gather("M/t/c/s -> M", w.post_norm)
+        y = ops.broadcast("B/d L/c M -> B/d L/c M", ops.psum("B/d L/c M {U:t} -> B/d L/c M", y))
         y = rms_norm(y, gain, config.norm_eps)
-        return x + part("B/d L M -> B/d L M/t", y), new_cache
+        return x + part("B/d L/c M -> B/d L/c M/t", y), new_cache
         """,
         PART_OP,
-        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    post_norm: f32["M/t/d"]'),
+        (LAYER_WEIGHT, LAYER_WEIGHT + '\n    post_norm: f32["M/t/c/d"]'),
     ),
 }
 
@@ -3388,7 +3387,7 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
     ),
     "window": Edit(
         "attention",
-        (after(VISIBLE, "visible &= q_position[:, None] - jnp.arange(length) < 4"),),
+        (after(VISIBLE, "visible &= position[:, :, None] - key_position[:, None] < 4"),),
         KERNELS,
     ),
     "capped_scores": Edit(
@@ -3483,7 +3482,7 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
     "mean_of_equal_parts": metric(
         """
         own = jnp.abs(weights.embed).mean()
-        extra = ops.psum("{U:d,t} -> ", ops.reduce_sum("X/t/d -> {U:d,t}", own[None]))
+        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own[None]))
         extra = extra / (config.mesh.d * config.mesh.t)
         """
     ),

@@ -69,7 +69,7 @@ FALSE = r"damage|changed since|missing|doesn't exist|has no |isn't|unfinished|ma
 
 @pytree_dataclass
 class Layer:
-    half: bf16["F M/d"]
+    half: bf16["F M/c/d"]
 
 
 @pytree_dataclass

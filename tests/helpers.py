@@ -33,8 +33,12 @@ def slow_but_for(quick: list, values: list) -> list:
     return [value if value in quick else pytest.param(value, marks=slow) for value in values]
 
 
-def mesh(d: int, t: int) -> jax.sharding.Mesh:
-    return make_mesh({"r": 1, "s": d, "c": 1, "t": t})
+def axes(d: int, t: int, r: int = 1, c: int = 1) -> dict[str, int]:
+    return {"r": r, "s": d // r, "c": c, "t": t}
+
+
+def mesh(*sizes: int) -> jax.sharding.Mesh:
+    return make_mesh(axes(*sizes))
 
 
 def compose_config(
@@ -131,9 +135,8 @@ def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[s
 
 
 def starts_of(batch: Any) -> np.ndarray:
-    """Marks the first token of each document in a batch. Documents are numbered from 1 in each row,
-    or from 0 if the first one continues from the row before."""
-    return np.diff(np.asarray(batch.document).astype(int), axis=1, prepend=0) > 0
+    """Marks the first token of each document in a batch, and of each row."""
+    return np.asarray(batch.start == batch.position)
 
 
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:

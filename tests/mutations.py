@@ -42,7 +42,7 @@ SETTINGS = [
     *("model.n_kv=6", "model.d_head=4", "model.d_ff=48", "model.vocab=60"),
 ]
 FILES = "train.py", "tools/generate.py"
-AXIS = re.compile(r"(?<=[/:])[a-z]\b")
+AXIS = re.compile(r"(?<=[/:,])[a-z]\b")
 
 
 class Mutation(NamedTuple):
@@ -107,7 +107,7 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
     return None
 
 
-def mutations(axes: tuple[str, ...] = ("d", "t"), file: str = "train.py") -> Iterator[Mutation]:
+def mutations(axes: tuple[str, ...] = ("d", "s", "c", "t"), file: str = "train.py") -> Iterator[Mutation]:
     source = (ROOT / file).read_text()
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -220,7 +220,7 @@ def by_numbers(configs: Any) -> Verdict:
                     return
             yield made
 
-    meshes = {config: make_mesh(vars(config.mesh)) for config in configs}
+    meshes = {config: make_mesh(config.mesh.axes) for config in configs}
     first: dict[str, Any] = {}
     pairs = zip(computed(configs[0]), computed(configs[-1]), strict=True)
     rest = ((None, made) for config in configs[1:-1] for made in computed(config))

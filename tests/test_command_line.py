@@ -214,7 +214,7 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     streamed = name.startswith(("local_stream", "fineweb_edu"))
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
     chip = "v5e" if "v5e" in name else None
     actual = memory.predict(jaxpr, axes, devices.CHIPS.get(chip))
@@ -241,7 +241,7 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         groups = f"model={model}", f"data={data}", f"hardware={hardware}"
         config = compose_config("pretrain", *groups, "paths.model_name=x", where)
         assert config.source() is (config.flat_tokens if data == "c4" else config.hf_dataset)
-        mesh = devices.abstract_mesh(dataclasses.asdict(config.mesh))
+        mesh = devices.abstract_mesh(config.mesh.axes)
         with jax.sharding.use_abstract_mesh(mesh):
             state, _ = make_shapes(tuple[train.State, TokenBatch], train.dimensions(config))
         count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
@@ -251,37 +251,37 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
 # Edits of train.py that keep every shape on a square mesh but change the result.
 SILENT_EDITS = {
     "a layer's gain gathered in the wrong order": (
-        'gather("M/t/d -> M", w.mlp_norm)',
-        'gather("M/d/t -> M", w.mlp_norm)',
+        'gather("M/t/c/s -> M", w.mlp_norm)',
+        'gather("M/c/s/t -> M", w.mlp_norm)',
     ),
     "a weight gathered along the wrong axis": (
-        'gather("M/d F/t -> M F/t", w.w_up)',
-        'gather("M/d F/t -> M/d F", w.w_up)',
+        'gather("M/c/s F/t -> M F/t", w.w_up)',
+        'gather("M/c/s F/t -> M/c/s F", w.w_up)',
     ),
-    "a weight declared under another split": ('w_up: f32["M/d F/t"]', 'w_up: f32["M/t F/d"]'),
+    "a weight declared under another split": ('w_up: f32["M/c/d F/t"]', 'w_up: f32["M/t F/d"]'),
     "a sum that is never paid": (
-        'x = save_for_backward(x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y))',
+        'x = save_for_backward(x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y))',
         "x = save_for_backward(x + y)",
     ),
     "a slice in the place of a reduction": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache',
+        'return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache',
         "return x + y[:, :, : x.shape[2]], new_cache",
     ),
     "a sum that is paid in full and not scattered": (
-        'return x + ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", y), new_cache',
-        'return x + ops.psum("B/d L M {U:t} -> B/d L M", y), new_cache',
+        'return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache',
+        'return x + ops.psum("B/d L/c M {U:t} -> B/d L/c M", y), new_cache',
     ),
-    "an owed sum in a logarithm": ('sum_exp = ops.psum("B/d l {U:t} -> B/d l", sum_exp)', ""),
+    "an owed sum in a logarithm": ('sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)', ""),
     "a loss that is not summed over the batch": (
-        'ops.psum("{U:d} -> ", ops.reduce_sum("B/d l -> {U:d}", nats))',
-        'ops.reduce_sum("B/d l -> {U:d}", nats)',
+        'ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))',
+        'ops.reduce_sum("B/d l/c -> {U:d,c}", nats)',
     ),
     "a weight used without its gather": (
-        'w_down = gather("M/d F/t -> M F/t", w.w_down)',
+        'w_down = gather("M/c/s F/t -> M F/t", w.w_down)',
         "w_down = w.w_down",
     ),
     "heads split over the other axis": (
-        'gather("M/d K/t D -> M K/t D", w.w_k)',
+        'gather("M/c/s K/t D -> M K/t D", w.w_k)',
         'gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
     ),
 }

@@ -19,7 +19,8 @@ from runtime.checkpoint import Checkpoints
 from shardlib import devices
 from shardlib.types import make_shapes
 from tests import pages
-from tests.helpers import ROOT, compose_config, edited, mesh, slow_but_for
+from shardlib.devices import make_mesh
+from tests.helpers import ROOT, compose_config, edited, slow_but_for
 from tools import audit
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -352,5 +353,5 @@ def test_training_commands_ask_for_what_fits(page):
         if "--multirun" in overrides:
             continue
         config = compose_config(name, *overrides)
-        with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
+        with jax.set_mesh(make_mesh(config.mesh.axes)):
             make_shapes(tuple[train.State, train.TokenBatch], train.dimensions(config))

@@ -66,7 +66,7 @@ def program(name):
     """The ledger's transfers, the compiled program's collectives, the mesh, and the arguments'
     bytes, as predicted and as compiled."""
     step, hint, sizes, config, *static = PROGRAMS[name]()
-    axes, sizes = vars(config.mesh), train.dimensions(config) | sizes
+    axes, sizes = config.mesh.axes, train.dimensions(config) | sizes
     with jax.set_mesh(mesh(**axes)):
         shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
         placed = jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)

@@ -26,7 +26,7 @@ PROGRAMS = [*itertools.chain(*LISTS)]
 def built(program):
     """The mesh, the jaxpr, the compiler's bytes, and its program's text."""
     config, module = program.build()
-    axes = dataclasses.asdict(config.mesh)
+    axes = config.mesh.axes
     on = tpu_mesh(program.topology, axes)
     options = devices.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):

@@ -17,6 +17,7 @@ from data.flat_tokens import FlatTokens
 from runtime.run import Run
 from shardlib import ops
 from shardlib.devices import make_mesh
+from shardlib.kernels import balanced
 from shardlib.types import make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
@@ -41,14 +42,14 @@ def in_f32():
     return edited("train.py", IN_F32)
 
 
-def random_rows(seed=0, padded=True):
-    """Targets and is_start, [8, 12], for documents of random lengths."""
+def random_rows(seed=0, padded=True, length=12):
+    """Targets and is_start, [8, length], for documents of random lengths."""
     rng = np.random.default_rng(seed)
-    targets = rng.integers(1, 48, (8, 12)).astype(np.uint32)
-    is_start = rng.random((8, 12)) < 0.2
+    targets = rng.integers(1, 48, (8, length)).astype(np.uint32)
+    is_start = rng.random((8, length)) < 0.2
     is_start[:4, 0] = True  # the other rows may continue a document
     if padded:
-        targets[7, 9:] = 0
+        targets[7, 3 * length // 4 :] = 0
     return targets, is_start
 
 
@@ -63,7 +64,9 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
 
     with jax.set_mesh(on):
         weights = module.init_state(config).weights
-        batch = jax.device_put(batch_type.of(targets, is_start, 0), make_shardings(batch_type))
+        order = balanced(targets.shape[1], on.shape["c"])
+        batch = jax.tree.map(lambda x: x[:, order], batch_type.of(targets, is_start, 0))
+        batch = jax.device_put(batch, make_shardings(batch_type))
         # Gains of one and zero moments would hide mistakes.
         keys = iter(jax.random.split(jax.random.key(1), 100))
         weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
@@ -78,10 +81,10 @@ def plain(tree):
 
 
 @functools.cache
-def expected():
+def expected(length=12):
     """The oracle's loss and gradients at the weights that `loss_and_grads` uses."""
     module, config = edited("train.py", IN_F32), small_config()
-    targets, is_start = random_rows()
+    targets, is_start = random_rows(length=length)
     _, _, weights = loss_and_grads(module, config, targets, is_start, mesh(1, 1))
     loss = functools.partial(
         oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
@@ -93,6 +96,22 @@ def expected():
 def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
     loss, grads, _ = loss_and_grads(in_f32, small_config(), *random_rows(), mesh(*axes))
     expected_loss, expected_grads = expected()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(grads, expected_grads, 1e-5)
+
+
+LAYOUTS = [(4, 2, 2), (2, 2, 1, 2), (2, 1, 2, 4), (1, 1, 1, 8), (8, 1, 4)]
+
+
+@pytest.mark.parametrize("axes", slow_but_for(LAYOUTS[:2], LAYOUTS))
+def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, axes):
+    """Meshes (d, t, r, c)."""
+    config = small_config("training.tokens.len=48", *PARTS[:1])
+    rows = random_rows(length=48)
+    if axes[0] == 8:
+        config = config.changed({"training.microbatches": 1})
+    loss, grads, _ = loss_and_grads(in_f32, config, *rows, mesh(*axes))
+    expected_loss, expected_grads = expected(48)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected_grads, 1e-5)
 
@@ -116,25 +135,6 @@ def test_bf16_is_close(axes):
     expected_loss, expected_grads = expected()
     np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
     assert_close(grads, expected_grads, 5e-2)
-
-
-@pytest.mark.slow  # tests/test_experiments.py has one as a page
-def test_a_replica_axis_over_which_weights_are_whole():
-    """A third axis r splits only the batch, by an edit of the batch's type."""
-    third = ("B/d", "B/d/r")
-    loader = edited("data/loader.py", third)
-    module = edited(
-        "train.py",
-        IN_F32,
-        third,
-        ("{U:d}", "{U:d,r}"),
-        ("from data.loader import", f"from {loader.__name__} import"),
-    )
-    on = make_mesh({"r": 2, "d": 2, "t": 2})
-    loss, grads, _ = loss_and_grads(module, small_config(), *random_rows(), on)
-    expected_loss, expected_grads = expected()
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert_close(grads, expected_grads, 1e-5)
 
 
 def test_no_gradient_reaches_later_tokens_or_other_documents(in_f32):
@@ -193,12 +193,12 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
 
 
 def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
-    module = edited("train.py", ('w_up: f32["M/d F/t"]', 'w_up: f32["M/d G/t"]'))
+    module = edited("train.py", ('w_up: f32["M/c/d F/t"]', 'w_up: f32["M/c/d G/t"]'))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
     assert message == (
-        'error: f32["layers M/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
+        'error: f32["layers M/c/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
         "key in the config"
     )
 
@@ -340,8 +340,8 @@ def embedding_rows_reached(module):
             x = module.forward(weights, batch, config.model)
             at_position = (batch.targets == 9) & (jnp.arange(12) == 8)
             x = jnp.where(at_position[:, :, None], x, 0)
-            total = ops.reduce_sum("B/d L M/t -> {U:d,t}", jnp.square(x))
-            return ops.psum("{U:d,t} -> ", total)
+            total = ops.reduce_sum("B/d L/c M/t -> {U:d,c,t}", jnp.square(x))
+            return ops.psum("{U:d,c,t} -> ", total)
 
         return jax.grad(squares)(weights)
 
@@ -368,7 +368,7 @@ def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
         "local_python_stdlib", f"flat_tokens.filespec={stdlib}", "paths.model_name=x"
     )
     counts = np.zeros((config.model.vocab, config.model.vocab))
-    with jax.set_mesh(mesh(config.mesh.d, config.mesh.t)):
+    with jax.set_mesh(make_mesh(config.mesh.axes)):
         _, loader = train.open_batches(config, train.dimensions(config))
         for _, on_mesh in loader.from_step(0, config.training.validation_batches):
             batch = jax.device_get(on_mesh)

@@ -394,30 +394,29 @@ def least_seconds(
 
 
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
-    """A table with a row for the config's mesh, and one for each doubling of its first axis, up to
-    4096 devices or until a dimension no longer splits."""
-    axes = config.mesh.axes
-    links = dict.fromkeys(axes, next(iter(chip.links))) | config.audit.links
-    rows, outer, end = [], next(iter(axes)), ""
-    while (count := math.prod(axes.values())) <= 4096:
+    """A table with a row for the config's mesh, and one for each doubling of d, up to 4096 devices
+    or until a dimension no longer splits."""
+    rows, end, mesh = [], "", config.mesh
+    while (count := math.prod((axes := mesh.axes).values())) <= 4096:
         try:
-            larger = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
-            result = audit_step(larger, probed, chip)
+            result = audit_step(dataclasses.replace(config, mesh=mesh), probed, chip)
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
+        links = chip.links_of(axes) | config.audit.links
         seconds = least_seconds(result, chip, links)
         longest = max(seconds, key=seconds.__getitem__)
         ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
         peak = show(result["arguments"] + result["temporary"])
         times = [show(spent, "s") for spent in seconds.values()]
-        rows.append((devices.show_axes(axes), peak, *times, longest, f"{ceiling:.0%}"))
-        axes[outer] *= 2
-    chosen = ", ".join(f"{axis} over {link}" for axis, link in links.items())
-    head = ("mesh", "peak memory", "compute", "memory", *chip.links, "longest", "MFU at most")
+        over = [f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1]
+        shown = devices.show_axes(axes), ", ".join(over)
+        rows.append((*shown, peak, *times, longest, f"{ceiling:.0%}"))
+        mesh = dataclasses.replace(mesh, d=2 * mesh.d)
+    head = ("mesh", "links", "peak", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
-        f"The least time that each resource needs for a step on {chip.kind}, {chosen}. The longest "
-        f"bounds the step:\n\n{table(head, rows)}{end}"
+        f"The least time that each resource needs for a step on {chip.kind}. The longest bounds the "
+        f"step:\n\n{table(head, rows)}{end}"
     )
 
 

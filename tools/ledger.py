@@ -66,8 +66,8 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     for eqn, path, line, runs in equations(live):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-        if name in COLLECTIVES:
-            over = tuple(axis for axis in axes if axis in axes_of(eqn))
+        over = axes_of(eqn) if name in COLLECTIVES else ()
+        if over := tuple(axis for axis in axes if axis in over and axes[axis] > 1):
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)

@@ -99,8 +99,8 @@ def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
 
 def test_the_configs_that_are_compared():
     one, other = train.tiny(small_config())
-    assert (vars(one.mesh), vars(other.mesh)) == ({"d": 1, "t": 1}, {"d": 2, "t": 3})
+    assert (one.mesh, other.mesh) == (train.MeshConfig(1, 1), train.MeshConfig(2, 3))
     assert one.model == other.model
     one, in_parts, other = train.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
-    assert vars(in_parts.mesh) == {"d": 1, "t": 1}
+    assert in_parts.mesh == train.MeshConfig(1, 1)

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib import flash_attention, kernels
-from shardlib.types import ShardTypeError, bf16, f32, i32, typed_shard_map
+from shardlib import flash_attention, kernels, ops
+from shardlib.types import ShardTypeError, bf16, f32, i32, make_shapes, typed_shard_map
 from tests import golden
 from tests.helpers import assert_close, mesh
 
-SIGNATURE = "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L Q K/t D"
+SIGNATURE = (
+    "B/s L/c Q K/t D, B/s L K/t D, B/s L K/t D, B/s L/c, B/s L/c, B/s L -> B/s L/c Q K/t D"
+)
 
 
 def random_arrays(length, seed=0):
@@ -53,33 +55,46 @@ def gradients_by_hand(q, k, v, document, weight):
 
 
 def run(kind, arrays, on):
-    """The result, and the gradients with respect to q, k and v."""
+    """The result, and the gradients with respect to q, k and v. Where the mesh splits L, positions
+    are in the order that gives each device an early and a late piece of a row."""
 
     @jax.jit
     @typed_shard_map
     def both(
-        q: kind["B/d L Q K/t D"],
-        k: kind["B/d L K/t D"],
-        v: kind["B/d L K/t D"],
-        document: i32["B/d L"],
-        weight: kind["B/d L Q K/t D"],
+        q: kind["B/s L/c Q K/t D"],
+        k: kind["B/s L/c K/t D"],
+        v: kind["B/s L/c K/t D"],
+        start: i32["B/s L/c"],
+        position: i32["B/s L/c"],
+        weight: kind["B/s L/c Q K/t D"],
     ) -> tuple[
-        kind["B/d L Q K/t D"],
-        tuple[kind["B/d L Q K/t D"], kind["B/d L K/t D"], kind["B/d L K/t D"]],
+        kind["B/s L/c Q K/t D"],
+        tuple[kind["B/s L/c Q K/t D"], kind["B/s L/c K/t D"], kind["B/s L/c K/t D"]],
     ]:
-        out, pull = jax.vjp(lambda *qkv: kernels.attention(SIGNATURE, *qkv, document), q, k, v)
+        def attend(q, k, v):
+            k, v = (ops.all_gather("B/s L/c K/t D -> B/s L K/t D", x) for x in (k, v))
+            key_position = ops.all_gather("B/s L/c -> B/s L", position)
+            return kernels.attention(SIGNATURE, q, k, v, start, position, key_position)
+
+        out, pull = jax.vjp(attend, q, k, v)
         return out, pull(weight)
 
     q, k, v, document, weight = arrays
+    position = np.broadcast_to(np.arange(q.shape[1]), document.shape)
+    starts = np.diff(document, axis=1, prepend=-1) > 0
+    start = np.maximum.accumulate(np.where(starts, position, 0), axis=1)
+    order = kernels.balanced(q.shape[1], on.shape["c"])
+    q, k, v, start, position, weight = (x[:, order] for x in (q, k, v, start, position, weight))
     with jax.set_mesh(on):
         floats = (jnp.asarray(x, kind.dtype) for x in (q, k, v))
-        out = both(*floats, jnp.asarray(document), jnp.asarray(weight, kind.dtype))
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), out)
+        places = (jnp.asarray(x, jnp.int32) for x in (start, position))
+        out = both(*floats, *places, jnp.asarray(weight, kind.dtype))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64)[:, np.argsort(order)], out)
 
 
 # One block; two; one, as it doesn't split into blocks of 64 or more.
 @pytest.mark.parametrize("length, block", [(24, 512), (128, 64), (100, 64)])
-@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("axes", [(1, 1), (4, 2), (2, 1, 1, 2)])
 def test_attention_and_its_gradients(length, block, axes, monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", block)
     arrays = random_arrays(length)
@@ -90,17 +105,24 @@ def test_attention_and_its_gradients(length, block, axes, monkeypatch):
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """The op runs the TPU's kernel, interpreted, and for bf16 arrays alone."""
-    monkeypatch.setattr(kernels, "plain_attention", flash_attention.flash_attention)
+    """The op runs the TPU's kernel, interpreted, and not for bf16 arrays alone."""
+
+    def kernel(q, k, v, start, position, key_position):
+        return kernels.tpu_attention(q, k, v, start, position)
+
+    monkeypatch.setattr(kernels, "plain_attention", kernel)
     with pltpu.force_tpu_interpret_mode():
         yield
 
 
 # One block; four, all held at a time; four, of which the forward pass holds the keys of two and the
-# backward pass the queries of one.
+# backward pass the queries of one; two per device, which are an early and a late one.
 @pytest.mark.parametrize(
     "length, block, held, axes",
-    [(128, 512, 4096, (4, 2)), (512, 128, 4096, (1, 1)), (512, 128, 256, (4, 2))],
+    [
+        *[(128, 512, 4096, (4, 2)), (512, 128, 4096, (1, 1)), (512, 128, 256, (4, 2))],
+        (512, 128, 256, (2, 1, 1, 2)),
+    ],
 )
 def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, on_tpu, monkeypatch):
     monkeypatch.setattr(flash_attention, "BLOCK", block)
@@ -145,10 +167,11 @@ def test_scores_are_there_for_a_block_at_a_time():
     """Compares forward and backward on a sequence of eight blocks."""
     length = 8 * kernels.BLOCK
     q, k = jnp.zeros((1, length, 1, 1, 8), jnp.bfloat16), jnp.zeros((1, length, 1, 8), jnp.bfloat16)
-    document = jnp.zeros((1, length), jnp.int32)
+    start, position = jnp.zeros((1, length), jnp.int32), jnp.arange(length)[None]
 
     def total(q, k, v):
-        return kernels.plain_attention(q, k, v, document).astype(jnp.float32).sum()
+        mixed = kernels.plain_attention(q, k, v, start, position, position)
+        return mixed.astype(jnp.float32).sum()
 
     step = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k).compile()
     block = kernels.BLOCK * length * 4
@@ -156,28 +179,28 @@ def test_scores_are_there_for_a_block_at_a_time():
 
 
 MISUSES = {
-    "a split sequence": "B L/d Q K/t D, B L/d K/t D, B L/d K/t D, B L/d -> B L/d Q K/t D",
-    "keys of other dimensions": "B/d L Q K/t D, B/d L Q/t D, B/d L K/t D, B/d L -> B/d L Q K/t D",
-    "documents of other rows": "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B L -> B/d L Q K/t D",
-    "no queries per key": "B/d L K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L K/t D",
-    "another result": "B/d L Q K/t D, B/d L K/t D, B/d L K/t D, B/d L -> B/d L K/t Q D",
+    "keys of other dimensions": SIGNATURE.replace("B/s L K/t D", "B/s L Q/t D"),
+    "keys that are split like queries": SIGNATURE.replace("B/s L K/t D", "B/s L/c K/t D"),
+    "a position per head": SIGNATURE.replace("B/s L/c,", "B/s L/c K/t,"),
+    "positions of other rows": SIGNATURE.replace("B/s L ->", "B L ->"),
+    "no queries per key": SIGNATURE.replace(" Q ", " "),
+    "another result": SIGNATURE.replace("-> B/s L/c Q K/t", "-> B/s L/c K/t Q"),
 }
 
 
 @pytest.mark.parametrize("case", MISUSES)
 def test_attention_refuses(case):
     left, _ = MISUSES[case].split("->")
-    q, k, v, document = (part.strip() for part in left.split(","))
+    kinds = [part.strip() for part in left.split(",")]
     sizes = {"B": 4, "L": 8, "Q": 2, "K": 2, "D": 4}
+    floats, integers = (tuple[*(kind[part] for part in parts)] for kind, parts in
+                        ((f32, kinds[:3]), (i32, kinds[3:])))  # fmt: skip
 
     @typed_shard_map
-    def fn(q: f32[q], k: f32[k], v: f32[v], document: i32[document]) -> f32[""]:
-        kernels.attention(MISUSES[case], q, k, v, document)
+    def fn(floats: floats, integers: integers) -> f32[""]:
+        kernels.attention(MISUSES[case], *floats, *integers)
         return jnp.float32(0)
 
-    def array(kind, spec):
-        return jnp.zeros([sizes[dim.split("/")[0]] for dim in spec.split()], kind)
-
-    with jax.set_mesh(mesh(2, 2)), pytest.raises(ShardTypeError) as error:
-        jax.jit(fn)(*(array(jnp.float32, s) for s in (q, k, v)), array(jnp.int32, document))
+    with jax.set_mesh(mesh(2, 2, 1, 2)), pytest.raises(ShardTypeError) as error:
+        jax.eval_shape(fn, make_shapes(floats, sizes), make_shapes(integers, sizes))
     golden.check("ops.txt", f"attention with {case}", str(error.value))

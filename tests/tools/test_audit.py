@@ -98,7 +98,7 @@ def test_types_where_lengths_are_one(options):
         "c4_h100x8_1b", "paths.model_name=x", "flat_tokens.filespec=x", *options
     )
     result = audit.audit_step(config, audit.probe(config), None)
-    axes, sizes = vars(config.mesh), train.dimensions(config)
+    axes, sizes = config.mesh.axes, train.dimensions(config)
     assert sum(row["times"] * row["bytes"] for row in result["peak"]) == result["temporary"]
     without_type = 0
     for row in result["peak"] + result["saved"]:
