@@ -310,8 +310,8 @@ LOUD_EDITS = {
     ),
     "an index out of range": ("half = config.d_head // 2", "half = position.shape[7] // 2"),
     "a field that isn't there, in a function of the standard library": (
-        "w = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), layer)",
-        "w = functools.singledispatch(lambda layer: layer.w_upp)(layer)",
+        "w, cache = scanned",
+        "w, cache = functools.singledispatch(lambda scanned: scanned[0].w_upp)(scanned)",
     ),
 }
 

@@ -67,7 +67,7 @@ def program(name):
     bytes, as predicted and as compiled."""
     step, hint, sizes, config, *static = PROGRAMS[name]()
     axes, sizes = config.mesh.axes, train.dimensions(config) | sizes
-    with jax.set_mesh(mesh(**axes)):
+    with jax.set_mesh(devices.make_mesh(axes)):
         shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
         placed = jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)
         built = step.lower(*placed, config, *static).compile()
@@ -129,7 +129,7 @@ def test_a_row_too_many_or_too_few_is_noticed():
             [*transfers, transfers[i]],
             [*transfers[:i], transfers[i]._replace(times=9, at_least=9), *transfers[i + 1 :]],
             [*transfers[:i], transfers[i]._replace(line="train.py:1 block"), *transfers[i + 1 :]],
-            [*transfers[:i], transfers[i]._replace(axes=("d", "x")), *transfers[i + 1 :]],
+            [*transfers[:i], transfers[i]._replace(axes=("s", "x")), *transfers[i + 1 :]],
             [*transfers[:i], transfers[i]._replace(elements=3), *transfers[i + 1 :]],
         ):
             assert compiled.unexplained(wrong, actual, axes | {"x": 2}) != ([], [])

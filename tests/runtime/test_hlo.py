@@ -21,7 +21,7 @@ def test_op_names_are_shortened():
     path = "jit(training_step)/shard_map"
     cases = {
         f"{path}/jvp(all_gather(V|t M|d -> V|t M))/all_gather": (
-            "all_gather(V/t M/d -> V/t M): all_gather"
+            "all_gather(V/t M/c/s -> V/t M): all_gather"
         ),
         f"{path}/transpose(jvp())/while/body/closed_call/checkpoint/"
         "all_gather(B|d L M|t -> B|d L M)/reduce_scatter": (
@@ -91,4 +91,4 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsy
     for name, signature in ops:
         assert signature[:60] in shown, (name, signature)
     titles = "\n".join(element.text for element in root.iter(SVG + "title"))
-    assert "all_gather(M/d F/t -> M F/t), backward: reduce_scatter" in titles
+    assert "all_gather(M/c/s F/t -> M F/t), backward: reduce_scatter" in titles

@@ -120,11 +120,11 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
     """The edit adds a weight. The logits are then those of the edited forward pass, and differ from
     those before."""
     another_norm = [
-        ("    mlp_norm: f32", '    second_norm: f32["M/t/d"]\n    mlp_norm: f32'),
+        ("    mlp_norm: f32", '    second_norm: f32["M/t/c/d"]\n    mlp_norm: f32'),
         ("hidden = hidden.astype(", "hidden = (hidden * w_second.mean()).astype("),
         (
             "        w_gate = gather",
-            '        w_second = gather("M/t/d -> M", w.second_norm)\n        w_gate = gather',
+            '        w_second = gather("M/t/c/s -> M", w.second_norm)\n        w_gate = gather',
         ),
     ]
     module = edited("train.py", IN_F32, *another_norm)
@@ -135,9 +135,10 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
 
     @jax.jit
     @typed_shard_map
-    def whole_row(weights: module.Weights, batch: module.TokenBatch) -> f32["B/d L V/t"]:
-        x = module.forward(weights, batch, config.model)
-        return module.unembed(module.output_weights(weights), x, config.model)
+    def whole_row(weights: module.Weights, batch: module.TokenBatch) -> f32["B/d L/c V/t"]:
+        replica = module.gather_replica(weights)
+        x = module.forward(replica, batch, config.model)
+        return module.unembed(module.output_weights(replica), x, config.model)
 
     with jax.set_mesh(mesh(4, 2)):
         one_document = np.broadcast_to(np.arange(12) == 0, inputs.shape)
@@ -160,7 +161,7 @@ def test_bf16_is_close():
 
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
-    probe, sizes = devices.probe_mesh(("d", "t"), names)
+    probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
     config = train.resized(small_config(), sizes, probe.shape, {})
     hint = tuple[
         generate.Weights, Stacked["layers", generate.Cache], u32["B/d L"], i32[""], f32["B/d"]

@@ -224,9 +224,10 @@ def train_logits(module, checkpoints, targets):
     model = tool.model_of(source)[0]
     settings = module.State, tool.sizes(model), checkpoint_config(source.path), 4
 
-    def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L V/t"]:
-        x = module.forward(weights, batch, model)
-        return module.unembed(module.output_weights(weights), x, model)
+    def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L/c V/t"]:
+        replica = module.gather_replica(weights)
+        x = module.forward(replica, batch, model)
+        return module.unembed(module.output_weights(replica), x, model)
 
     with jax.set_mesh(mesh(2, 2)):
         weights = Checkpoints(source.path, *settings).restore("weights")
@@ -522,10 +523,10 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
 
 
 EDITS = {
-    "a weight that no Llama has": ('    w_v: f32["M', '    q_norm: f32["M/t/d"]\n    w_v: f32["M'),
-    "a weight that is no more": ('    final_norm: f32["M/t/d"]\n', ""),
-    "a weight of other dimensions": ('    w_v: f32["M/d K/t D"]', '    w_v: f32["M/d Q K/t D"]'),
-    "a weight of another dtype": ('    unembed: f32["V/t M/d"]', '    unembed: bf16["V/t M/d"]'),
+    "a weight that no Llama has": ('    w_v: f32["M', '    q_norm: f32["M/t/c/d"]\n    w_v: f32["M'),
+    "a weight that is no more": ('    final_norm: f32["M/t/c/d"]\n', ""),
+    "a weight of other dimensions": ('    w_v: f32["M/c/d K/t D"]', '    w_v: f32["M/c/d Q K/t D"]'),
+    "a weight of another dtype": ('    unembed: f32["V/t M/c/d"]', '    unembed: bf16["V/t M/c/d"]'),
 }
 
 
