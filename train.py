@@ -17,9 +17,9 @@ Dimensions:
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
 
-Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M into
-c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial sum.
-"[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
+Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
+into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
+sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L/c" has
@@ -237,7 +237,7 @@ def of_replica(stored: ArrayType) -> ArrayType:
     return array_type(bf16, Spec(tuple(dims)))
 
 
-ReplicaWeights, ReplicaLayer = Mapped[of_replica, Weights], Mapped[of_replica, Layer]
+ReplicaWeights = Mapped[of_replica, Weights]
 
 
 @typechecked
@@ -286,7 +286,9 @@ def rms_norm(x: bf16["B/d L/c M"], gain: bf16["M"], eps: float) -> bf16["B/d L/c
 
 
 @typechecked
-def rotation(position: u32["B/d L/c"], config: ModelConfig) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
+def rotation(
+    position: u32["B/d L/c"], config: ModelConfig
+) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
     Each stands twice, at i and at i + D/2.
 
@@ -306,7 +308,10 @@ def rotation(position: u32["B/d L/c"], config: ModelConfig) -> tuple[f32["B/d L/
 
 @typechecked
 def rope(
-    q: bf16["B/d L/c Q K/t D"], k: bf16["B/d L/c K/t D"], sin: f32["B/d L/c D"], cos: f32["B/d L/c D"]
+    q: bf16["B/d L/c Q K/t D"],
+    k: bf16["B/d L/c K/t D"],
+    sin: f32["B/d L/c D"],
+    cos: f32["B/d L/c D"],
 ) -> tuple[bf16["B/d L/c Q K/t D"], bf16["B/d L/c K/t D"]]:
     """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
@@ -452,7 +457,9 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f3
         logits = logits - peak[:, :, None]
         sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
         sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
-        target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
+        target_logit = ops.index_unreduced(
+            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets
+        )
         target_logit = ops.psum("B/d l/c {U:t} -> B/d l/c", target_logit)
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))

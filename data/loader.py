@@ -60,7 +60,7 @@ class TokenBatch:
     """A batch of B rows of L tokens, as the model takes it: the model predicts `targets[b, l]` from
     `inputs[b, :l+1]`, restricted to the target's document."""
 
-    inputs: u32["B/d L/c"]  # the token before the target, or the start token where a document starts
+    inputs: u32["B/d L/c"]  # the token before the target; where a document starts, the start token
     targets: u32["B/d L/c"]
     loss_mask: bool_["B/d L/c"]  # false where the target is padding, which the loss leaves out
     position: u32["B/d L/c"]  # index in the row

@@ -104,7 +104,7 @@ class Chip(NamedTuple):
         neighbors."""
         fast, *slow = self.links
         kinds, size = {}, 1
-        for axis in reversed(axes):
+        for axis in reversed([*axes]):
             size *= axes[axis]
             kinds[axis] = fast if size <= self.near else slow[-1]
         return kinds

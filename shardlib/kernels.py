@@ -36,7 +36,7 @@ def in_order(x: jax.Array, parts: int) -> jax.Array:
     if parts == 1:
         return x
     early, late = rearrange(x, "B (parts two n) ... -> two B parts n ...", parts=parts, two=2)
-    return rearrange([*early.swapaxes(0, 1), *late.swapaxes(0, 1)[::-1]], "p B n ... -> B (p n) ...")
+    return rearrange([early, late[:, ::-1]], "two B parts n ... -> B (two parts n) ...")
 
 
 @define_op
@@ -69,7 +69,8 @@ def attention(
     positions = Spec((rows, length))
     wanted = [keys, keys, positions, positions, all_positions]
     right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
-    call.require([*others, call.result] == [*wanted, queries], f"for these queries the string is `{right}`")
+    fits = [*others, call.result] == [*wanted, queries]
+    call.require(fits, f"for these queries the string is `{right}`")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     platform = device.platform if device else ""
     parts = k.shape[1] // q.shape[1]

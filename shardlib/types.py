@@ -74,9 +74,8 @@ def show_groups(axes: Iterable[str], mark: str = ",") -> str:
 
 def _axes(names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of the mesh in context that names stand for, outermost first in each group."""
-    mesh = mesh_shape()
-    groups = (_groups.get(name) if name not in mesh else None for name in names)
-    return tuple(axis for name, group in zip(names, groups, strict=True) for axis in group or [name])
+    groups = {name: group for name, group in _groups.items() if name not in mesh_shape()}
+    return tuple(axis for name in names for axis in groups.get(name, (name,)))
 
 
 @dataclasses.dataclass(frozen=True)

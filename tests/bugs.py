@@ -31,7 +31,10 @@ HIDDEN = "hidden = hidden.astype(bf16.dtype)\n"
 
 # A router of four experts on the last layer's output, whose scores enter the loss by a cost alone.
 ROUTER = (
-    ('    final_norm: f32["M/t/c/d"]', '    router: f32["M/t/c/d 4"]\n    final_norm: f32["M/t/c/d"]'),
+    (
+        '    final_norm: f32["M/t/c/d"]',
+        '    router: f32["M/t/c/d 4"]\n    final_norm: f32["M/t/c/d"]',
+    ),
     (
         "    x = forward(weights, batch, config.model)\n",
         """\
@@ -225,8 +228,9 @@ total = ops.psum("B/d l/c {U:t} -> B/d l/c", ops.reduce_sum("B/d l/c V/t -> B/d 
                 'sum_exp = lax.pcast(jnp.exp(logits).sum(axis=-1), "t", to="unreduced")',
             ),
             (
-                'target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", '
-                "logits, targets)",
+                "target_logit = ops.index_unreduced(\n"
+                '            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets\n'
+                "        )",
                 "target_logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]"
                 '\n        mine = lax.axis_index("t") == 0\n        '
                 'target_logit = lax.pcast(target_logit * mine, "t", to="unreduced")',

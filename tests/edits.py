@@ -77,8 +77,9 @@ LOGITS = "        logits = unembed(unembedding, x, config.model)"
 SUM_EXP = '        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)'
 NATS = "        nats = (jnp.log(sum_exp) - target_logit) * loss_mask"
 TARGET = (
-    '        target_logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d '
-    'l/c {U:t}", logits, targets)'
+    "        target_logit = ops.index_unreduced(\n"
+    '            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets\n'
+    "        )"
 )
 LOSS = '        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
 FORWARD = "    x = forward(weights, batch, config.model)"
@@ -625,7 +626,10 @@ WRONG: dict[str, Edit] = {
     "gate_and_up_fused": Edit(
         RESHAPE,
         (
-            ('    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]', '    w_gate: f32["M/c/d G/t"]'),
+            (
+                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["M/c/d G/t"]',
+            ),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
@@ -646,14 +650,20 @@ WRONG: dict[str, Edit] = {
     "keys_and_values_fused": Edit(
         RESHAPE,
         (
-            ('    w_k: f32["M/c/d K/t D"]\n    w_v: f32["M/c/d K/t D"]', '    w_k: f32["M/c/d H/t D"]'),
+            (
+                '    w_k: f32["M/c/d K/t D"]\n    w_v: f32["M/c/d K/t D"]',
+                '    w_k: f32["M/c/d H/t D"]',
+            ),
             (DIMENSION, DIMENSION + ' | {\n        "H": 2 * config.model.n_kv\n    }'),
             ('        w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)\n', ""),
             (
                 '        w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)',
                 '        w_kv = gather("M/c/s H/t D -> M H/t D", w.w_k)',
             ),
-            ('        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)\n', ""),
+            (
+                '        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)\n',
+                "",
+            ),
             (
                 VALUES,
                 '        kv = ops.einsum_unreduced("B/d L/c M, M H/t D -> B/d L/c H/t D", h, w_kv)\n'
@@ -2671,7 +2681,10 @@ RIGHT: dict[str, Edit] = {
     "gate_and_up_interleaved": Edit(
         "reshape",
         (
-            ('    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]', '    w_gate: f32["M/c/d G/t"]'),
+            (
+                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["M/c/d G/t"]',
+            ),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,

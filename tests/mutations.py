@@ -107,7 +107,9 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
     return None
 
 
-def mutations(axes: tuple[str, ...] = ("d", "s", "c", "t"), file: str = "train.py") -> Iterator[Mutation]:
+def mutations(
+    axes: tuple[str, ...] = ("d", "s", "c", "t"), file: str = "train.py"
+) -> Iterator[Mutation]:
     source = (ROOT / file).read_text()
     offsets = [0]
     for line in source.splitlines(keepends=True):

@@ -1,7 +1,6 @@
 """Tests commands that people type: training runs, shipped configs, and the cost of importing."""
 
 import ast
-import dataclasses
 import itertools
 import json
 import os

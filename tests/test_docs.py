@@ -17,9 +17,9 @@ import pytest
 import train
 from runtime.checkpoint import Checkpoints
 from shardlib import devices
+from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
-from shardlib.devices import make_mesh
 from tests.helpers import ROOT, compose_config, edited, slow_but_for
 from tools import audit
 
@@ -166,7 +166,7 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/checkpoints.md").read_text()
     config = compose_config("local_test_synthetic", "paths.model_name=x")
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(make_mesh(config.mesh.axes)):
         weights = train.init_state(config).weights
         checkpoints = Checkpoints("checkpoints", train.Weights, train.dimensions(config), "", 4)
         checkpoints.save(50, weights)

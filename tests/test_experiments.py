@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -168,7 +167,7 @@ def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     for section in SECTION:
         apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
-    arguments += ["mesh={r: 2, d: 2, t: 2}", "paths.model_name=run"]
+    arguments += ["mesh={d: 4, t: 2, r: 2}", "paths.model_name=run"]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
@@ -177,7 +176,7 @@ def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     assert not message and len(losses) == 8 and losses[-1] < losses[0] - 0.3
 
 
-def loss_and_grads(tree, mesh, *overrides):
+def loss_and_grads(tree, *overrides):
     """Runs the tree's train.py in f32. Returns the FLOPs that it counts, loss, gradients, weights,
     and the arrays of the batch."""
     with imported_from(tree):
@@ -201,7 +200,7 @@ def loss_and_grads(tree, mesh, *overrides):
         ) -> tuple[module.f32[""], module.Weights]:
             return module.loss_and_grads(weights, batch, config)
 
-        with jax.set_mesh(make_mesh(mesh)):
+        with jax.set_mesh(make_mesh(config.mesh.axes)):
             shapes = module.make_shapes(module.Weights, module.dimensions(config))
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
@@ -233,51 +232,21 @@ def test_squared_relu_is_the_oracles(tree):
         ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
     )
     apply_all("Squared ReLU", tree)
-    assert_equals(edited("tests/oracle.py", *ungated), *loss_and_grads(tree, {"d": 4, "t": 2}))
+    assert_equals(edited("tests/oracle.py", *ungated), *loss_and_grads(tree))
 
 
 SLOW = pytest.mark.slow
-WINDOWS = [(40, False), pytest.param(40, True, marks=SLOW), pytest.param(192, True, marks=SLOW)]
 
 
-@pytest.mark.parametrize("window, sliced", WINDOWS)
-def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window, sliced):
+@pytest.mark.parametrize("window", [40, pytest.param(192, marks=SLOW)])
+def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window):
     """Rows of 192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     apply("window", tree)
-    if sliced:
-        apply("window_slice", tree)
-    shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' shardlib/kernels.py", tree)
+    shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' train.py", tree)
     narrow = "sees[row, i, begin : i + 1]", f"sees[row, i, max(begin, i + 1 - {window}) : i + 1]"
     model = oracle if window == 192 else edited("tests/oracle.py", narrow)
-    results = loss_and_grads(tree, {"d": 4, "t": 2}, "training.tokens.len=192")
+    results = loss_and_grads(tree, "training.tokens.len=192")
     assert_equals(model, *results, window=window)
-
-
-def test_what_cudnn_is_asked_for_is_the_same_window(tree, monkeypatch):
-    """Replaces cuDNN, which needs a GPU, by JAX's own attention with the same arguments."""
-    by_xla = jax.nn.dot_product_attention
-    monkeypatch.setattr(
-        jax.nn,
-        "dot_product_attention",
-        lambda *arrays, **options: by_xla(*arrays, **(options | {"implementation": "xla"})),
-    )
-    apply_all("Sliding-window attention", tree)
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        rng.normal(size=(2, 512, *heads)).astype("f") for heads in [(2, 2, 8), (2, 8), (2, 8)]
-    )
-    document = jnp.cumsum(jnp.asarray(rng.random((2, 512)) < 0.005, jnp.int32), axis=1)
-    with imported_from(tree):
-        kernels = importlib.import_module("shardlib.kernels")
-        mixed = kernels.cudnn_attention(q, k, v, document)
-        np.testing.assert_allclose(mixed, kernels.plain_attention(q, k, v, document), atol=1e-5)
-
-
-def test_replicas_have_the_oracles_gradients(tree):
-    """Runs two microbatches; their gradients are summed over r once, at the end."""
-    apply_all("A replica axis", tree)
-    split = "mesh={r: 2, d: 2, t: 2}", "training.microbatches=2"
-    assert_equals(oracle, *loss_and_grads(tree, {"r": 2, "d": 2, "t": 2}, *split))
 
 
 EIGHT_BITS = """\
@@ -337,7 +306,7 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
             'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
         ),
     )
-    assert_equals(model, *loss_and_grads(tree, {"d": 4, "t": 2}))
+    assert_equals(model, *loss_and_grads(tree))
 
 
 @pytest.mark.slow

@@ -77,7 +77,10 @@ def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):
     file = tmp_path / "run/profile/host_0/perfetto.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {event["name"] for event in events}
-    for op in "einsum_unreduced(B/d L/c M, M F/t -> B/d L/c F/t)", "index_unreduced([V/t] M, B/d L/c":
+    for op in (
+        "einsum_unreduced(B/d L/c M, M F/t -> B/d L/c F/t)",
+        "index_unreduced([V/t] M, B/d L/c",
+    ):
         assert any(name.startswith(op) for name in names), sorted(names)[:50]
 
 

@@ -10,7 +10,7 @@ from data.loader import TokenBatch
 from shardlib import devices
 from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, u32
 from tests import compiled
-from tests.helpers import compose_config, mesh, slow_but_for, small_config
+from tests.helpers import compose_config, slow_but_for, small_config
 from tools import generate, memory
 from tools.ledger import ledger
 

@@ -1,6 +1,5 @@
 """Compiles steps with the TPU compiler, on a machine without TPUs: make test-tpu."""
 
-import dataclasses
 import functools
 import itertools
 import re

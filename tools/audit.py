@@ -415,8 +415,8 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
         mesh = dataclasses.replace(mesh, d=2 * mesh.d)
     head = ("mesh", "links", "peak", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
-        f"The least time that each resource needs for a step on {chip.kind}. The longest bounds the "
-        f"step:\n\n{table(head, rows)}{end}"
+        f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "
+        f"the step:\n\n{table(head, rows)}{end}"
     )
 
 

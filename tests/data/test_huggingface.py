@@ -13,9 +13,9 @@ from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from tests import golden
 from tests.helpers import (
-    axes,
     SMALL,
     arrays,
+    axes,
     batches_on_hosts,
     rows,
     slow_but_for,

@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_op_names_are_shortened():
     path = "jit(training_step)/shard_map"
     cases = {
-        f"{path}/jvp(all_gather(V|t M|d -> V|t M))/all_gather": (
+        f"{path}/jvp(all_gather(V|t M|c|s -> V|t M))/all_gather": (
             "all_gather(V/t M/c/s -> V/t M): all_gather"
         ),
         f"{path}/transpose(jvp())/while/body/closed_call/checkpoint/"

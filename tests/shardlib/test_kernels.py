@@ -12,9 +12,7 @@ from shardlib.types import ShardTypeError, bf16, f32, i32, make_shapes, typed_sh
 from tests import golden
 from tests.helpers import assert_close, mesh
 
-SIGNATURE = (
-    "B/s L/c Q K/t D, B/s L K/t D, B/s L K/t D, B/s L/c, B/s L/c, B/s L -> B/s L/c Q K/t D"
-)
+SIGNATURE = "B/s L/c Q K/t D, B/s L K/t D, B/s L K/t D, B/s L/c, B/s L/c, B/s L -> B/s L/c Q K/t D"
 
 
 def random_arrays(length, seed=0):

@@ -523,10 +523,19 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
 
 
 EDITS = {
-    "a weight that no Llama has": ('    w_v: f32["M', '    q_norm: f32["M/t/c/d"]\n    w_v: f32["M'),
+    "a weight that no Llama has": (
+        '    w_v: f32["M',
+        '    q_norm: f32["M/t/c/d"]\n    w_v: f32["M',
+    ),
     "a weight that is no more": ('    final_norm: f32["M/t/c/d"]\n', ""),
-    "a weight of other dimensions": ('    w_v: f32["M/c/d K/t D"]', '    w_v: f32["M/c/d Q K/t D"]'),
-    "a weight of another dtype": ('    unembed: f32["V/t M/c/d"]', '    unembed: bf16["V/t M/c/d"]'),
+    "a weight of other dimensions": (
+        '    w_v: f32["M/c/d K/t D"]',
+        '    w_v: f32["M/c/d Q K/t D"]',
+    ),
+    "a weight of another dtype": (
+        '    unembed: f32["V/t M/c/d"]',
+        '    unembed: bf16["V/t M/c/d"]',
+    ),
 }
 
 
