@@ -206,8 +206,10 @@ def _backward(
     """The gradients of q, k and v, from that of the result. That of a part of the queries stays on
     the chip over all keys; those of keys and values are summed over the parts in the end."""
     rows, heads, length, size = q.shape
-    block, group = math.gcd(length, BLOCK), heads // k.shape[1]
-    part = _part(length, block, QUERIES // group)
+    group = heads // k.shape[1]
+    most = QUERIES // group  # of each head
+    block = math.gcd(length, min(BLOCK, 1 << most.bit_length() - 1))
+    part = _part(length, block, most)
     # The derivative of softmax needs, per query, the product of the result and its gradient.
     product = jnp.einsum("bhld,bhld->bhl", mixed, grad, preferred_element_type=jnp.float32)
     stats = jnp.concatenate([log_sum, product[:, :, None]], axis=2)

@@ -14,10 +14,10 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
-from shardlib.ops import Call, define_op, widening_einsum
+from shardlib.ops import Call, define_op, varying, widening_einsum
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
-KERNEL = "kernel"  # the scope of a twin in whose place GPUs and TPUs run a kernel
+KERNEL = "run_by_kernel"  # the scope of a twin in whose place GPUs and TPUs run a kernel
 BLOCK = 512  # queries whose scores are in memory at a time
 
 
@@ -55,10 +55,11 @@ def attention(
         )
 
     Communicates nothing. Positions are in the order of `balanced`. The result is saved for the
-    backward pass, which recomputes the scores from q, k and v: save those. If q is bf16, a device's
-    part of L a multiple of 128, or 256 where L is split, and D a multiple of 8 up to 128, runs a
-    kernel: that of flash_attention.py on TPUs and, where L isn't split, cuDNN's on NVIDIA GPUs.
-    Raises ShardTypeError unless the operands have these dimensions in this order, with D not split.
+    backward pass, which recomputes the scores from q, k and v: save those. In bf16, with a device's
+    part of L a multiple of 128, or of 256 where L is split, D a multiple of 8 up to 128, and Q at
+    most 32, runs a kernel: that of flash_attention.py on TPUs and, where L isn't split, cuDNN's on
+    NVIDIA GPUs. Raises ShardTypeError unless the operands have these dimensions in this order, with
+    D not split, and q, k and v the same dtype.
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
@@ -75,7 +76,10 @@ def attention(
     platform = device.platform if device else ""
     parts = k.shape[1] // q.shape[1]
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
-    has_kernel = fits and q.dtype == jnp.bfloat16
+    has_kernel = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
+    call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
+    axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
+    q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
     if platform == "tpu" and has_kernel:
         return tpu_attention(q, k, v, start, position)
     if platform == "gpu" and has_kernel and parts == 1:

@@ -102,7 +102,7 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
     return op
 
 
-def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x` to varying along `axes`; communicates nothing. See the docstring of types.py."""
     kind = jax.typeof(x).manual_axis_type
     missing = tuple(a for a in axes if a not in kind.varying and a not in kind.unreduced)
@@ -111,7 +111,7 @@ def _varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
-    return lax.pcast(_varying(x, axes), axes, to="unreduced") if axes else x
+    return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
 
 
 def _names(spec: Spec) -> list[str]:
@@ -152,7 +152,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     gathered = _one_to_one(call, given, wanted)
     call.require(gathered, "it gathers nothing")
     for i, axes in gathered:
-        x = lax.all_gather(_varying(x, axes), axes, axis=i, tiled=True)
+        x = lax.all_gather(varying(x, axes), axes, axis=i, tiled=True)
     return x
 
 
@@ -174,7 +174,7 @@ def split(call: Call, x: jax.Array) -> jax.Array:
     for i, axes in parts:
         size = x.shape[i] // math.prod(mesh_shape()[axis] for axis in axes)
         first = lax.axis_index(axes) * size
-        x = lax.dynamic_slice_in_dim(_varying(x, axes), first, size, axis=i)
+        x = lax.dynamic_slice_in_dim(varying(x, axes), first, size, axis=i)
     return x
 
 
@@ -205,7 +205,7 @@ def broadcast(call: Call, x: jax.Array) -> jax.Array:
     """
     (given,), wanted = call.operands, call.result
     call.require(given == wanted and not given.unreduced, "both sides must be the same, reduced")
-    return _varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
+    return varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
 
 
 @define_op
@@ -214,10 +214,14 @@ def scale(call: Call, x: jax.Array, *, by: ArrayLike) -> jax.Array:
 
         ops.scale("B/d L M {U:t} -> B/d L M {U:t}", y, by=0.5)
 
-    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y. There is no gradient of `by`.
-    Raises ShardTypeError if `by` differs between devices that hold partial sums of a value.
+    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y. Raises ShardTypeError if `by`
+    differs between devices that hold partial sums of a value, or needs a gradient there, and if
+    `x` holds integers.
     """
+    call.require(jnp.issubdtype(x.dtype, jnp.floating), f"it scales floats, not {x.dtype}")
     factor = jnp.asarray(by, x.dtype)
+    if not call.result.unreduced:
+        return x * factor
     varying = jax.typeof(factor).manual_axis_type.varying
     axes = ", ".join(axis for axis in call.result.unreduced if axis in varying)
     call.require(not axes, f"`by` varies along {axes}: partial sums need the same factor")
@@ -228,7 +232,14 @@ def scale(call: Call, x: jax.Array, *, by: ArrayLike) -> jax.Array:
         axes = (*kind.unreduced, *kind.reduced)  # the factor needs JAX's counterpart of the type
         return x * (lax.pcast(factor, axes, to="reduced") if axes else factor)
 
-    scaled.defvjp(lambda x, by: (scaled(x, by), by), lambda by, grad: (scaled(grad, by), None))
+    def forward(x: Any, by: Any) -> tuple[jax.Array, jax.Array]:
+        call.require(not by.perturbed, "`by` has no gradient here: apply lax.stop_gradient to it")
+        return scaled(x.value, by.value), by.value
+
+    def backward(by: jax.Array, grad: Any) -> tuple[Any, None]:
+        return (scaled(grad, by) if isinstance(grad, jax.Array) else grad), None
+
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
     return scaled(x, factor)
 
 
@@ -343,7 +354,7 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     call.require(not unreduced, "reduce it before the maximum; the result has no {U:}")
     axes = tuple(a for dim in removed for a in dim.axes)
     x = jnp.max(x, axis=positions)
-    return lax.pmax(_varying(x, axes), axes) if axes else x
+    return lax.pmax(varying(x, axes), axes) if axes else x
 
 
 @define_op

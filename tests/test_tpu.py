@@ -17,7 +17,10 @@ from tools.compile import tpu_mesh
 from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
-LISTS = [tpu_programs.LISTED, tpu_programs.HELD_OUT, tpu_programs.WITH_LONGER_ROWS]
+LISTS = [
+    *(tpu_programs.LISTED, tpu_programs.HELD_OUT),
+    *(tpu_programs.WITH_LONGER_ROWS, tpu_programs.LAYOUTS),
+]
 PROGRAMS = [*itertools.chain(*LISTS)]
 
 
@@ -26,7 +29,7 @@ def built(program):
     """The mesh, the jaxpr, the compiler's bytes, and its program's text."""
     config, module = program.build()
     axes = config.mesh.axes
-    on = tpu_mesh(program.topology, axes)
+    on = tpu_mesh(program.topology, axes, program.slices)
     options = devices.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)

@@ -39,15 +39,23 @@ class Program(NamedTuple):
     batch: int
     length: int
     edits: tuple = ()  # of the source, by a function, or of the config
+    r: int = 1
+    c: int = 1
+    slices: int = 1
 
     def __str__(self):
         edits = "".join(f", {getattr(edit, '__name__', edit)}" for edit in self.edits)
-        return f"{self.model} on {self.topology}, {self.d} x {self.t}, {self.batch}{edits}"
+        others = "".join(
+            f", {name}={size}"
+            for name, size in zip(("r", "c", "slices"), self[-3:], strict=True)
+            if size > 1
+        )
+        return f"{self.model} on {self.topology}, {self.d} x {self.t}, {self.batch}{edits}{others}"
 
     def build(self):
         """The config, and the edited train.py as a module."""
         config = compose_config(
-            "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}}}",
+            "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}, r: {self.r}, c: {self.c}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "training.loss_chunks=8", "paths.model_name=x", "flat_tokens.filespec=x",
             *(edit for edit in self.edits if isinstance(edit, str)),
@@ -123,4 +131,13 @@ WITH_LONGER_ROWS = [
     Program("v5p:2x2x2", "1b", 8, 1, 16, 8192, (C,)),
     Program("v6e:2x4", "270m", 4, 2, 32, 2048, (C,)),
     Program("v4:2x2x2", "84m", 4, 2, 64, 2048),
+]
+# Named before any was compiled, with the mesh axes r and c, and on two slices.
+LAYOUTS = [
+    Program("v5e:2x4", "84m", 8, 1, 64, 1024, r=2),
+    Program("v5p:2x2x2", "540m", 2, 1, 16, 8192, (C,), c=4),
+    Program("v5p:2x2x4", "1b", 4, 1, 8, 16384, c=4),
+    Program("v4:2x2x2", "270m", 4, 1, 8, 4096, (C,), r=2, c=2),
+    Program("v6e:2x4", "270m", 16, 1, 128, 1024, (C,), r=2, slices=2),
+    Program("v5e:2x4", "540m", 8, 2, 64, 1024, (C, M), r=2, slices=2),
 ]

@@ -18,6 +18,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 import train
+from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
@@ -29,6 +30,7 @@ from tools.audit import NOT_USED, audit_step, peak_table, probe, show, table
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
     topology: str = ""  # a slice of TPUs, such as v5e:16x16; empty: the local devices
+    slices: PositiveInt = 1  # of that topology, over which r splits the devices
 
 
 # Keeps libtpu from looking for a TPU machine and warning that it finds none. Since it uses no
@@ -41,18 +43,24 @@ WITHOUT_TPU = {
 }
 
 
-def tpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """A mesh of the chips of a slice, for compiling only. Raises UserError if libtpu is missing or
-    doesn't know the slice, or if the slice doesn't have as many chips as the mesh."""
+def tpu_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
+    """A mesh of the chips of slices, for compiling only; the outermost axis is over the slices.
+    Raises UserError if libtpu is missing or doesn't know the slice, or if the slices don't have as
+    many chips as the mesh."""
     for name, value in WITHOUT_TPU.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
     # The two cores of a v4 chip act as one device, as those of later chips do by default.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
-    sizes = tuple(axes.values())
+    outer, *inner = axes.values()
+    if outer % slices:
+        raise UserError(f"slices={slices} must divide mesh.{next(iter(axes))}={outer}")
     try:
-        slice_ = topologies.get_topology_desc(topology, "tpu", **options).devices
-        chips = mesh_utils.create_device_mesh(sizes, slice_, allow_split_physical_axes=True)
+        found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options).devices
+        chips = mesh_utils.create_hybrid_device_mesh(
+            (outer // slices, *inner), (slices, *(1 for _ in inner)), found,
+            allow_split_physical_axes=True,
+        )  # fmt: skip
     except Exception as error:  # libtpu's or JAX's
         raise UserError(
             f"topology={topology} for the mesh {devices.show_axes(axes)}: "
@@ -71,7 +79,11 @@ def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
     probed = probe(config)
     bundles = cycles.dump_bundles()
-    mesh = tpu_mesh(config.topology, axes) if config.topology else make_mesh(config, axes)
+    mesh = (
+        tpu_mesh(config.topology, axes, config.slices)
+        if config.topology
+        else make_mesh(config, axes)
+    )
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), devices.find_chip(kind)
     predicted = audit_step(config, probed, chip)
@@ -86,7 +98,9 @@ def main(config: CompileConfig) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            excess = f", {show(held - chip.memory)} more than a device has" if chip else ""
+            excess = ""
+            if chip and held > chip.memory:
+                excess = f", {show(held - chip.memory)} more than a device has"
             raise UserError(
                 f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
                 f"The audit predicts {show(held)}{excess}. At its peak the step holds weights, "

@@ -138,6 +138,7 @@ class _Step(NamedTuple):
     results: list[_Array]
     overwrites: list[_Array]  # operands that its results may overwrite
     bodies: list["_Body"]  # of a loop
+    fixed: list[_Array]  # operands of a scan that are the same in each iteration, its first ones
 
 
 class _Body(NamedTuple):
@@ -197,13 +198,13 @@ def _read(
                 results = inline(inner, operands, here, at, in_library or name == "jit")
             else:
                 overwrites = operands if kind in ("fused", "scatter") else []
-                bodies = []
+                bodies, fixed = [], operands[: carried(eqn).start] if name == "scan" else []
                 if kind == "loop":
                     overwrites = operands[carried(eqn)]
                     inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
                     bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
                 of = (name, kind, phase(here), at, KERNEL in here)
-                row = (*of, operands, results, overwrites, bodies)
+                row = (*of, operands, results, overwrites, bodies, fixed)
                 steps.append(_Step(*row))
                 for array in dict.fromkeys(operands):
                     array.users.append(steps[-1])
@@ -278,7 +279,8 @@ def _peak(body: _Body, chip: str) -> Memory:
         if step.in_kernel:
             written = [a for a in step.results if not all(u.in_kernel for u in a.users)]
         else:
-            by_constant = step.name == "dot_general" and not all(a.sources for a in step.operands)
+            given = [a.aval.size for a in step.operands if a.sources]
+            by_constant = step.name == "dot_general" and given == [step.results[0].aval.size]
             fused = (step.kind == "fused" or by_constant) and not is_written(step, needed)
             written = [] if fused else step.results
         for array in step.results:
@@ -293,8 +295,8 @@ def _peak(body: _Body, chip: str) -> Memory:
                 overwrites[array] = _sources(step.overwrites)
         if not step.bodies or step.in_kernel:
             continue
-        for array, given in zip(step.bodies[-1].arguments, step.operands, strict=False):
-            array.sources &= {array} if given.sources else set()  # a constant stays one
+        for argument, array in zip(step.bodies[0].arguments, step.fixed, strict=False):
+            argument.sources &= {argument} if array.sources else set()  # a constant stays one
         inside[t] = max((_peak(b, chip) for b in step.bodies), key=lambda peak: peak.temporary)
         inner = step.bodies[0].slices
         copied = [(step.operands[i], part.cast()) for i, part in inner.items() if part.cast()]
