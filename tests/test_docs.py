@@ -212,14 +212,17 @@ def compiled() -> dict[str, str]:
     }
 
 
-def printed_by(output: pages.Output) -> list[str]:
-    """The lines that its commands print; with an edit, the lines without it come first."""
-    text = ""
+def printed_by(output: pages.Output, alone: bool = False) -> list[str]:
+    """The lines that its commands print; with an edit, the lines without it come first, or, with
+    `alone`, are left out."""
+    lines: list[str] = []
     for edits in [(), unsaved(output.edit)] if output.edit else [()]:
+        before = lines
         for command in output.commands:
             is_audit = "-m tools.audit" in command
-            text += audited(command, edits=edits) if is_audit else compiled().get(command, "")
-    return text.splitlines()
+            text = audited(command, edits=edits) if is_audit else compiled().get(command, "")
+            lines = lines + text.splitlines()
+    return [line for line in lines if line not in before] if alone else lines
 
 
 OTHERS = [page for page in PAGES if page != "docs/experiments.md"]
@@ -232,10 +235,14 @@ def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
     text = path.read_text()
     for output in reversed(list(pages.outputs(text))):
         shown, printed = output.text, printed_by(output)
+        *head, last = shown.splitlines(keepends=True)
+        # What is shown below an edit ends with a line that is printed with the edit alone.
+        alone = printed_by(output, alone=True)
         if printed and pages.UPDATE:
-            shown = pages.updated(shown, printed)
+            head, last = [pages.updated("".join(head), printed)], pages.updated(last, alone)
+            shown = "".join([*head, last])
             text = text[: output.start] + shown + text[output.start + len(output.text) :]
-        stale += pages.missing(shown, printed) if printed else []
+        stale += pages.missing(shown, printed) + pages.missing(last, alone) if printed else []
     if pages.UPDATE:
         path.write_text(text)
     assert not stale, "\n".join([f"no command prints these lines of {page}:", *stale])

@@ -55,7 +55,8 @@ class Program(NamedTuple):
     def build(self):
         """The config, and the edited train.py as a module."""
         config = compose_config(
-            "pretrain", f"model={self.model}", f"mesh={{d: {self.d}, t: {self.t}, r: {self.r}, c: {self.c}}}",
+            "pretrain", f"model={self.model}",
+            f"mesh={{d: {self.d}, t: {self.t}, r: {self.r}, c: {self.c}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "training.loss_chunks=8", "paths.model_name=x", "flat_tokens.filespec=x",
             *(edit for edit in self.edits if isinstance(edit, str)),

@@ -10,6 +10,7 @@ requirements-tpu.txt. Otherwise it compiles for the local devices. It may take s
 """
 
 import dataclasses
+import functools
 import os
 import time
 from typing import Any
@@ -57,10 +58,10 @@ def tpu_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.shardi
         raise UserError(f"slices={slices} must divide mesh.{next(iter(axes))}={outer}")
     try:
         found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options).devices
-        chips = mesh_utils.create_hybrid_device_mesh(
-            (outer // slices, *inner), (slices, *(1 for _ in inner)), found,
-            allow_split_physical_axes=True,
-        )  # fmt: skip
+        within, over = (outer // slices, *inner), (slices, *(1 for _ in inner))
+        hybrid = functools.partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=over)
+        make = hybrid if slices > 1 else mesh_utils.create_device_mesh
+        chips = make(within, devices=found, allow_split_physical_axes=True)
     except Exception as error:  # libtpu's or JAX's
         raise UserError(
             f"topology={topology} for the mesh {devices.show_axes(axes)}: "
@@ -79,11 +80,10 @@ def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
     probed = probe(config)
     bundles = cycles.dump_bundles()
-    mesh = (
-        tpu_mesh(config.topology, axes, config.slices)
-        if config.topology
-        else make_mesh(config, axes)
-    )
+    if config.topology:
+        mesh = tpu_mesh(config.topology, axes, config.slices)
+    else:
+        mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), devices.find_chip(kind)
     predicted = audit_step(config, probed, chip)
