@@ -91,6 +91,16 @@ def _trip_counts(text: str) -> dict[str, int]:
     return {name: times(name) for name in [*inside, here]}
 
 
+LARGE = 100_000  # elements; smaller arrays may be sent with others
+SLICES = re.compile(r" +%\S+ = \(\w+\[([\d,]*)\].* recv\(.*_xla_megascale_transfer_type=\"(\w+)\"")
+
+
+def between_slices(text: str) -> collections.Counter[str]:
+    """Counts collectives of large arrays over the data-centre network, by kind."""
+    sizes = [(math.prod(map(int, dims.split(","))), kind) for dims, kind in SLICES.findall(text)]
+    return collections.Counter(kind.lower().replace("_", "-") for n, kind in sizes if n > LARGE)
+
+
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
     lines, trips = _source_lines(text, files or ("train.py",)), _trip_counts(text)
     actual, here = [], ""

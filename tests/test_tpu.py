@@ -1,5 +1,6 @@
 """Compiles steps with the TPU compiler, on a machine without TPUs: make test-tpu."""
 
+import collections
 import functools
 import itertools
 import re
@@ -87,7 +88,14 @@ def collectives_of(program):
     """The ledger's rows, the compiled program's collectives, and the mesh axes."""
     axes, jaxpr, _, text = built(program)
     file = "train_edited.py" if program.edits else "train.py"
-    return ledger(jaxpr, axes).transfers, compiled.collectives(text, axes, file), axes
+    actual = compiled.collectives(text, axes, file)
+    # The kernel of TPUs knows the positions of the keys by their order.
+    unused = "all_gather(B/d L/c -> B/d L)"
+    transfers = [row for row in ledger(jaxpr, axes).transfers if row.op != unused]
+    if program.slices > 1:  # a sum over r and s is one over s, and then one over r
+        transfers = [row for row in transfers if "r" not in row.axes]
+        actual = [row for row in actual if row.kind != "all-reduce" or row.elements > 128]
+    return transfers, actual, axes
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
@@ -97,6 +105,14 @@ def test_the_collectives_are_those_of_the_ledger(program):
     assert compiled.unexplained_on_tpu(transfers, actual, axes) == ({}, {})
 
 
+@pytest.mark.parametrize("program", tpu_programs.LAYOUTS[-2:], ids=str)
+def test_replicas_send_between_slices_what_the_ledger_says(program):
+    axes, jaxpr, _, text = built(program)
+    rows = [row for row in ledger(jaxpr, axes).transfers if "r" in row.axes]
+    wanted = collections.Counter(row.kind for row in rows if row.elements > compiled.LARGE)
+    assert compiled.between_slices(text) == wanted
+
+
 @pytest.mark.parametrize(("program", "least"), [(PROGRAMS[0], 30), (PROGRAMS[14], 99)], ids=str)
 def test_all_that_is_sent_is_found_and_much_of_it_is_overlapped(program, least):
     """Compares two parsers that share no code."""
@@ -104,7 +120,7 @@ def test_all_that_is_sent_is_found_and_much_of_it_is_overlapped(program, least):
     rows = {c.chain or i: c for i, c in enumerate(compiled.collectives(text, axes))}
     wanted = sum(c.elements for c in rows.values() if c.axes and c.kind != "collective-permute")
     _, sent = cycles.estimate(text, chip_of(program), None)
-    assert sum(row.elements for row in sent) == wanted
+    assert sum(row.elements for row in sent if not row.between_slices) == wanted
     share = re.search(r"(\d+)% of it overlapped with compute", cycles.share_overlapped(sent))
     assert least <= int(share[1]) <= 100
 

@@ -113,6 +113,7 @@ class Sent(NamedTuple):
     bytes: int  # of that array; for an all-reduce, twice as many
     times: int
     overlapped: float  # cycles of compute scheduled between its start and its end
+    between_slices: bool = False
 
 
 def payload(call: Instruction, program: Program) -> tuple[int, int] | None:
@@ -137,12 +138,20 @@ def group_size(rest: str) -> int:
 
 
 def share_overlapped(sent: list[Sent]) -> str:
-    """A sentence on how much a program sends in a step, and how much of that is overlapped with a
+    """Sentences on how much a program sends in a step, and how much of that is overlapped with a
     microsecond or more of compute."""
-    total = sum(row.times * row.bytes for row in sent)
-    hidden = sum(row.times * row.bytes for row in sent if row.overlapped > MICROSECOND)
-    share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
-    return f"A step sends {show(total)}{share} in the compiler's schedule."
+    sentences = []
+    for between_slices in False, True:
+        rows = [row for row in sent if row.between_slices == between_slices]
+        total = sum(row.times * row.bytes for row in rows)
+        hidden = sum(row.times * row.bytes for row in rows if row.overlapped > MICROSECOND)
+        share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
+        where = " between slices" if between_slices else ""
+        if total or not between_slices:
+            sentences.append(
+                f"A step sends {show(total)}{where}{share} in the compiler's schedule."
+            )
+    return "\n".join(sentences)
 
 
 # --- Time -----------------------------------------------------------------------------------------
@@ -214,6 +223,12 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
                 cycles = kernel_cycles(call, chip, bundles) if bundles else 0
                 add(call, computation, times, cycles, "kernels")
                 now += cycles
+            elif call.op == "recv" and "megascale" in call.rest:
+                # Buffers for the parts of all slices, of which a device receives all but its own.
+                started[call.name] = call, size(next(ARRAY.finditer(call.shape))[0]), now
+            elif call.op == "recv-done" and call.operands()[0] in started:
+                _, array, since = started.pop(call.operands()[0])
+                sent.append(Sent(*array, times, now - since, between_slices=True))
             elif step and step[2] == "done" and key in started:
                 start, array, since = started.pop(key)
                 send(start, computation, Sent(*array, times, now - since))
