@@ -219,10 +219,14 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
             row for row in left if (row[0], row[1], row[3]) == ("reduce-scatter", axes, loop)
         ]:
             # The padding is behind the last part, so the edges of the other parts move.
-            edges = "collective-permute", axes, (elements - row[2]) * (n - 1) // n, loop
-            if actual[edges]:
+            size = (elements - row[2]) * (n - 1) // n
+            edges = [
+                k for k in +actual
+                if (k[0], k[2:]) == ("collective-permute", (size, loop)) and {*k[1]} <= {*axes}
+            ]  # fmt: skip
+            if edges:
                 left -= collections.Counter([row])
-                actual -= collections.Counter([edges])
+                actual -= collections.Counter(edges[:1])
                 break
         else:
             actual[kind, axes, elements, loop] += 1

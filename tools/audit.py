@@ -394,8 +394,8 @@ def least_seconds(
 
 
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
-    """A table with a row for the config's mesh, and one for each doubling of d, up to 4096 devices
-    or until a dimension no longer splits."""
+    """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
+    are replicas, up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh
     while (count := math.prod((axes := mesh.axes).values())) <= 4096:
         try:
@@ -412,7 +412,7 @@ def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
         over = [f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1]
         shown = devices.show_axes(axes), ", ".join(over)
         rows.append((*shown, peak, *times, longest, f"{ceiling:.0%}"))
-        mesh = dataclasses.replace(mesh, d=2 * mesh.d)
+        mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
     head = ("mesh", "links", "peak", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
         f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "

@@ -118,11 +118,13 @@ def on_tpu(monkeypatch):
 @pytest.mark.parametrize(
     "length, block, held, axes",
     [
-        *[(128, 512, 4096, (4, 2)), (512, 128, 4096, (1, 1)), (512, 128, 256, (4, 2))],
+        *[(128, 512, 4096, (2, 2)), (512, 128, 4096, (1, 1)), (512, 128, 256, (2, 2))],
         (512, 128, 256, (2, 1, 1, 2)),
     ],
 )
 def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, on_tpu, monkeypatch):
+    """Leaves half of the process's eight devices free, as the interpreter's callbacks wait for
+    threads that may all be busy with other callbacks."""
     monkeypatch.setattr(flash_attention, "BLOCK", block)
     monkeypatch.setattr(flash_attention, "KEYS", held)
     monkeypatch.setattr(flash_attention, "QUERIES", held)
