@@ -64,6 +64,30 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+RING = [
+    *("{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}", "{d: 2, t: 1, r: 2, c: 4}"),
+    *("{d: 1, t: 1, c: 8}", "{d: 1, t: 1}"),
+]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(
+    tmp_path, capsys, monkeypatch
+):
+    """Losses differ by 4e-4 at most in 20 steps, by rounding in bf16, and fall by 8%."""
+    run = ["--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}"]
+    run += ["training.tokens.len=48", "training.steps_for_lr=20"]
+    one = [*run, "paths.model_name=one", "training.steps=20", "mesh={d: 1, t: 1}"]
+    assert train_here(capsys, monkeypatch, *one)[1] == ""
+    for i, mesh in enumerate(RING, 1):
+        part = ["paths.model_name=ring", f"training.steps={4 * i}", f"mesh={mesh}"]
+        out, message = train_here(capsys, monkeypatch, *run, *part)
+        assert not message and (f"\nresumed at step {4 * i - 4} from " in out) == (i > 1)
+    wanted, losses = ([row["loss"] for row in rows(tmp_path / name)] for name in ("one", "ring"))
+    assert wanted[-1] < wanted[0] - 0.3
+    assert losses == pytest.approx(wanted, rel=2e-3)
+
+
 # The text, the steps whose rows are kept at a start from step 2, and the number of damaged lines.
 METRICS = {
     "rows": ('{"step": 0}\n{"step": 1}\n{"step": 2}\n', [0, 1], 0),
