@@ -333,7 +333,11 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     if len(loops) > 1:
         start, end = loops[-1], ends[loops[-1]]
         n = int(operands[0][1].split(",")[-1])  # blocks, of each of which it has the range it sees
-        seen = heads / cores * n * (n + 1) / 2
+        # The sequence may be split: the other blocks, queries' or keys', are more or fewer.
+        queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
+        forward = "forward" in call.name
+        others = n * keys // queries if forward else n * queries // keys
+        seen = heads / cores * (n * others + (n if forward else others)) / 2
         inner = end - start
         return iterations * (last - first - inner) + seen * max(inner, mxu_cycles(start, end))
 

@@ -118,7 +118,7 @@ def plain_ids(x):
 
 
 def split_and_scaled(x: f32["B/d M"], w: f32["M/t"]) -> f32["B/d M/t"]:
-    return ops.scale("B/d M/t -> B/d M/t", ops.split("B/d M -> B/d M/t", x) * w, by=3)
+    return 3 * ops.scale("B/d M/t -> B/d M/t", ops.split("B/d M -> B/d M/t", x), by=w)
 
 
 def split_over_two_axes(x: f32["M"]) -> f32["M/t/d"]:
@@ -430,6 +430,12 @@ MISUSES = {
     "scale of a sum by what differs": lambda a: ops.scale(
         "B/d L M {U:t} -> B/d L M {U:t}", a.owed, by=a.x.max()
     ),
+    "scale of a sum by what has a gradient": lambda a: jax.grad(
+        lambda by: ops.psum_scatter(
+            "B/d L M {U:t} -> B/d L M/t", ops.scale("B/d L M {U:t} -> B/d L M {U:t}", a.owed, by=by)
+        ).sum()
+    )(2.0),
+    "scale of integers": lambda a: ops.scale("B/d L -> B/d L", a.ids, by=0.5),
     "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
     "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
     "index_unreduced without indices": lambda a: ops.index_unreduced("[M/d] -> {U:d}", a.w[:, 0]),

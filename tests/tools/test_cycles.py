@@ -87,9 +87,9 @@ def test_what_a_scheduled_program_overlaps_with_compute():
     late; another is over an axis of one device, and sends nothing."""
     _, sent = cycles.estimate(SCHEDULED, V5E, None)
     assert sorted(sent) == [
-        (3, 2 * 3 * 4, 1, 700),
-        (64, 128, 6, 90200),
-        (6_400_000, 12_800_000, 6, 0),
+        (3, 2 * 3 * 4, 1, 700, False),
+        (64, 128, 6, 90200, False),
+        (6_400_000, 12_800_000, 6, 0, False),
     ]
 
 
@@ -135,15 +135,18 @@ def test_the_report():
 CALL = """
   %attention_forward.{number} = (bf16[{heads},2048,128]{{2,1,0}}, f32[{heads},1,2048]) \
 custom-call(%p, %q), custom_call_target="tpu_custom_call", operand_layout_constraints=\
-{{s32[1,4,4]{{2,1,0}}, bf16[{heads},2048,128]{{2,1,0}}}}, frontend_attributes={{kernel_metadata={{
+{{s32[1,4,4]{{2,1,0}}, bf16[{heads},2048,128]{{2,1,0}}, bf16[{heads},{keys},128]{{2,1,0}}}}, \
+frontend_attributes={{kernel_metadata={{
 "xprof_metadata":{metadata}
 }}}}, metadata={{op_name="jit(step)/jvp()/pallas_call"}}, backend_config={{}}
 """
 ENTRY = "HloModule jit_step\n\nENTRY %main (q: bf16[8]) -> bf16[8] {{{calls}}}\n"
 
 
-def call(number=1, heads="2,8"):
-    return CALL.format(number=number, heads=heads, metadata=json.dumps('{"block_q": 512}'))
+def call(number=1, heads="2,8", keys=2048):
+    return CALL.format(
+        number=number, heads=heads, keys=keys, metadata=json.dumps('{"block_q": 512}')
+    )
 
 
 def bundles(iterations, block, always=50, init=10, end=30, matmul="bf16.gmra.mxu0"):
@@ -227,3 +230,6 @@ def test_the_seen_blocks_may_be_an_inner_loop(tmp_path, chip, cores, matmuls, bl
     outer += [["sbr.rel (!%p) target = $region8"], ["nop"] * 4, ["sfence"]]
     taken = kernel_cycles(tmp_path, written(outer), chip)
     assert taken == pytest.approx(iterations * 50 + 16 / cores * 10 * block)
+    # A quarter of a row's queries, in a balanced order: half of 4 x 16 blocks, and the diagonal.
+    taken = kernel_cycles(tmp_path, written(outer), chip, keys=4 * 2048)
+    assert taken == pytest.approx(iterations * 50 + 16 / cores * 34 * block)
