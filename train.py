@@ -180,8 +180,8 @@ class Config(RunConfig, DataConfig):
         rows, length = hyper.tokens.batch // mesh.d, hyper.tokens.len // mesh.c
         problem = f"it must divide training.tokens.batch/mesh.d={rows}"
         self.require(rows % hyper.microbatches == 0, "training.microbatches", problem)
-        in_two = mesh.c == 1 or length % 2 == 0
-        self.require(in_two, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
+        balanced = mesh.c == 1 or hyper.tokens.len % (2 * mesh.c) == 0
+        self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
         problem = f"it must divide training.tokens.len/mesh.c={length}"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
 
@@ -416,7 +416,6 @@ def unembed(
 def forward(weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L/c M/t"]:
     """The residual stream after the last layer. At position l, which predicts target l, it depends
     only on the tokens before that target in the same document and row."""
-
     key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
@@ -541,6 +540,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
         zeros = jnp.float32(0), jax.tree.map(wide, replica)
         total, () = lax.scan(add, zeros, parts)
     loss, grads = total
+    # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
     (grads,) = scatter(jax.tree.map(lambda g: g.astype(bf16.dtype), grads))
     count = target_count(batch)
     return jax.tree.map(lambda x: x / count, (loss, grads))

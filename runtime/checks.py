@@ -112,7 +112,8 @@ class Numbers:
         def shown(config: Any) -> str:
             hyper = config.training
             parts = {"microbatches": hyper.microbatches, "loss_chunks": hyper.loss_chunks}
-            return show_axes(config.mesh.axes | parts)
+            sizes = config.mesh.axes | parts
+            return show_axes(sizes) if max(sizes.values()) > 1 else "one device"
 
         more = [f"{len(differ) - 3} more"] if len(differ) > 3 else []
         return (

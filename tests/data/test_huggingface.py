@@ -133,7 +133,7 @@ def test_batches_that_are_left_out(folder):
 def test_hosts_read_shards_of_their_own_and_go_on(folder):
     """Runs two hosts of two workers each. Each host has half of every batch's rows."""
     config = vars(open_loader(folder).config) | {"num_workers": 2}
-    request = {"config": config, "shape": (4, LENGTH, 300), "mesh": {"d": 4, "t": 2}}
+    request = {"config": config, "shape": (4, LENGTH, 300), "mesh": axes(4, 2)}
     before, positions = batches_on_hosts(2, **request, steps=(0, 5))
     after, _ = batches_on_hosts(2, **request, steps=(5, 9), positions=positions)
     rows = np.stack([*before, *after])
