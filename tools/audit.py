@@ -373,12 +373,33 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
     return chip
 
 
-def least_seconds(
-    result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
-) -> dict[str, float]:
+class Bound(NamedTuple):
+    """What a step needs on a chip, at least."""
+
+    peak: int  # bytes
+    seconds: dict[str, float]  # by resource
+    mfu: float  # at most
+
+    @property
+    def longest(self) -> str:
+        """The resource that bounds the step."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+    def cells(self) -> tuple[str, ...]:
+        times = (show(spent, "s") for spent in self.seconds.values())
+        return (show(self.peak), *times, self.longest, f"{self.mfu:.0%}")
+
+
+def bound_head(chip: devices.Chip) -> tuple[str, ...]:
+    """The headings of `Bound.cells`."""
+    return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
+
+
+def bound(result: dict[str, Any], chip: devices.Chip, links: dict[str, str]) -> Bound:
     """The least time that a step needs of each resource, if what runs "at most" so often runs as
-    rarely as it may. Memory traffic counts what matmuls, ops with a kernel, and the optimizer read
-    and write. A collective over several axes takes their slowest link."""
+    rarely as it may. `links` has the link of each axis. Memory traffic counts what matmuls, ops
+    with a kernel, and the optimizer read and write. A collective over several axes takes their
+    slowest link."""
     products = result["products"]
     moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
     moved += result["kernel_bytes"] + 7 * result["held"]["weights"]  # 4 read, 3 written
@@ -390,33 +411,28 @@ def least_seconds(
     for row in result["transfers"]:
         link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
         seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
-    return seconds
+    needed = result["model_flops"] / math.prod(result["mesh"].values()) / chip.flops
+    peak = result["arguments"] + result["temporary"]
+    return Bound(peak, seconds, needed / max(seconds.values()))
 
 
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
     are replicas, up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh
-    while (count := math.prod((axes := mesh.axes).values())) <= 4096:
+    while math.prod((axes := mesh.axes).values()) <= 4096:
         try:
             result = audit_step(dataclasses.replace(config, mesh=mesh), probed, chip)
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
         links = chip.links_of(axes) | config.audit.links
-        seconds = least_seconds(result, chip, links)
-        longest = max(seconds, key=seconds.__getitem__)
-        ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
-        peak = show(result["arguments"] + result["temporary"])
-        times = [show(spent, "s") for spent in seconds.values()]
-        over = [f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1]
-        shown = devices.show_axes(axes), ", ".join(over)
-        rows.append((*shown, peak, *times, longest, f"{ceiling:.0%}"))
+        over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
+        rows.append((devices.show_axes(axes), over, *bound(result, chip, links).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
-    head = ("mesh", "links", "peak", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
         f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "
-        f"the step:\n\n{table(head, rows)}{end}"
+        f"the step:\n\n{table(('mesh', 'links', *bound_head(chip)), rows)}{end}"
     )
 
 

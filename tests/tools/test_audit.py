@@ -167,7 +167,7 @@ def test_attentions_scores_are_no_memory_traffic(chip):
                             "flat_tokens.filespec=x")  # fmt: skip
     result, chip_ = audit.audit_step(config, audit.probe(config), None), devices.CHIPS[chip]
     links = dict.fromkeys("rsct", next(iter(chip_.links)))
-    moved = audit.least_seconds(result, chip_, links)["memory"] * chip_.bandwidth
+    moved = audit.bound(result, chip_, links).seconds["memory"] * chip_.bandwidth
     expected = memory_traffic(ATTENTION)
     # The kernel reads three arrays of positions too, 1 to 4 times.
     positions = 3 * TOKENS * 4 * LAYERS
