@@ -25,7 +25,8 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles
-from tools.audit import NOT_USED, audit_step, peak_table, probe, show, table
+from tools.audit import NOT_USED, audit_step, peak_table, probe
+from tools.tables import show, table
 
 
 @dataclasses.dataclass(unsafe_hash=True)

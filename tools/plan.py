@@ -31,8 +31,10 @@ from shardlib import devices
 from shardlib.activations import save_for_backward
 from shardlib.errors import UserError
 from tools import memory
-from tools.audit import NOT_USED, Bound, Probed, audit_step, bound, bound_head, probe, show, table
+from tools.audit import NOT_USED, Probed, audit_step, probe
 from tools.ledger import ledger
+from tools.roofline import Bound, bound, bound_head
+from tools.tables import show, table
 
 SHOWN = 10
 ROOM = 0.9  # of a chip's memory: predictions are usually within 10%
@@ -146,8 +148,8 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
         elif at_least <= ROOM * chip.memory and (less := smaller(plan)):
             push(max(order, plan.order), less)
         else:
-            mesh = devices.show_axes(item.mesh.axes)
-            reason = f"for one, {mesh} needs {show(plan.bound.peak)}"
+            axes = devices.show_axes(item.mesh.axes)
+            reason = f"for one, {axes} needs {show(plan.bound.peak)}"
     if not found:
         raise UserError(f"no mesh of {config.chips} holds a step of this config: {reason}")
 

@@ -7,7 +7,7 @@ import train
 from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
-from tools import audit, plan
+from tools import audit, plan, roofline, tables
 
 CONFIG = "local_test_synthetic", "paths.model_name=x", "model.layers=1", "training.loss_chunks=1"
 
@@ -31,7 +31,7 @@ def test_it_finds_what_trying_everything_finds(count, memory):
             if several not in probed:
                 probed[several] = audit.probe(changed)
             result = audit.audit_step(changed, probed[several], chip)
-            bound = audit.bound(result, chip, chip.links_of(changed.mesh.axes))
+            bound = roofline.bound(result, chip, chip.links_of(changed.mesh.axes))
             tried += 1
             if bound.peak <= 0.9 * memory:
                 least = max(bound.seconds.values())
@@ -62,10 +62,10 @@ def test_the_worth_of_a_save_is_what_deleting_it_changes(monkeypatch):
     source = (ROOT / "train.py").read_text()
     number = source.split(edit[0])[0].count("\n") + 1
     expected = [
-        audit.show(total(before, "saved") - total(after, "saved")),
-        audit.show(before["temporary"] - after["temporary"]),
-        audit.show(total(after, "products") - total(before, "products"), "FLOP"),
-        audit.show(total(after, "transfers") - total(before, "transfers")),
+        tables.show(total(before, "saved") - total(after, "saved")),
+        tables.show(before["temporary"] - after["temporary"]),
+        tables.show(total(after, "products") - total(before, "products"), "FLOP"),
+        tables.show(total(after, "transfers") - total(before, "transfers")),
     ]
     assert expected[0] != "0 B" and expected[2] != "0 FLOP"
     assert [f"train.py:{number} block", *expected] in table
