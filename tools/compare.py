@@ -85,7 +85,7 @@ def report(before: Result, after: Result, chip: devices.Chip | None, links: dict
 
 
 def _held(result: Result) -> Amounts:
-    """What a device holds."""
+    """Yields what a device holds."""
     for name, size in result["held"].items():
         yield (name,), size
     yield ("at the peak",), result["arguments"] + result["temporary"]

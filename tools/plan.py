@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What a step costs each device."""
+    """The costs of a step on each device."""
 
     saved: int  # bytes, for the backward pass
     temporary: int  # bytes at the peak
@@ -94,6 +94,7 @@ def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
 
 
 def parts_of(config: train.Config) -> dict[str, int]:
+    """The number of parts by key."""
     return {key: operator.attrgetter(key)(config) for key in train.PARTS}
 
 
@@ -155,7 +156,7 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
 
 
 def overrides(config: PlanConfig, plan: PlanConfig) -> str:
-    """What to add to the command line: d, t, and whatever else isn't as in the config."""
+    """The arguments to add to the command line: d, t, and what else isn't as in the config."""
     values = {}
     for key in ("mesh.d", "mesh.t", "mesh.r", "mesh.c", *train.PARTS):
         value = operator.attrgetter(key)(plan)
@@ -168,8 +169,8 @@ def overrides(config: PlanConfig, plan: PlanConfig) -> str:
 
 
 def measured(config: PlanConfig, chip: devices.Chip, ignored: str = "") -> tuple[set[str], Costs]:
-    """What a step costs if train.py's save_for_backward does nothing in the line `ignored`, and the
-    lines that call it, like `train.py:379 block`."""
+    """The lines of train.py that call save_for_backward, like `train.py:379 block`, and the costs
+    of a step in which it does nothing in the line `ignored`."""
     axes, lines = config.mesh.axes, set[str]()
 
     def save(x: jax.Array, offload: bool = False) -> jax.Array:

@@ -8,7 +8,7 @@ from tools.tables import show
 
 
 class Bound(NamedTuple):
-    """What a step needs on a chip, at least."""
+    """The least that a step needs on a chip."""
 
     peak: int  # bytes
     seconds: dict[str, float]  # by resource

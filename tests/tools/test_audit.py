@@ -174,6 +174,16 @@ def test_attentions_scores_are_no_memory_traffic(chip):
     assert moved - expected == pytest.approx(2.5 * positions, abs=1.5 * positions)
 
 
+@pytest.mark.parametrize("chip, fits", [("h100", False), ("v5p", True)])
+def test_gpus_have_no_kernel_where_rows_are_split(chip, fits):
+    config = compose_config("c4_h100x8_1b", "mesh={d: 4, t: 1, c: 2}", "paths.model_name=x",
+                            "flat_tokens.filespec=x")  # fmt: skip
+    result = audit.audit_step(config, audit.probe(config), devices.CHIPS[chip])
+    attention = [row for row in result["products"] if row["op"].startswith("attention")]
+    assert attention and all(row["in_kernel"] == fits for row in attention)
+    assert (result["kernel_bytes"] > 0) == fits
+
+
 def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
     file = tmp_path / "audit.html"
     options = [*CONFIG, "training.microbatches=2", "audit.json=x", f"audit.html={file}"]
