@@ -37,6 +37,7 @@ from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
 
 SHOWN = 10
+PARTS = "training.microbatches", "training.loss_chunks"
 ROOM = 0.9  # of a chip's memory: predictions are usually within 10%
 
 
@@ -95,7 +96,7 @@ def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
 
 def parts_of(config: train.Config) -> dict[str, int]:
     """The number of parts by key."""
-    return {key: operator.attrgetter(key)(config) for key in train.PARTS}
+    return {key: operator.attrgetter(key)(config) for key in PARTS}
 
 
 def smaller(plan: Plan) -> PlanConfig | None:
@@ -103,9 +104,9 @@ def smaller(plan: Plan) -> PlanConfig | None:
     else of the rows. None if there are none to add."""
     config = plan.config
     tokens, mesh = config.training.tokens, config.mesh
-    wholes = dict(zip(train.PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
+    wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
     logits = {"L", "V"} <= {*re.findall(r"\w+", plan.result["peak"][0]["type"])}
-    for key in reversed(train.PARTS) if logits else train.PARTS:
+    for key in reversed(PARTS) if logits else PARTS:
         if more := [n for n in divisors(wholes[key]) if n > parts_of(config)[key]]:
             return config.changed({key: more[0]})
     return None
@@ -158,7 +159,7 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
 def overrides(config: PlanConfig, plan: PlanConfig) -> str:
     """The arguments to add to the command line: d, t, and what else isn't as in the config."""
     values = {}
-    for key in ("mesh.d", "mesh.t", "mesh.r", "mesh.c", *train.PARTS):
+    for key in ("mesh.d", "mesh.t", "mesh.r", "mesh.c", *PARTS):
         value = operator.attrgetter(key)(plan)
         if key in ("mesh.d", "mesh.t") or value != operator.attrgetter(key)(config):
             values[key] = value

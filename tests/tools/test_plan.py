@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-import train
 from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
@@ -26,7 +25,7 @@ def test_it_finds_what_trying_everything_finds(count, memory):
             continue
         for parts in itertools.product([1, 2, 4], [1, 2]):
             values = {"mesh.d": d, "mesh.t": t, "mesh.r": r, "mesh.c": c}
-            changed = config.changed(values | dict(zip(train.PARTS, parts, strict=True)))
+            changed = config.changed(values | dict(zip(plan.PARTS, parts, strict=True)))
             several = tuple(n > 1 for n in parts)
             if several not in probed:
                 probed[several] = audit.probe(changed)
