@@ -21,6 +21,8 @@ from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
+NO_TOKEN = 2**31 - 1  # no token's id
+FILL = 2 * NO_TOKEN  # the value of entries that were not written, and of padding
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 MAX_CHUNK_BYTES = 2**26  # that readers accept: a loader unpacks a chunk in each of its threads
 
@@ -75,9 +77,11 @@ class Writer:
                 group = root.create_group(split, overwrite=True)  # replaces an unfinished one
                 codecs = [ZstdCodec(checksum=True)]  # 4 bytes per chunk let readers detect damage
                 for name, dtype in ARRAYS.items():
+                    fill = FILL if dtype == "uint32" else 0
                     group.create_array(
-                        name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs
-                    )
+                        name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs,
+                        fill_value=fill,
+                    )  # fmt: skip
                 written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
             self.group = root[split]
             self.token_count, self.sequence_count = written["tokens"], written["sequences"]
@@ -90,15 +94,15 @@ class Writer:
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or has an id outside the
-        valid range: 0 is reserved, and 2*id+1 must fit into 32 bits."""
+        valid range."""
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence must be a list of one or more integer ids")
-        if not 1 <= ids.min() <= ids.max() < 2**31:
-            invalid = int(ids.min() if ids.min() < 1 else ids.max())
+        if not 0 <= ids.min() <= ids.max() < NO_TOKEN:
+            invalid = int(ids.min() if ids.min() < 0 else ids.max())
             raise FlatTokensError(
                 f"sequence {self.sequence_count} has the id {invalid}: "
-                "ids must be from 1 (0 is reserved) to 2**31 - 1"
+                "ids must be from 0 to 2**31 - 2"
             )
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
 
@@ -147,14 +151,19 @@ class Writer:
             self.group.attrs["max_token_id"] = self.max_token_id  # last: this marks it complete
 
 
-def tokenizer_of(path: str) -> tuple[str, int] | None:
-    """Returns the name of the tokenizer that a dataset was converted with and the offset added to
-    its ids, or None if there is no such dataset or it doesn't record them."""
+def tokenizer_of(path: str) -> str | None:
+    """Returns the name of the tokenizer that a dataset was converted with, or None if there is no
+    such dataset or it doesn't record it. Raises FlatTokensError if its ids aren't those of the
+    tokenizer, as earlier versions of the converter could shift them."""
     try:
         conversion: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
-        return conversion["settings"]["tokenizer"], conversion["settings"]["id_offset"]
+        settings = conversion["settings"]
+        name, offset = str(settings["tokenizer"]), settings.get("id_offset")
     except Exception:  # stores raise errors of many types
         return None
+    if offset:
+        raise FlatTokensError(f"{path} has the ids of {name} plus {offset}: convert it again")
+    return name
 
 
 class _UnpackingStore(WrapperStore[Any]):
@@ -225,8 +234,10 @@ class FlatTokens:
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: its conversion is unfinished")
         self.tokens, self.seq_starts = arrays.values()
+        # Datasets of earlier versions, and other programs', have 0, and no token with that id.
+        self.no_token = int(self.tokens.fill_value or 0) >> 1
         largest: Any = self.group.attrs["max_token_id"]
-        if type(largest) is not int or not 1 <= largest < 2**31:
+        if type(largest) is not int or not 0 <= largest < NO_TOKEN:
             raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
         self.max_token_id = largest
         self.token_count: int = self.tokens.shape[0]
@@ -246,11 +257,11 @@ class FlatTokens:
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
         """Returns the encoded tokens of a range."""
         encoded = self._load(self.tokens, slice(start, stop))
-        if encoded.min(initial=2) < 2:
-            index = start + int(np.argmin(encoded))
+        if len(missing := np.flatnonzero(encoded >> 1 == self.no_token)):
+            index = start + int(missing[0])
             raise FlatTokensError(
-                f"{self.name}/encoded_tokens: token {index} has the reserved id 0; perhaps "
-                f"chunk {index // self.tokens.chunks[0]} is missing, which reads as zeros"
+                f"{self.name}/encoded_tokens: there is no token {index}: chunk "
+                f"{index // self.tokens.chunks[0]} is missing, or has the fill value"
             )
         if (largest := int(encoded.max(initial=0)) >> 1) > self.max_token_id:
             index = start + int(np.argmax(encoded))

@@ -2,8 +2,8 @@
 
 Each host reads its own lanes (see text.py), one per worker, and fills its rows of every batch with
 their tokens, packed end to end, so that no token is dropped. To resume, it needs a *place*, which
-is JSON: the position in its lanes, how many of the tokens after that position are already used, and
-how many batches were made.
+is JSON: the position in its lanes, how many of the tokens after that position are already used, the
+last of these, and how many batches were made.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from data import text
-from data.flat_tokens import decode
-from data.loader import Batches, BatchSpec
-from runtime.config import Name, NonNegativeInt, PositiveInt, Section
+from data.flat_tokens import FILL, decode
+from data.loader import Batches, BatchSpec, rows_of
+from runtime.config import Name, PositiveInt, Section
 from shardlib.errors import UserError
 
 
@@ -33,7 +33,6 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     validation_split: str | None
     column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
-    id_offset: NonNegativeInt  # added to the tokenizer's ids; 1 if it uses id 0
     num_workers: PositiveInt  # per host: lanes that are read in turn, and tokenizing processes
     sequences_packed_per_batch: PositiveInt  # documents read from a lane in its turn
 
@@ -41,9 +40,8 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
-    def tokenizer_used(self) -> tuple[str, int]:
-        """Returns the tokenizer's name and the offset that is added to its ids."""
-        return self.tokenizer, self.id_offset
+    def tokenizer_used(self) -> str:
+        return self.tokenizer
 
 
 class StreamLoader(Batches):
@@ -62,8 +60,8 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
-        settings = config.column, config.tokenizer, config.id_offset
-        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
+        settings = config.column, config.tokenizer, config.sequences_packed_per_batch
+        self.source = text.Source(load, name, *settings)
         lanes = jax.process_count() * self.workers
         try:
             shards = self.source.check()[1]["shards"]
@@ -98,9 +96,10 @@ class StreamLoader(Batches):
             position = self.start
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yields `count` encoded tokens at a time from a place on, and the place after them."""
+        """Yields `count` encoded tokens at a time from a place on, after the one before them, and
+        the place after them."""
         position, used = place["position"], place["used"]
-        parts: list[np.ndarray] = []
+        parts = [np.array([place.get("last", FILL)], np.uint32)]
         missing = count
         for unit in self.units(position):
             position = {**position, "source": unit.position["source"]}  # that `used` counts in
@@ -108,8 +107,10 @@ class StreamLoader(Batches):
                 parts.append(unit.tokens[used : used + missing])
                 used, missing = used + len(parts[-1]), missing - len(parts[-1])
                 if not missing:
-                    yield np.concatenate(parts), {"position": position, "used": used}
-                    parts, missing = [], count
+                    last = int(parts[-1][-1])
+                    place = {"position": position, "used": used, "last": last}
+                    yield np.concatenate(parts), place
+                    parts, missing = [np.array([last], np.uint32)], count
             position, used = unit.position, 0
 
     def resume(self, position: Callable[[], Any]) -> None:
@@ -135,4 +136,4 @@ class StreamLoader(Batches):
             except (UserError, OSError) as error:
                 raise StreamError(f"hf_dataset: {error}") from None
             count = place["batches"] = number + 1
-            yield *decode(flat.reshape(-1, self.shape[1])), place
+            yield *decode(rows_of(flat, self.shape[1])), place

@@ -25,7 +25,16 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 
-from data.flat_tokens import Decoded, FlatTokens, FlatTokensError, checked, decode, tokenizer_of
+from data.flat_tokens import (
+    FILL,
+    NO_TOKEN,
+    Decoded,
+    FlatTokens,
+    FlatTokensError,
+    checked,
+    decode,
+    tokenizer_of,
+)
 from data.text import ahead
 from runtime.config import NOT_EMPTY, NonNegativeInt, Path, PositiveInt, Section
 from shardlib.kernels import balanced
@@ -45,9 +54,9 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return Loader(self, spec, split)
 
-    def tokenizer_used(self) -> tuple[str, int] | None:
-        """Returns the tokenizer that the dataset names and the offset added to its ids, if any.
-        Opens no remote dataset, as the config may be that of somebody else's checkpoint."""
+    def tokenizer_used(self) -> str | None:
+        """Returns the tokenizer that the dataset names, if any. Opens no remote dataset, as the
+        config may be that of somebody else's checkpoint."""
         remote = any(mark in self.filespec for mark in ("://", "::"))
         return None if remote else tokenizer_of(self.filespec)
 
@@ -70,22 +79,32 @@ class TokenBatch:
     @checked
     def of(
         cls,
-        ids: UInt32[np.ndarray, "B L"],
-        is_start: Bool[np.ndarray, "B L"],
+        ids: UInt32[np.ndarray, "B n"],
+        is_start: Bool[np.ndarray, "B n"],
         start_token: int,
     ) -> "TokenBatch":
-        """Returns the batch, as NumPy arrays, whose targets are `ids`. `is_start` marks the first
-        token of each document. Id 0 is padding. If a row begins in the middle of a document, its
-        first input is 0, because the token before it isn't in the row."""
-        previous = np.pad(ids[:, :-1], ((0, 0), (1, 0)))
-        position = np.broadcast_to(np.arange(ids.shape[1], dtype=np.uint32), ids.shape)
+        """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
+        row, which is the token before it. `is_start` marks the first token of each document.
+        NO_TOKEN is padding."""
+        there, ids = ids != NO_TOKEN, np.where(ids != NO_TOKEN, ids, np.uint32(0))
+        is_start, targets = is_start[:, 1:], ids[:, 1:]
+        position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         return cls(
-            inputs=np.where(is_start, np.uint32(start_token), previous),
-            targets=ids,
-            loss_mask=ids != 0,
+            inputs=np.where(is_start, np.uint32(start_token), ids[:, :-1]),
+            targets=targets,
+            loss_mask=there[:, 1:],
             position=position,
             start=np.maximum.accumulate(np.where(is_start, position, 0), axis=1),
         )
+
+
+@checked
+def rows_of(
+    encoded: UInt32[np.ndarray, " tokens"], length: int
+) -> UInt32[np.ndarray, "rows {length+1}"]:
+    """Returns the rows of a range of tokens, each after the token before it. The range begins with
+    the token before the first row."""
+    return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,20 +154,21 @@ class Stream:
     @checked
     def _buffer(
         self, epoch: int, number: int
-    ) -> tuple[UInt32[np.ndarray, "n length"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Reads a shuffle buffer. Returns its n sequences, encoded, their numbers in the dataset,
-        and the order to use them in."""
+    ) -> tuple[UInt32[np.ndarray, "n _"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Reads a shuffle buffer. Returns its n sequences, encoded, each after the token before it,
+        their numbers in the dataset, and the order to use them in."""
         firsts, _ = self.epoch(epoch)
         firsts = firsts[number * self.blocks_per_buffer :][: self.blocks_per_buffer]
         blocks = [np.arange(first, min(first + self.block, self.end)) for first in firsts]
         numbers = np.concatenate(blocks)
-        sequences = np.zeros((len(numbers), self.loader.length), np.uint32)
+        sequences = np.full((len(numbers), self.loader.length + 1), FILL, np.uint32)
         parts = np.split(sequences, np.cumsum([len(block) for block in blocks])[:-1])
         list(self.loader.threads.map(self.loader.read_block, firsts, parts))
         return sequences, numbers, permutation(len(numbers), *self.key, epoch, number)
 
     def sequence(self, position: int) -> tuple[np.ndarray, int]:
-        """Returns the sequence at a position of the order, encoded, and its dataset number."""
+        """Returns the sequence at a position of the order, encoded, after the token before it, and
+        its number in the dataset."""
         epoch, place = divmod(position, self.count)
         _, places = self.epoch(epoch)
         number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
@@ -186,7 +206,8 @@ class Batches(abc.ABC):
     @abc.abstractmethod
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         """Yields, for each of these increasing batch numbers, the ids and the document starts of
-        this host's rows, [local_rows, L] each, and the position after the batch."""
+        this host's rows, [local_rows, L + 1] each as TokenBatch.of takes them, and the position
+        after the batch."""
 
     @abc.abstractmethod
     def origin(self, number: int) -> str:
@@ -247,12 +268,16 @@ class Loader(Batches):
         ]
 
     @checked
-    def read_block(self, first: SupportsInt, rows: UInt32[np.ndarray, "n length"]) -> None:
-        """Fills `rows` with the encoded sequences from `first` on."""
+    def read_block(self, first: SupportsInt, rows: UInt32[np.ndarray, "rows n"]) -> None:
+        """Fills `rows` with the encoded sequences from `first` on, each after the token before it.
+        A document starts with its first token, so what is before it doesn't matter."""
         first, last, read = int(first), int(first) + len(rows), self.dataset.read_encoded
         if self.config.sequence_packing:
-            rows[:] = read(first * self.length, last * self.length).reshape(rows.shape)
+            before = min(first, 1)
+            tokens = read(first * self.length - before, last * self.length)
+            rows[:] = rows_of(np.pad(tokens, (1 - before, 0)), self.length)
             return
+        rows = rows[:, 1:]
         bounds = self.dataset.starts(first, last).tolist()
         # A single read, unless documents are so long that most of it would be discarded.
         single = bounds[-1] - bounds[0] <= 4 * rows.size
@@ -263,7 +288,8 @@ class Loader(Batches):
             row[: len(part)] = part
 
     def sequence(self, number: int, row: int) -> tuple[np.ndarray, int]:
-        """Returns a row of a batch, encoded, and the number of its sequence in the dataset."""
+        """Returns a row of a batch, encoded, after the token before it, and the number of its
+        sequence in the dataset."""
         share = self.shape[0] // len(self.streams)
         stream, place = divmod(row, share)
         return self.streams[stream].sequence(number * share + place)

@@ -67,12 +67,13 @@ class Tokenizer:
 
     `name` is bytes_utf8, a tokenizers JSON file, or a folder or hub repository that transformers
     opens. No special tokens are added, because the dataset's format marks where a document starts.
-    The name of a special token within a text is tokenized as ordinary text. Raises UserError or
-    OSError if the tokenizer can't be opened.
+    The name of a special token within a text is tokenized as ordinary text. The id of a byte is the
+    byte plus 1, which leaves 0 for the start of a document. Raises UserError or OSError if the
+    tokenizer can't be opened.
     """
 
-    def __init__(self, name: str, id_offset: int):
-        self.name, self.id_offset = name, id_offset
+    def __init__(self, name: str):
+        self.name = name
         if name == "bytes_utf8":
             return
         import tokenizers
@@ -108,8 +109,7 @@ class Tokenizer:
         """Returns the text of ids of a dataset."""
         if self.name == "bytes_utf8":
             return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        unshifted = (ids.astype(np.int64) - self.id_offset).tolist()
-        return str(self.slow.decode(unshifted, clean_up_tokenization_spaces=False))
+        return str(self.slow.decode(ids.tolist(), clean_up_tokenization_spaces=False))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -130,11 +130,7 @@ class Tokenizer:
         # Converts one list at a time: Python integers take ten times the memory of their values.
         parts = [array.array("I", part) for part in lists]
         lengths = np.array([len(part) for part in parts], np.int64)
-        ids = np.concatenate([np.frombuffer(part, np.uint32) for part in parts])
-        if not self.id_offset and not ids.all():
-            raise UserError(f"{self.name} uses id 0, which the format reserves: set id_offset=1")
-        ids += np.uint32(self.id_offset)
-        return ids, lengths
+        return np.concatenate([np.frombuffer(part, np.uint32) for part in parts]), lengths
 
     @staticmethod
     @checked
@@ -160,14 +156,13 @@ class Source:
     split: str
     column: str  # that holds the text
     tokenizer: str  # as in Tokenizer
-    id_offset: int  # added to the tokenizer's ids
     documents: int = DOCUMENTS  # in a unit
 
     def check(self) -> tuple["Source", dict[str, Any]]:
         """Returns the source, with smaller units if its first documents are long, and its
         fingerprint, which has the number of its shards. Raises UserError or OSError if the split,
         the column or the tokenizer can't be opened."""
-        tokenizer(self.tokenizer, self.id_offset)
+        tokenizer(self.tokenizer)
         self._check_files()
         dataset, found = self._open()
         try:
@@ -250,7 +245,7 @@ class Source:
             "names and sizes": digest(files),
             "shards": shards,
             "documents at a time": self.documents,
-            "tokenizer": tokenizer(self.tokenizer, self.id_offset).digest,
+            "tokenizer": tokenizer(self.tokenizer).digest,
         }
 
     def read(
@@ -310,7 +305,6 @@ def units(
     with a thread per core. Raises UserError or OSError if something can't be read or tokenized.
     """
     pool: Executor
-    settings = source.tokenizer, source.id_offset  # not the source: they are sent with each unit
     workers = cores() if processes == 1 else processes
     if processes == 1:
         pool = ThreadPoolExecutor(workers)
@@ -320,7 +314,7 @@ def units(
     with pool:
         try:
             for texts, after in ahead(source.read(lanes, position)):
-                upcoming.append(pool.submit(_unit, *settings, texts, after))
+                upcoming.append(pool.submit(_unit, source.tokenizer, texts, after))
                 if len(upcoming) > workers + 1:
                     yield upcoming.popleft().result()
             for unit in upcoming:
@@ -329,8 +323,8 @@ def units(
             raise OSError("a tokenizer process died") from None
 
 
-def _unit(name: str, id_offset: int, texts: Any, position: dict[str, Any]) -> Unit:
-    return Unit(*tokenizer(name, id_offset)(texts), position)
+def _unit(name: str, texts: Any, position: dict[str, Any]) -> Unit:
+    return Unit(*tokenizer(name)(texts), position)
 
 
 def _begin_worker() -> None:

@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
+from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT
 from shardlib.devices import make_mesh
 from tests import mutations
@@ -132,6 +133,13 @@ def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[s
         rows = {int(first): ids for part in parts for first, ids in part.items()}
         batches.append(np.concatenate([rows[first] for first in sorted(rows)]))
     return batches, {str(host["host"]): host["position"] for host in results}
+
+
+def token_batch(kind: Any, targets: Any, is_start: Any, start_token: int = 0) -> Any:
+    """The TokenBatch, of the class `kind`, of rows[B, L] in which 0 is padding, after tokens 0."""
+    ids = np.where(targets, targets, NO_TOKEN).astype(np.uint32)
+    before = (0, 0), (1, 0)
+    return kind.of(np.pad(ids, before), np.pad(is_start, before), start_token)
 
 
 def starts_of(batch: Any) -> np.ndarray:

@@ -6,16 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def layout(targets, is_start):
-    """Returns, for targets[B, L], the token before each one in its document, or 0; its position in
-    the document; and whether it attends to each token of its row."""
+def layout(targets, is_start, preceding=0):
+    """Returns, for targets[B, L], the token before each one, or 0 for the first of a document, and
+    `preceding`[B] for the first of a row that isn't; its position in the document; and whether it
+    attends to each token of its row."""
+    preceding = np.broadcast_to(preceding, len(targets))
     before, position = np.zeros_like(targets), np.zeros(targets.shape, np.int32)
     sees = np.zeros((*targets.shape, targets.shape[1]), bool)
     for row, starts in enumerate(is_start):
         begin = 0
         for i, start in enumerate(starts):
             begin = i if start else begin
-            before[row, i] = targets[row, i - 1] if i > begin else 0
+            before[row, i] = 0 if start else targets[row, i - 1] if i else preceding[row]
             position[row, i] = i - begin
             sees[row, i, begin : i + 1] = True
     return before, position, sees
@@ -52,9 +54,9 @@ def attend(x, layer, position, sees, max_timescale):
     return out
 
 
-def mean_loss(weights, targets, is_start, max_timescale):
+def mean_loss(weights, targets, is_start, max_timescale, preceding=0):
     """The mean loss in nats over all targets[B, L] except 0; is_start is a numpy array."""
-    before, position, sees = layout(np.asarray(targets), np.asarray(is_start))
+    before, position, sees = layout(np.asarray(targets), np.asarray(is_start), preceding)
     return laid_out_loss(weights, targets, before, position, sees, max_timescale)
 
 

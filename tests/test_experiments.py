@@ -25,6 +25,7 @@ from tests.helpers import (
     compose_config,
     edited,
     rows,
+    token_batch,
     train_here,
 )
 from tests.test_train import plain
@@ -151,7 +152,7 @@ def loss_and_grads(tree, *overrides):
         targets = rng.integers(1, 48, shape).astype(np.uint32)
         is_start = rng.random(shape) < 2 / shape[1]
         targets[7, -3:] = 0
-        batch = module.TokenBatch.of(targets, is_start, 0)
+        batch = token_batch(module.TokenBatch, targets, is_start, 0)
 
         @jax.jit
         @module.typed_shard_map

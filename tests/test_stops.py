@@ -30,6 +30,7 @@ from tests.helpers import (
     rows,
     small_config,
     starting_state,
+    token_batch,
     train_here,
 )
 
@@ -100,7 +101,9 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
         state = train.init_state(config)
-        batch = train.TokenBatch.of(np.ones((8, 12), np.uint32), np.zeros((8, 12), bool), 0)
+        batch = token_batch(
+            train.TokenBatch, np.ones((8, 12), np.uint32), np.zeros((8, 12), bool), 0
+        )
         state, metrics = train.training_step(state, batch, config)
         assert int(metrics.skipped) == 0 and np.isfinite(metrics.loss)
         embed = state.weights.embed.at[1, 0].set(jnp.inf)

@@ -32,6 +32,7 @@ from tests.helpers import (
     slow_but_for,
     small_config,
     starts_of,
+    token_batch,
     train_here,
 )
 
@@ -65,7 +66,7 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
     with jax.set_mesh(on):
         weights = module.init_state(config).weights
         order = balanced(targets.shape[1], on.shape["c"])
-        batch = jax.tree.map(lambda x: x[:, order], batch_type.of(targets, is_start, 0))
+        batch = jax.tree.map(lambda x: x[:, order], token_batch(batch_type, targets, is_start))
         batch = jax.device_put(batch, make_shardings(batch_type))
         # Gains of one and zero moments would hide mistakes.
         keys = iter(jax.random.split(jax.random.key(1), 100))
@@ -184,11 +185,13 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
         weights = in_f32.init_state(config).weights
         _, loader = in_f32.open_batches(config, train.dimensions(config))
         actual = in_f32.validate(config, weights, loader)
-        rows = [loader.rows(step, range(8)) for step in range(3)]
+        rows = [[x[:, 1:] for x in loader.rows(step, range(8))] for step in range(3)]
+        before = [loader.rows(step, range(8))[0][:, 0] for step in range(3)]
         dataset = FlatTokens(config.flat_tokens.filespec, "validation")
         text = dataset.read(0, dataset.token_count)[0].tobytes()
         assert all(row.tobytes() in text for ids, _ in rows for row in ids)
-        losses = [oracle.mean_loss(plain(jax.device_get(weights)), *r, 100) for r in rows]
+        weights = plain(jax.device_get(weights))
+        losses = [oracle.mean_loss(weights, *r, 100, b) for r, b in zip(rows, before, strict=True)]
     np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-6)
 
 
@@ -207,7 +210,7 @@ def test_the_step_reuses_the_states_memory(in_f32):
     config = small_config()
     with jax.set_mesh(mesh(4, 2)):
         state = in_f32.init_state(config)
-        batch = in_f32.TokenBatch.of(*random_rows(), 0)
+        batch = token_batch(in_f32.TokenBatch, *random_rows(), 0)
         in_f32.training_step(state, batch, config)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
@@ -275,7 +278,7 @@ def test_the_optimizer_agrees_with_optax(in_f32, clip):
             grads = jax.grad(lambda w, t=targets, s=is_start: loss(w, t, s))(wanted)
             updates, optimizer_state = optimizer.update(grads, optimizer_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
-            batch = in_f32.TokenBatch.of(targets, is_start, 0)
+            batch = token_batch(in_f32.TokenBatch, targets, is_start, 0)
             state, metrics = in_f32.training_step(state, batch, config)
             np.testing.assert_allclose(metrics.learning_rate, schedule(step + 1), rtol=1e-5)
             np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
@@ -346,7 +349,7 @@ def embedding_rows_reached(module):
         return jax.grad(squares)(weights)
 
     with jax.set_mesh(mesh(4, 2)):
-        batch = module.TokenBatch.of(targets, is_start, 0)
+        batch = token_batch(module.TokenBatch, targets, is_start, 0)
         grads = gradient(module.init_state(config).weights, batch)
         return np.flatnonzero(np.abs(jax.device_get(grads.embed)).sum(axis=1)).tolist()
 

@@ -31,7 +31,6 @@ from tools import (
     flat_tokens_info,
     generate,
     huggingface_to_flat_tokens,
-    huggingface_weights,
     plot,
     synthetic_dataset,
 )
@@ -319,12 +318,7 @@ TOOLS = {
     "generate: a negative seed": (generate, ["x", "--seed=-1"]),
     "generate: too many tokens": (generate, ["x", "--tokens=100000000000"]),
     "generate: too many samples": (generate, ["x", "--samples=100000000000"]),
-    "generate: an offset that is too large": (generate, ["x", "--id-offset=99999999999999999999"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
-    "huggingface_weights: a negative offset": (
-        huggingface_weights,
-        ["export", "x", "y", "--id-offset=-1"],
-    ),
     "plot: too much smoothing": (plot, ["x", "--smoothing=1e30"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
     "synthetic_dataset: a small vocabulary": (synthetic_dataset, ["x", "--vocab=5"]),

@@ -34,9 +34,9 @@ def describe(dataset: FlatTokens) -> str:
     )
 
 
-def show(dataset: FlatTokens, count: int, tokenizer: str, id_offset: int) -> None:
+def show(dataset: FlatTokens, count: int, tokenizer: str) -> None:
     """Prints `count` documents, evenly spaced over the split, or all if it has fewer."""
-    decoder, count = Tokenizer(tokenizer, id_offset), min(count, dataset.sequence_count)
+    decoder, count = Tokenizer(tokenizer), min(count, dataset.sequence_count)
     for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int).tolist():
         ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
         text = decoder.decode(ids)
@@ -51,9 +51,6 @@ def main() -> None:
         "--decode", type=within(int, 0), default=0, metavar="N", help="documents per split"
     )
     parser.add_argument("--tokenizer", help="if the dataset doesn't record its tokenizer")
-    parser.add_argument(
-        "--id_offset", type=within(int, 0), default=0, help="the offset, with --tokenizer"
-    )
     with user_errors():
         args, intact = parser.parse_args(), True
         for split in SPLITS:
@@ -61,11 +58,10 @@ def main() -> None:
                 dataset = FlatTokens(args.path, split)
                 print(describe(dataset))
                 if args.decode:
-                    tokenizer = (args.tokenizer, args.id_offset) if args.tokenizer else None
-                    tokenizer = tokenizer or tokenizer_of(args.path)
+                    tokenizer = args.tokenizer or tokenizer_of(args.path)
                     if not tokenizer:
                         parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
-                    show(dataset, args.decode, *tokenizer)
+                    show(dataset, args.decode, tokenizer)
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:

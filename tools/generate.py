@@ -43,7 +43,7 @@ from jax import lax
 
 import train
 from data import flat_tokens, text
-from data.loader import TokenBatch
+from data.loader import TokenBatch, rows_of
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
@@ -248,16 +248,11 @@ def multiple(least: int, of: int) -> int:
 class Text:
     """Converts between text and ids, with the tokenizer that the dataset was made with."""
 
-    def __init__(self, name: str, id_offset: int):
-        self.tokenizer = text.Tokenizer(name, id_offset)
+    def __init__(self, name: str):
+        self.tokenizer = text.Tokenizer(name)
         self.is_bytes = name == "bytes_utf8"
-        if self.is_bytes:
-            self.offset, count, end = 1, 256, None
-        else:
-            slow = self.tokenizer.slow
-            self.offset, count, end = id_offset, len(slow), slow.eos_token_id
-        self.ids = range(max(1, self.offset), count + self.offset)  # the format reserves 0
-        self.end = None if end is None else end + self.offset  # the end-of-text id
+        self.ids = range(1, 257) if self.is_bytes else range(len(self.tokenizer.slow))
+        self.end = None if self.is_bytes else self.tokenizer.slow.eos_token_id  # of a text
 
     def encode(self, prompt: str) -> list[int]:
         import pyarrow
@@ -320,9 +315,11 @@ def evaluate(
     rows = multiple(tokens.batch, mesh_shape()["s"])
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
-        read = data.read(first, min(first + size, data.token_count))
-        count = len(read[0])
-        ids, starts = (np.pad(part, (0, size - count)).reshape(rows, -1) for part in read)
+        before, last = min(first, 1), min(first + size, data.token_count)
+        encoded, count = data.read_encoded(first - before, last), last - first
+        read = flat_tokens.decode(encoded[before:])
+        padded = np.pad(encoded, (1 - before, size - count), constant_values=flat_tokens.FILL)
+        ids, starts = flat_tokens.decode(rows_of(padded, tokens.len))
         batch = TokenBatch.of(ids, starts, config.model.start_token)
         nats += count * float(train.validation_step(weights, batch, config))
         targets += count
@@ -376,10 +373,10 @@ def run(args: argparse.Namespace) -> None:
     devices.have_cpu_devices(math.prod(axes.values()))
     with jax.set_mesh(devices.make_mesh(axes)):
         checkpoints, config = open_checkpoint(args.checkpoint)
-        named = args.tokenizer and (args.tokenizer, args.id_offset)
+        named = args.tokenizer
         if args.evaluate:
             named = named or flat_tokens.tokenizer_of(args.evaluate)
-            codec = Text(*named) if named else None
+            codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             print(evaluate(checkpoints.restore("weights"), data, args.batches, codec, config))
         else:
@@ -389,7 +386,7 @@ def run(args: argparse.Namespace) -> None:
                     "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
                     "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
                 )
-            codec = Text(*named)
+            codec = Text(named)
             write(args, lay_out(checkpoints.restore("weights")), codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
@@ -425,7 +422,6 @@ def main() -> None:
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
-    add("--id-offset", type=number, default=0, help="--tokenizer's offset; default: %(default)s")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(parser.parse_args())
 

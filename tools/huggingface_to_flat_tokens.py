@@ -23,7 +23,7 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import NOT_EMPTY, Bound, Name, NonNegativeInt, Path, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Bound, Name, Path, PositiveInt, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -35,7 +35,6 @@ class ConvertConfig(Section):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
     column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
-    id_offset: NonNegativeInt  # added to the ids; 1 if the tokenizer uses 0, which is reserved
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Bound(0, below=1)]
@@ -88,8 +87,10 @@ class Conversion:
         saved: Any = self.root.attrs.get("conversion", {})
         if "positions" not in saved:
             saved = {}
-        for key, value in settings.items() if saved else ():
-            if (before := saved["settings"].get(key)) != value:
+        # With the keys of a conversion that an earlier version began.
+        for key in dict.fromkeys([*settings, *saved.get("settings", {})]) if saved else ():
+            before, value = saved["settings"].get(key), settings.get(key)
+            if before != value:
                 raise UserError(
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
@@ -144,9 +145,10 @@ def convert(config: ConvertConfig) -> None:
     """Converts a dataset, or continues its conversion. Raises UserError or OSError if something
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
-    settings = config.column, config.tokenizer, config.id_offset
     # Finds most mistakes before anything is written.
-    checked = [Source(config.load_dataset, name, *settings).check() for name in names]
+    checked = [
+        Source(config.load_dataset, name, config.column, config.tokenizer).check() for name in names
+    ]
     starts = [text.start(min(text.LANES, found["shards"]), found) for _, found in checked]
     conversion = Conversion(config, starts)
     for i, (source, _) in enumerate(checked):

@@ -39,7 +39,7 @@ from tqdm import tqdm
 import train
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, show_entry
-from runtime.config import flat, within
+from runtime.config import flat
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
@@ -97,7 +97,6 @@ class Tensor:
     array: str
     index: Any  # of a layer in the array, or ... for all of it
     sizes: dict[str, int]  # the size of each dimension here, in order
-    id_offset: int  # 0 unless the first dimension is the vocabulary
 
     @property
     def ours(self) -> str:
@@ -109,11 +108,9 @@ class Tensor:
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
     def to_ours(self, values: np.ndarray) -> np.ndarray:
-        values = rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
-        return np.roll(values, self.id_offset, axis=0)
+        return rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
 
     def to_theirs(self, values: np.ndarray) -> np.ndarray:
-        values = np.roll(values, -self.id_offset, axis=0)
         return rearrange(values, f"{self.ours} -> {self.theirs}")
 
 
@@ -129,7 +126,7 @@ def entries(model: train.ModelConfig) -> dict[str, Any]:
     return {name: entry for name, entry in every.items() if name.startswith("weights/")}
 
 
-def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
+def tensors(model: train.ModelConfig) -> list[Tensor]:
     """Lists all tensors of a model, the layers of an array in order. Raises UserError unless
     Llama's files have exactly one tensor for each array of train.Weights."""
     result, arrays = [], entries(model)
@@ -142,13 +139,13 @@ def tensors(model: train.ModelConfig, id_offset: int) -> list[Tensor]:
                 f"{array} is {show_entry(arrays.get(array))} in train.py; Llama's files have "
                 + (f"float32[{theirs}]" if theirs else "no tensor for it")
             )
-        dims, rolled = theirs.removeprefix("layers "), id_offset if "V" in size else 0
+        dims = theirs.removeprefix("layers ")
         for index in range(size.pop("layers")) if "layers" in size else [...]:
-            result.append(Tensor(name.format(index), dims, array, index, size, rolled))
+            result.append(Tensor(name.format(index), dims, array, index, size))
     return result
 
 
-def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[str, Any]:
+def llama_config(model: train.ModelConfig, length: int) -> dict[str, Any]:
     """The entries of config.json that determine what the model computes, and the row length it was
     trained on, with the names of transformers 5."""
     rope = {"rope_type": "default", "rope_theta": float(model.rope_max_timescale)}
@@ -163,7 +160,7 @@ def llama_config(model: train.ModelConfig, length: int, id_offset: int) -> dict[
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": (model.start_token - id_offset) % model.vocab,
+        "bos_token_id": model.start_token,
     }
 
 
@@ -226,7 +223,7 @@ def write_weights(
     return files.metadata["total_size"]
 
 
-def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
+def export_weights(path: str, output: str, dtype: str) -> None:
     """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no Llama config can
     express the model, or if the output can't be written."""
     if "://" in output:
@@ -236,7 +233,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
         raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
-    wanted = tensors(model, id_offset)
+    wanted = tensors(model)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         tied = is_tied(source)
@@ -244,7 +241,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
         total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:
         raise UserError(f"{source.path} is damaged: {error}") from None
-    config = llama_config(model, length, id_offset)
+    config = llama_config(model, length)
     rope = dict(config["rope_parameters"])
     config |= {
         "architectures": ["LlamaForCausalLM"],
@@ -267,7 +264,7 @@ def export_weights(path: str, output: str, dtype: str, id_offset: int) -> None:
 # --- Import ---------------------------------------------------------------------------------------
 
 
-def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, int, bool]:
+def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int, bool]:
     """Returns the model that config.json describes, its row length, and whether its embeddings are
     tied. Raises UserError if it computes anything other than train.py's model."""
     import transformers  # takes two seconds, and export doesn't need it
@@ -302,7 +299,7 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
         "n_q_per_kv": config.num_attention_heads // config.num_key_value_heads,
         "rope_max_timescale": theta,
         "rope_scaling": scaling,
-        "start_token": (start + id_offset) % vocab,
+        "start_token": start,
     }
     try:
         checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
@@ -312,7 +309,7 @@ def model_in(folder: pathlib.Path, id_offset: int) -> tuple[train.ModelConfig, i
         raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
     # The models compute the same if exporting ours would give the same config.json.
     wanted = {"sliding_window": None, "quantization_config": None}
-    for key, ours in (wanted | llama_config(model, length, id_offset)).items():
+    for key, ours in (wanted | llama_config(model, length)).items():
         theirs = getattr(config, key, ours)
         if theirs != ours:
             problem = f"{key} is {json.dumps(theirs)}; train.py's model needs {json.dumps(ours)}"
@@ -348,13 +345,13 @@ def open_tensors(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict
     return opened
 
 
-def import_weights(path: str, output: str, id_offset: int) -> None:
+def import_weights(path: str, output: str) -> None:
     """Imports a folder. Raises UserError or OSError if it can't be read, if train.py's model can't
     represent it, or if the output can't be written."""
     check_empty(output)
     folder = pathlib.Path(path)
-    model, length, tied = model_in(folder, id_offset)
-    wanted = tensors(model, id_offset)
+    model, length, tied = model_in(folder)
+    wanted = tensors(model)
     opened = open_tensors(folder, wanted, tied)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
     # tools.generate computes logits in chunks of about 1,024 tokens, as rows may be long.
@@ -394,16 +391,12 @@ def main() -> None:
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
-    for command in out, into:
-        command.add_argument(
-            "--id-offset", type=within(int, 0), default=0, help="the dataset's id_offset"
-        )
     with user_errors():
         args = parser.parse_args()
         if args.command == "export":
-            export_weights(args.checkpoint, args.output, args.dtype, args.id_offset)
+            export_weights(args.checkpoint, args.output, args.dtype)
         else:
-            import_weights(args.folder, args.output, args.id_offset)
+            import_weights(args.folder, args.output)
 
 
 if __name__ == "__main__":

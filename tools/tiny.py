@@ -21,6 +21,7 @@ from jax import lax
 from omegaconf import OmegaConf
 
 import train
+from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from shardlib import numbers
 from shardlib.devices import make_mesh
@@ -74,9 +75,9 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
 
     @typechecked
     def batch(is_start: Any, lengths: Any) -> TokenBatch:
-        ids = random.integers(1, sizes["V"], shape).astype(np.uint32)
-        ids *= np.arange(shape[1]) < lengths
-        return TokenBatch.of(ids, is_start, config.model.start_token)
+        ids = random.integers(0, sizes["V"], (shape[0], shape[1] + 1))
+        ids = np.where(np.arange(shape[1] + 1) > lengths, NO_TOKEN, ids).astype(np.uint32)
+        return TokenBatch.of(ids, np.pad(is_start, ((0, 0), (1, 0))), config.model.start_token)
 
     often = (np.arange(shape[0]) / shape[0])[:, None] ** 3  # a document starts, by row
     lengths = random.integers(1, shape[1] + 1, (shape[0], 1))

@@ -17,7 +17,7 @@ from data.flat_tokens import FlatTokens, FlatTokensError, Writer, decode, encode
 from data.loader import TokenBatch
 from tests import golden
 
-SEQUENCES = [[5, 3, 8], [1], [2**31 - 1, 7]]
+SEQUENCES = [[5, 3, 8], [1], [2**31 - 2, 7]]
 
 
 def write(path, sequences, split="train"):
@@ -31,12 +31,12 @@ def test_the_arrays_are_as_the_specification_says(tmp_path):
     group = zarr.open_group(write(tmp_path / "x.zarr", SEQUENCES), mode="r")["train"]
     tokens, starts = group["encoded_tokens"], group["seq_starts"]
     assert (tokens.dtype, starts.dtype) == (np.uint32, np.uint64)
-    assert tokens[:].tolist() == [11, 6, 16, 3, 2**32 - 1, 14]
+    assert tokens[:].tolist() == [11, 6, 16, 3, 2**32 - 3, 14]
     assert starts[:].tolist() == [0, 3, 4, 6]
-    assert group.attrs["max_token_id"] == 2**31 - 1
+    assert group.attrs["max_token_id"] == 2**31 - 2
 
 
-ids = st.integers(1, 2**31 - 1)
+ids = st.integers(0, 2**31 - 2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -89,10 +89,12 @@ def test_arrays_of_another_type_or_length_are_refused():
     with pytest.raises(TypeCheckError, match=r"'ids'.*\n.*f64\[3\]"):
         encode(np.ones(3), np.zeros(1, np.intp))
     with pytest.raises(TypeCheckError, match="'is_start'"):
-        TokenBatch.of(np.ones((2, 4), np.uint32), np.ones((2, 3), bool), 0)
+        TokenBatch.of(np.ones((2, 5), np.uint32), np.ones((2, 3), bool), 0)
 
 
-def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, **types):
+def make_group(
+    path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, fill=0, **types
+):
     """Writes a split with zarr alone; `largest=None` leaves out the attribute max_token_id."""
     group = zarr.open_group(str(path), mode="w", zarr_format=zarr_format).create_group("train")
     for name, values, dtype in (
@@ -100,10 +102,23 @@ def make_group(path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), lar
         ("seq_starts", starts, np.uint64),
     ):
         array = np.asarray(values, types.get(name, dtype))
-        group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=(2,))[:] = array
+        options = {"fill_value": fill if name == "encoded_tokens" else 0}
+        shape = {"shape": array.shape, "dtype": array.dtype, "chunks": (2,)}
+        group.create_array(name, **shape, **options)[:] = array
     if largest is not None:
         group.attrs["max_token_id"] = largest
     return str(path)
+
+
+def test_an_id_of_0(tmp_path):
+    """Tokens of id 0 also fill whole chunks."""
+    path, ids = str(tmp_path / "x.zarr"), np.zeros(2**18 + 3, np.uint32)
+    with Writer(path, "train") as writer:
+        writer.append(ids)
+    dataset = FlatTokens(path, "train")
+    dataset.validate()
+    assert dataset.max_token_id == 0
+    np.testing.assert_array_equal(dataset.read(0, len(ids))[0], ids)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -121,7 +136,8 @@ DAMAGE = {
     "starts that do not begin at 0": {"starts": (1, 3, 4)},
     "a start not listed": {"tokens": (11, 7, 16, 3)},
     "a start not marked": {"tokens": (11, 6, 16, 2)},
-    "the reserved id": {"tokens": (11, 0, 16, 3)},
+    "no token where the fill value is 0": {"tokens": (11, 0, 16, 3)},
+    "no token where it is not": {"tokens": (11, 2**32 - 1, 16, 3), "fill": 2**32 - 2},
     "another largest id": {"largest": 9},
     "ids above the largest": {"largest": 7},
     "more sequences than tokens": {"starts": (0, 1, 2, 3, 4, 4)},
@@ -139,7 +155,7 @@ def test_damage_is_named(tmp_path, monkeypatch, case):
     golden.check("datasets.txt", case, str(error.value))
 
 
-@pytest.mark.parametrize("largest", ["x", -1, 0, 2**31, 2**40, 1.5, True, [8], {}], ids=str)
+@pytest.mark.parametrize("largest", ["x", -1, 2**31 - 1, 2**31, 2**40, 1.5, True, [8], {}], ids=str)
 def test_a_largest_id_that_is_none(tmp_path, monkeypatch, largest):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlatTokensError) as error:
@@ -262,7 +278,9 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     golden.check("datasets.txt", "no arrays", str(error.value))
 
 
-@pytest.mark.parametrize("sequence", [[], [0], [3, 0], [-1], [2**31], [[1]], [1.5], ["a"]], ids=str)
+@pytest.mark.parametrize(
+    "sequence", [[], [3, -2], [-1], [2**31 - 1], [[1]], [1.5], ["a"]], ids=str
+)
 def test_what_cannot_be_stored(tmp_path, sequence):
     with Writer(str(tmp_path / "x.zarr"), "train") as writer:
         writer.append([1])

@@ -52,7 +52,6 @@ def open_loader(folder, batch=4, split="train", vocab=300, skip=(), **changes):
         "validation_split": "validation",
         "column": "text",
         "tokenizer": "bytes_utf8",
-        "id_offset": 0,
         "num_workers": 1,
         "sequences_packed_per_batch": 5,
     } | changes
@@ -62,9 +61,14 @@ def open_loader(folder, batch=4, split="train", vocab=300, skip=(), **changes):
 
 
 def flat(batches):
+    """The targets of batches and whether they start documents, end to end. All are in the loss, and
+    inputs are the tokens before them."""
     batches = [batch for _, batch in batches]
+    assert all(batch.loss_mask.all() for batch in batches)
     ids = np.concatenate([np.asarray(batch.targets).ravel() for batch in batches])
     starts = np.concatenate([starts_of(batch).ravel() for batch in batches])
+    inputs = np.concatenate([np.asarray(batch.inputs).ravel() for batch in batches])
+    np.testing.assert_array_equal(inputs[1:][inputs[1:] != 0], ids[:-1][inputs[1:] != 0])
     return ids, starts
 
 

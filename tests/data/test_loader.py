@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader
-from data.flat_tokens import FlatTokens, FlatTokensError, Writer
+from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer
 from data.loader import BatchSpec, FlatTokensConfig, Loader, permutation
 from shardlib.devices import make_mesh
 from tests import golden
@@ -43,8 +43,14 @@ def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), **changes):
         "sequence_packing": True,
     } | changes
     with jax.set_mesh(make_mesh(axes(*mesh))):
-        spec = BatchSpec(batch, LENGTH, vocab, 0, skip, io_threads=2)
+        spec = BatchSpec(batch, LENGTH, vocab, 999, skip, io_threads=2)
         return Loader(FlatTokensConfig(**settings), spec, "train")
+
+
+def rows_of(opened, number, indices):
+    """Returns the ids and starts of rows of a batch, without the tokens before them."""
+    ids, is_start = opened.rows(number, indices)
+    return ids[:, 1:], is_start[:, 1:]
 
 
 def row_numbers(ids):
@@ -55,7 +61,9 @@ def row_numbers(ids):
 
 def first_rows(opened, count):
     batches = -(-count // opened.shape[0])
-    rows = [row_numbers(opened.rows(step, range(opened.shape[0]))[0]) for step in range(batches)]
+    rows = [
+        row_numbers(rows_of(opened, step, range(opened.shape[0]))[0]) for step in range(batches)
+    ]
     return [row for batch in rows for row in batch][:count]
 
 
@@ -80,7 +88,7 @@ def test_an_epoch_holds_each_row_once(path, streams, block, blocks, seed):
         rows = [
             row
             for step in range(epoch * 25, (epoch + 1) * 25)
-            for row in row_numbers(opened.rows(step, range(4))[0])
+            for row in row_numbers(rows_of(opened, step, range(4))[0])
         ]
         assert sorted(rows) == list(range(100))
 
@@ -104,7 +112,7 @@ def test_a_shuffle_buffer_mixes_distant_blocks(path):
 
 
 def test_starts_are_those_of_the_dataset(path):
-    ids, is_start = open_loader(path).rows(0, range(8))
+    ids, is_start = rows_of(open_loader(path), 0, range(8))
     wanted = set((np.asarray(FlatTokens(path, "train").seq_starts[:-1]) + 1).tolist())
     assert is_start.any() and not is_start.all()
     assert all((i in wanted) == s for i, s in zip(ids.flat, is_start.flat, strict=True))
@@ -122,8 +130,11 @@ def test_a_batch_depends_on_the_step_alone(path, packing):
             assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), in_turn[step])
     # A host that holds only rows 3 to 6.
-    ids, is_start = open_loader(path, streams=2, sequence_packing=packing).rows(5, range(3, 7))
-    np.testing.assert_array_equal(ids, in_turn[5].targets[3:7])
+    fresh = open_loader(path, streams=2, sequence_packing=packing)
+    ids, is_start = rows_of(fresh, 5, range(3, 7))
+    there = in_turn[5].loss_mask[3:7]
+    np.testing.assert_array_equal(ids[there], in_turn[5].targets[3:7][there])
+    assert (ids[~there] == NO_TOKEN).all() and there.all() == packing
     is_start[:, 0] = True
     np.testing.assert_array_equal(is_start, starts_of(in_turn[5])[3:7])
 
@@ -138,7 +149,7 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
         assert match[1] == dataset.name and match[3].startswith(
             "packed" if packing else "documents"
         )
-        ids, _ = opened.rows(number, range(8))
+        ids, _ = rows_of(opened, number, range(8))
         for row, sequence in zip(ids, map(int, match[2].split(", ")), strict=True):
             start = sequence * LENGTH if packing else int(dataset.seq_starts[sequence])
             assert row[0] == dataset.read(start, start + 1)[0][0]
@@ -180,11 +191,26 @@ def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
         for i in range(8):
             writer.append(np.arange(1000 * i, 1000 * i + 1000) + 1)
     read = record_reads(monkeypatch)
-    ids, is_start = open_loader(path, vocab=9000, sequence_packing=False).rows(0, range(8))
+    opened = open_loader(path, vocab=9000, sequence_packing=False)
+    ids, is_start = rows_of(opened, 0, range(8))
     assert sorted(ids[:, 0].tolist()) == [1000 * i + 1 for i in range(8)]
     assert (ids == ids[:, :1] + np.arange(LENGTH)).all()
     assert is_start[:, 0].all() and not is_start[:, 1:].any()
     assert sum(read) == 8 * LENGTH
+
+
+def test_the_first_input_of_a_row_is_the_token_before_it(tmp_path):
+    """Tokens count up from 0, an id like any other, in documents of 3."""
+    path = str(tmp_path / "x.zarr")
+    with Writer(path, "train") as writer:
+        for i in range(32):
+            writer.append(np.arange(3 * i, 3 * i + 3))
+    opened = open_loader(path, sequences_per_read_block=2)
+    for _, batch in opened.from_step(0, 3):
+        assert batch.loss_mask.all()
+        targets, inputs = np.asarray(batch.targets), np.asarray(batch.inputs)
+        wanted = np.where(targets % 3 == 0, opened.spec.start_token, targets - 1)
+        np.testing.assert_array_equal(inputs, wanted)
 
 
 @pytest.mark.parametrize("step", [0, 10_000])
@@ -192,7 +218,7 @@ def test_opening_at_any_step_reads_one_buffer_per_stream(path, step, monkeypatch
     read = record_reads(monkeypatch)
     opened = open_loader(path, streams=2, batch=4)
     list(opened.from_step(step, step + 1))
-    assert sum(read) <= 2 * 3 * 7 * LENGTH * 2, "at most two buffers, if the batch spans them"
+    assert sum(read) <= 2 * 3 * (7 * LENGTH + 1) * 2, "at most two buffers, if the batch spans them"
     assert len(read) <= 2 * 2 * 3
 
 
@@ -201,13 +227,13 @@ def test_one_document_per_row(path):
     bounds = dataset.seq_starts[:].astype(int)
     wanted = {}
     for low, high in itertools.pairwise(bounds):
-        row = np.zeros(LENGTH, int)
+        row = np.full(LENGTH, NO_TOKEN)
         row[: high - low] = np.arange(low, high)[:LENGTH] + 1
         wanted[low + 1] = row
     opened = open_loader(path, batch=2, mesh=(2, 1), sequence_packing=False)
     seen = set()
     for step in range(dataset.sequence_count // 2):
-        ids, is_start = opened.rows(step, range(2))
+        ids, is_start = rows_of(opened, step, range(2))
         for row, starts in zip(ids, is_start, strict=True):
             np.testing.assert_array_equal(row, wanted[row[0]])
             assert starts.tolist() == [True] + [False] * (LENGTH - 1)

@@ -17,8 +17,8 @@ class Counting(Batches):
     def make(self, numbers):
         for number in numbers:
             start = self.first + number + np.array(self.local_rows, np.uint32)
-            ids = 1 + (start[:, None] + np.arange(self.shape[1], dtype=np.uint32)) % 100
-            yield ids, np.broadcast_to(np.arange(self.shape[1]) == 0, ids.shape), None
+            ids = 1 + (start[:, None] + np.arange(self.shape[1] + 1, dtype=np.uint32)) % 100
+            yield ids, np.broadcast_to(np.arange(self.shape[1] + 1) == 1, ids.shape), None
 
     def origin(self, number):
         return "counting"

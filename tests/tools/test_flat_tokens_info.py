@@ -43,9 +43,14 @@ def test_a_whole_dataset(path, capsys, monkeypatch):
 
 def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
     assert "add --tokenizer" in info(capsys, monkeypatch, path, "--decode=1")[1]
-    conversion = {"settings": {"tokenizer": "bytes_utf8", "id_offset": 0}}
+    for settings in {}, {"id_offset": 0}:  # as earlier versions recorded
+        conversion = {"settings": {"tokenizer": "bytes_utf8", **settings}}
+        zarr.open_group(path).attrs["conversion"] = conversion
+        assert "the first" in info(capsys, monkeypatch, path, "--decode=1")[0]
+    conversion["settings"]["id_offset"] = 1
     zarr.open_group(path).attrs["conversion"] = conversion
-    assert "the first" in info(capsys, monkeypatch, path, "--decode=1")[0]
+    _, errors, code = info(capsys, monkeypatch, path, "--decode=1")
+    assert code == 1 and "has the ids of bytes_utf8 plus 1: convert it again" in errors
 
 
 def cut(path):
@@ -59,8 +64,8 @@ def restart(path):
 
 DAMAGE = {
     ("train/encoded_tokens/c/2", cut): "train/encoded_tokens: chunk 2 can't be read: ",
-    ("train/encoded_tokens/c/1", "remove"): "token 8 has the reserved id 0; perhaps chunk 1 is "
-    "missing, which reads as zeros",
+    ("train/encoded_tokens/c/1", "remove"): "there is no token 8: chunk 1 is "
+    "missing, or has the fill value",
     ("validation/seq_starts/c/0", cut): "validation/seq_starts: chunk 0 can't be read: ",
     ("validation/seq_starts/c/0", "remove"): "seq_starts: entry 1, in chunk 0, is not larger than "
     "the entry before it",

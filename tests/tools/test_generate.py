@@ -28,7 +28,7 @@ from shardlib.types import (
     u32,
 )
 from tests import golden, oracle
-from tests.helpers import IN_F32, assert_close, edited, mesh, small_config
+from tests.helpers import IN_F32, assert_close, edited, mesh, small_config, token_batch
 from tools import generate
 
 MESHES = [(4, 2), (2, 4), (1, 8)]
@@ -142,7 +142,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
 
     with jax.set_mesh(mesh(4, 2)):
         one_document = np.broadcast_to(np.arange(12) == 0, inputs.shape)
-        batch = module.TokenBatch.of(inputs, one_document, 0)
+        batch = token_batch(module.TokenBatch, inputs, one_document, 0)
         batch = dataclasses.replace(batch, inputs=inputs)
         wanted = np.asarray(whole_row(placed(module.Weights, weights), batch))
     actual = cached_logits(tool, config, weights, inputs, mesh(4, 2))
@@ -290,12 +290,12 @@ def save_tokenizer(folder):
 
 
 def test_a_tokenizers_ids_and_bytes(tmp_path):
-    codec = generate.Text(save_tokenizer(tmp_path), 1)
-    assert codec.end == 1 and codec.ids == range(1, len(codec.tokenizer.slow) + 1)
+    codec = generate.Text(save_tokenizer(tmp_path))
+    assert codec.end == 0 and codec.ids == range(len(codec.tokenizer.slow))
     ids = np.array(codec.encode("the snow man"))
     assert codec.decode(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
-    codec = generate.Text("bytes_utf8", 0)
+    codec = generate.Text("bytes_utf8")
     assert codec.encode("é") == [0xC4, 0xAA]
     assert codec.end is None and codec.ids == range(1, 257)
 
@@ -307,7 +307,7 @@ def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)
             for length in lengths:
                 writer.append(rng.integers(1, top + 1, length))
     if tokenizer:
-        about = {"settings": {"tokenizer": tokenizer, "id_offset": 0}}
+        about = {"settings": {"tokenizer": tokenizer}}
         zarr.open_group(str(path)).attrs["conversion"] = about
     return str(path)
 
@@ -315,15 +315,16 @@ def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)
 @pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
 def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes, tmp_path):
     """222 tokens: two batches of 8 rows of 12, and 30 tokens."""
-    config, codec = small_config(), generate.Text("bytes_utf8", 0)
+    config, codec = small_config(), generate.Text("bytes_utf8")
     weights = random_weights(config)
     data = FlatTokens(write_dataset(tmp_path / "x.zarr"), "validation")
     ids, starts = (np.pad(x, (0, 18)).reshape(20, 12) for x in data.read(0, 222))
+    preceding = np.pad(ids[:-1, -1], (1, 0))
     # A row's mean loss, times its number of targets, is its sum.
     nats = sum(
-        float(oracle.mean_loss(weights, ids[i : i + 1], starts[i : i + 1], TIMESCALE))
+        float(oracle.mean_loss(weights, *(x[i : i + 1] for x in (ids, starts)), TIMESCALE, before))
         * np.count_nonzero(ids[i])
-        for i in range(19)
+        for i, before in enumerate(preceding[:19])
     )
     with jax.set_mesh(mesh(*axes)):
         placed_weights = placed(in_f32.train.Weights, weights)
@@ -388,8 +389,8 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
         name, text, waiting = "bytes_utf8", "the snow ☃ 😀, man", 5
     else:
         name, text, waiting = save_tokenizer(tmp_path), "the snow man", 0
-    ids = generate.Text(name, 1).encode(text)
-    prompt = generate.Text(name, 1).encode("the")
+    ids = generate.Text(name).encode(text)
+    prompt = generate.Text(name).encode("the")
     new = [np.array([[i]]) for i in ids[len(prompt) :]]
     monkeypatch.setattr(generate, "generate", lambda *_: new)
     pieces = []
@@ -399,7 +400,7 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
             pieces.append(piece)
 
     monkeypatch.setattr(generate, "print", show, raising=False)
-    options = "--prompt=the", f"--tokenizer={name}", "--id-offset=1"
+    options = "--prompt=the", f"--tokenizer={name}"
     assert not call(capsys, monkeypatch, run, "bytes", *options)[2]
     assert "".join(pieces) == text
     assert pieces.pop() == "" and len(pieces) == len(new) - waiting
@@ -408,7 +409,7 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     ids = iter([[[65], [66]], [[67], [5]], [[5], [66]]])
     monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
-    text = generate.Text("bytes_utf8", 0)
+    text = generate.Text("bytes_utf8")
     text.end = 5
     monkeypatch.setattr(generate, "Text", lambda *_: text)
     out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=2", "--tokens=4")

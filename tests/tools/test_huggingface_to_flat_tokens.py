@@ -37,7 +37,6 @@ def settings(files, output, **changes):
             "load_dataset": {"path": "json", "data_files": str(files)},
             "column": "body",
             "tokenizer": "bytes_utf8",
-            "id_offset": 0,
             "train_split": "train",
             "validation_split": None,
             "validation_share": 0.2,
@@ -328,7 +327,7 @@ def test_killed_at_any_time_and_its_source_changed(shards, tmp_path):
 def test_another_tokenizer_under_the_same_name(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
     deadly, file = Deadly(monkeypatch), tmp_path / "tokenizer.json"
-    config = settings(shards, tmp_path / "x.zarr", tokenizer=str(file), id_offset=1)
+    config = settings(shards, tmp_path / "x.zarr", tokenizer=str(file))
     train_tokenizer(tmp_path, ["<unused>", "<s>"])
     assert deadly.convert(config, writes=40)
     train_tokenizer(tmp_path, ["<unused>", "<pad>"])
@@ -432,20 +431,14 @@ def train_tokenizer(folder, special):
 def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path, special):
     tokenizer = train_tokenizer(tmp_path / "tokenizer", special)
     wanted = {"tokenizer": str(tmp_path / "tokenizer")}
-    offset = 0 if special else 1
-    if offset:
-        with pytest.raises(
-            ValueError, match="uses id 0, which the format reserves: set id_offset=1"
-        ):
-            tool.convert(settings(jsonl, tmp_path / "x.zarr", **wanted))
-    tool.convert(settings(jsonl, tmp_path / "x.zarr", id_offset=offset, **wanted))
+    tool.convert(settings(jsonl, tmp_path / "x.zarr", **wanted))
     rows = documents(tmp_path / "x.zarr", "train") + documents(tmp_path / "x.zarr", "validation")
-    again = {"tokenizer": str(tmp_path / "tokenizer/tokenizer.json"), "id_offset": offset}
-    tool.convert(settings(jsonl, tmp_path / "y.zarr", **again))
+    again = str(tmp_path / "tokenizer/tokenizer.json")
+    tool.convert(settings(jsonl, tmp_path / "y.zarr", tokenizer=again))
     assert same(tmp_path / "y.zarr", tmp_path / "x.zarr"), "the file alone gives the same ids"
     ids = np.array(documents(tmp_path / "y.zarr", "validation")[0], np.uint32)
-    assert Tokenizer(*again.values()).decode(ids) == TEXTS[0]
-    rows = [[i - offset for i in ids] for ids in rows]
+    assert Tokenizer(again).decode(ids) == TEXTS[0]
+    assert special or any(0 in ids for ids in rows), "0 is an id like any other"
     assert sorted(tokenizer.decode(ids) for ids in rows) == sorted(TEXTS)
     assert not special or all(1 not in ids for ids in rows), "no special tokens"
     assert sum(map(len, rows)) < sum(len(text.encode()) for text in TEXTS)

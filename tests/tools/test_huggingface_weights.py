@@ -35,6 +35,7 @@ from tests.helpers import (
     slow_but_for,
     small_config,
     starting_state,
+    token_batch,
 )
 from tools import huggingface_weights as tool
 
@@ -233,7 +234,7 @@ def train_logits(module, checkpoints, targets):
         weights = Checkpoints(source.path, *settings).restore("weights")
         starts = np.arange(targets.shape[1]) == 0
         starts = np.tile(starts, (len(targets), 1))
-        batch = TokenBatch.of(targets.astype(np.uint32), starts, model.start_token)
+        batch = token_batch(TokenBatch, targets.astype(np.uint32), starts, model.start_token)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         return np.asarray(jax.jit(typed_shard_map(logits))(weights, batch))
 
@@ -341,26 +342,11 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
     assert after.model == before.model == OmegaConf.create(out).model
     assert after.training.tokens.len == before.training.tokens.len
     # With only the names of transformers 4, and with only those of 5.
-    config, model = config_in(folder), tool.model_in(folder, 0)
+    config, model = config_in(folder), tool.model_in(folder)
     for lacking in ["rope_parameters"], ["rope_theta", "rope_scaling"]:
         text = json.dumps({key: value for key, value in config.items() if key not in lacking})
         (folder / "config.json").write_text(text)
-        assert tool.model_in(folder, 0) == model
-
-
-def test_an_id_offset_moves_the_embeddings(in_f32, tmp_path, run):
-    """An id here is Hugging Face's plus 2; the first two ids here are its last two."""
-    folder = write_folder(tmp_path / "hf", LLAMA_3, random_tensors(LLAMA_3))
-    ours = tmp_path / "ours"
-    assert not run("import", folder, ours, "--id-offset=2")[1]
-    assert tool.model_of(checkpoint.newest(str(ours)))[0].start_token == 42
-    targets = draw_targets(LLAMA_3)
-    actual = train_logits(in_f32, ours, targets)
-    wanted = paper_logits(folder, inputs((targets - 2) % 48, 40))
-    assert_close(actual, wanted[..., (np.arange(48) - 2) % 48], 1e-5)
-    assert not run("export", ours, tmp_path / "b", "--id-offset=2")[1]
-    assert bits(tensors_in(tmp_path / "b")) == bits(tensors_in(folder))
-    assert config_in(tmp_path / "b")["bos_token_id"] == 40
+        assert tool.model_in(folder) == model
 
 
 def test_old_frequencies_are_read_over_and_an_unembedding_of_its_own_is_not(tmp_path, run):
@@ -482,7 +468,7 @@ def test_a_wrong_value_of_any_entry_of_a_config_gets_one_message(wrong, tmp_path
     for config in changes:
         (tmp_path / "config.json").write_text(json.dumps(config))
         try:
-            model, _, _ = tool.model_in(tmp_path, 0)
+            model, _, _ = tool.model_in(tmp_path)
         except UserError as error:
             assert "\n" not in str(error)
             refused += 1
