@@ -179,6 +179,26 @@ def split(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
+def rotate(call: Call, x: jax.Array) -> jax.Array:
+    """Sends each device's part of the first dimension to the next device along its axis, and the
+    last one's to the first.
+
+        ops.rotate("P/d L M/t -> P/d L M/t", x)     jnp.roll(x, 1, axis=0), if P is the size of d
+
+    Forward: a permute. Backward: a permute the other way.
+    Raises ShardTypeError unless the first dimension is split over one axis, and both sides are the
+    same, and for an unreduced operand.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(given == wanted, "both sides must be the same, as it keeps the layout")
+    call.require(not given.unreduced, "reduce it first")
+    axes = given.dims[0].axes if given.dims else ()
+    call.require(len(axes) == 1, "the first dimension must be split over one axis")
+    count = mesh_shape()[axes[0]]
+    return lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
+
+
+@define_op
 def indices(call: Call, x: jax.Array) -> jax.Array:
     """The index of each entry along one dimension, in the whole array.
 
