@@ -525,6 +525,10 @@ def _squares(
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
         if kind.spec.unreduced:
             raise ShardTypeError(f"{path} is {kind}: reduce it first")
-        first = 1 if kind.spec.dims[:1] == (Dim(each),) else 0
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(first, x.ndim)))
+        kept = 1 if _names(kind.spec)[:1] == [each] else 0
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
+        if kept and (axes := kind.spec.dims[0].axes):  # puts the others' sums in, as zeros
+            size, first = len(square), lax.axis_index(axes) * len(square)
+            zeros = jnp.zeros(size * math.prod(mesh_shape()[axis] for axis in axes))
+            square = lax.dynamic_update_slice_in_dim(varying(zeros, axes), square, first, axis=0)
         yield tuple(a for a in mesh_shape() if a in kind.spec.axes), square

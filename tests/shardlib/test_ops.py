@@ -321,6 +321,26 @@ def test_sum_of_squares_counts_each_number_once(axes):
     np.testing.assert_allclose(actual, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_sums_of_squares_are_by_layer_also_if_the_layers_are_split(axes):
+    @pytree_dataclass
+    class Tree:
+        whole: f32["layers M/d"]
+        split: f32["layers/t M/d"]
+        other: f32["M/t/d"]
+
+    @typed_shard_map
+    def squares(tree: Tree) -> tuple[f32["8"], f32["8"], f32[""]]:
+        return tuple(ops.sums_of_squares(Tree, tree, "layers"))
+
+    rng = np.random.default_rng(0)
+    tree = Tree(*(rng.normal(size=shape).astype("f") for shape in ((8, 16), (8, 16), (16,))))
+    with jax.set_mesh(make_mesh(axes)):
+        actual = jax.jit(squares)(tree)
+    for sums, array in zip(actual, jax.tree.leaves(tree), strict=True):
+        np.testing.assert_allclose(sums, np.square(array).sum(-1), rtol=1e-5)
+
+
 def test_the_scope_name_carries_the_string():
     text = "B/d L F/t, M F/t -> B/d L M {U:t}"
     name = ops.scope_name("einsum_unreduced", text)
