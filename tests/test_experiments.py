@@ -167,7 +167,11 @@ def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     for section in SECTION:
         apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
-    arguments += ["mesh={d: 4, t: 2, r: 2}", "paths.model_name=run"]
+    arguments += [
+        "mesh={d: 4, t: 2, r: 2, p: 2}",
+        "training.pipeline_parts=2",
+        "paths.model_name=run",
+    ]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
@@ -316,3 +320,55 @@ def test_the_check_accepts_narrow_matmuls_on_two_meshes(tree, variants):
     check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic"]
     checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
     assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+PIPELINES = [
+    ("{d: 4, t: 2, p: 2}", 2, 1),
+    pytest.param("{d: 2, t: 2, p: 2, c: 2}", 8, 1, marks=SLOW),
+    pytest.param("{d: 4, t: 2, p: 2, r: 2}", 2, 2, marks=SLOW),
+    pytest.param("{d: 4, t: 2, p: 4}", 4, 1, marks=SLOW),
+    pytest.param("{d: 4, t: 2}", 2, 1, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("mesh, parts, microbatches", PIPELINES)
+def test_a_pipeline_is_the_oracles(tree, mesh, parts, microbatches):
+    """Rows have several documents."""
+    apply("pipeline", tree)
+    options = f"training.pipeline_parts={parts}", f"training.microbatches={microbatches}"
+    assert_equals(oracle, *loss_and_grads(tree, "model.layers=4", f"mesh={mesh}", *options))
+
+
+ROTATED = 'ops.rotate("P/p B/s/r L/c M/t -> P/p B/s/r L/c M/t", x)'
+WRONG_PIPELINES = {
+    "nothing rotates": (f"{ROTATED}, x", "x, x"),
+    "it rotates twice": (ROTATED, ROTATED.replace("x)", f"{ROTATED})")),
+    "the result rotates too": (f"{ROTATED}, x", f"{ROTATED}, {ROTATED}"),
+    "the rows don't": ("jnp.clip(number - here, 0, parts - 1)", "jnp.clip(number, 0, parts - 1)"),
+    "the first stage takes no new rows": ("here == 0", "number == 0"),
+    "the last turn is missing": ("jnp.arange(parts + stages - 1)", "jnp.arange(parts)"),
+}
+
+
+def check_pipeline(tree):
+    """Checks the edited step with two stages."""
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", "mesh.p=2"]
+    check += ["training.pipeline_parts=2"]
+    return subprocess.run(check, cwd=tree, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_check_accepts_the_pipeline(tree):
+    apply("pipeline", tree)
+    checked = check_pipeline(tree)
+    assert checked.stdout.splitlines()[-1:] == ["types hold, and two meshes give the same numbers"]
+
+
+@pytest.mark.parametrize("wrong", [pytest.param(w, marks=SLOW) for w in WRONG_PIPELINES])
+def test_the_check_refuses_a_wrong_pipeline(tree, wrong):
+    apply("pipeline", tree)
+    source, (old, new) = (tree / "train.py").read_text(), WRONG_PIPELINES[wrong]
+    assert source.count(old) == 1
+    (tree / "train.py").write_text(source.replace(old, new))
+    checked = check_pipeline(tree)
+    assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr
