@@ -176,8 +176,9 @@ def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     with imported_from(tree):
         program = importlib.import_module("train").main
         _, message = train_here(capsys, monkeypatch, *arguments, program=program)
+    assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
-    assert not message and len(losses) == 8 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
 
 
 def loss_and_grads(tree, *overrides):
@@ -310,7 +311,9 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
             'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
         ),
     )
-    assert_equals(model, *loss_and_grads(tree))
+    # With narrow_backward, the scales are those of a microbatch.
+    microbatches = 1 if "narrow_backward" in variants else 2
+    assert_equals(model, *loss_and_grads(tree, f"training.microbatches={microbatches}"))
 
 
 @pytest.mark.slow
@@ -342,11 +345,8 @@ def test_a_pipeline_is_the_oracles(tree, mesh, parts, microbatches):
 ROTATED = 'ops.rotate("P/p B/s/r L/c M/t -> P/p B/s/r L/c M/t", x)'
 WRONG_PIPELINES = {
     "nothing rotates": (f"{ROTATED}, x", "x, x"),
-    "it rotates twice": (ROTATED, ROTATED.replace("x)", f"{ROTATED})")),
     "the result rotates too": (f"{ROTATED}, x", f"{ROTATED}, {ROTATED}"),
-    "the rows don't": ("jnp.clip(number - here, 0, parts - 1)", "jnp.clip(number, 0, parts - 1)"),
-    "the first stage takes no new rows": ("here == 0", "number == 0"),
-    "the last turn is missing": ("jnp.arange(parts + stages - 1)", "jnp.arange(parts)"),
+    "documents don't move with their rows": ("number - here, 0", "number, 0"),
 }
 
 
@@ -364,7 +364,8 @@ def test_the_check_accepts_the_pipeline(tree):
     assert checked.stdout.splitlines()[-1:] == ["types hold, and two meshes give the same numbers"]
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(w, marks=SLOW) for w in WRONG_PIPELINES])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG_PIPELINES)
 def test_the_check_refuses_a_wrong_pipeline(tree, wrong):
     apply("pipeline", tree)
     source, (old, new) = (tree / "train.py").read_text(), WRONG_PIPELINES[wrong]
