@@ -44,6 +44,7 @@ faults: $(VENV)/dev
 # that changes the numbers must be refused, and each right one accepted.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.mutations --only="^op" --mesh="{d: 2, c: 2, t: 3}"
 
 # Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:

@@ -27,8 +27,8 @@ import yaml  # type: ignore[import-untyped]
 from runtime.config import ROOT
 from shardlib import devices
 from tools import cycles
-from tools.audit import table
 from tools.compile import WITHOUT_TPU
+from tools.tables import table
 
 # Model, slice, its name in MaxText, chips, rows on a chip, tokens in a row.
 PROGRAMS = [

@@ -1,11 +1,13 @@
 """Meshes, simulated CPU devices, the probe mesh, and a table of chips."""
 
+import functools
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.errors import UserError
@@ -50,9 +52,23 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
             f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "
             f"XLA_FLAGS={COUNT_FLAG}={needed} JAX_PLATFORMS=cpu"
         )
-    types = (AxisType.Auto,) * len(axes)
-    devices = jax.devices()[:needed]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+    return mesh_over(axes, jax.devices()[:needed])
+
+
+def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    """A mesh over these devices, of which neighbors have fast links. Slices of TPUs split the
+    outermost axis. Raises UserError if they don't divide it."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    (name, outer), *inner = axes.items()
+    if outer % slices:
+        raise UserError(f"mesh.{name}={outer}: it must be a multiple of the {slices} slices")
+    make: Callable[..., Any] = mesh_utils.create_device_mesh
+    if slices > 1:
+        over = [slices, *(1 for _ in inner)]
+        make = functools.partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=over)
+    within = [outer // slices, *(size for _, size in inner)]
+    arranged = make(within, devices=devices, allow_split_physical_axes=True)
+    return Mesh(arranged, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:

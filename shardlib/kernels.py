@@ -6,6 +6,7 @@ device's rows and K its heads.
 """
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,15 @@ from shardlib.activations import explicit_activation_checkpointing, save_for_bac
 from shardlib.ops import Call, define_op, varying, widening_einsum
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
-KERNEL = "run_by_kernel"  # the scope of a twin in whose place GPUs and TPUs run a kernel
-BLOCK = 512  # queries whose scores are in memory at a time
+# Queries whose scores are in memory at a time, in rows of up to LONG keys; of longer rows fewer.
+BLOCK, LONG = 512, 8192
+
+
+def runs_kernel(path: str, kind: str) -> bool:
+    """Returns whether an equation with this path of scopes is a twin's in whose place devices of a
+    kind run a kernel. An empty kind stands for TPUs."""
+    platform = "gpu" if kind and "TPU" not in kind else "tpu"
+    return re.search(rf"kernel_of_\w*{platform}", path) is not None
 
 
 def balanced(length: int, parts: int) -> np.ndarray:
@@ -72,19 +80,19 @@ def attention(
     right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
     fits = [*others, call.result] == [*wanted, queries]
     call.require(fits, f"for these queries the string is `{right}`")
-    device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
-    platform = device.platform if device else ""
     parts = k.shape[1] // q.shape[1]
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
-    has_kernel = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
+    fits = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
+    with_kernel = ["tpu"] * fits + ["gpu"] * (fits and parts == 1)
     call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
     axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
     q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
-    if platform == "tpu" and has_kernel:
-        return tpu_attention(q, k, v, start, position)
-    if platform == "gpu" and has_kernel and parts == 1:
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
+    if device and device.platform in with_kernel:
+        if device.platform == "tpu":
+            return tpu_attention(q, k, v, start, position)
         return save_for_backward(cudnn_attention(q, k, v, start))
-    with jax.named_scope(KERNEL if has_kernel else "plain"):
+    with jax.named_scope(f"kernel_of_{'_'.join(with_kernel)}"):
         return save_for_backward(plain_attention(q, k, v, start, position, key_position))
 
 
@@ -98,8 +106,9 @@ def plain_attention(
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention in blocks of queries, so that scores are in memory for one at a time."""
-    block = math.gcd(q.shape[1], BLOCK)
-    if block < 64:
+    most = BLOCK * LONG // max(k.shape[1], LONG)
+    block = math.gcd(q.shape[1], most)
+    if block < min(most, 64):
         block = q.shape[1]
 
     # k and v enter the loop in f32 and are cast to bf16 inside, so that their gradients are summed

@@ -2722,7 +2722,7 @@ RIGHT: dict[str, Edit] = {
                 "start[:, :, None] <= key_position[:, None]",
                 "start[:, :, None] >= 0 * key_position[:, None]",
             ),
-            ("if block < 64:", "if block < 32:"),
+            ("if block < min(most, 64):", "if block < min(most, 32):"),
         ),
         KERNELS,
     ),

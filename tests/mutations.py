@@ -38,7 +38,7 @@ from tests import bugs, edits
 # edits compare with their lengths lies between the length of a part and that of the whole.
 SETTINGS = [
     *("paths.model_name=none", "training.microbatches=2", "training.loss_chunks=2"),
-    *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 18}", "model.d_model=36"),
+    *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 24}", "model.d_model=48"),
     *("model.n_kv=6", "model.d_head=4", "model.d_ff=48", "model.vocab=60"),
 ]
 FILES = "train.py", "tools/generate.py"
@@ -191,7 +191,7 @@ class Verdict(NamedTuple):
 def verdict(edit: tuple[str, str]) -> Verdict:
     """Checks an edited source, (file, text). Call it in a process of its own, in which neither
     train.py nor a JAX backend is loaded."""
-    simulate_cpu_devices(6)
+    simulate_cpu_devices(12)
     file, source = edit
     name = file.removesuffix(".py").replace("/", ".")
     try:
@@ -278,9 +278,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--mesh", help="the mesh instead of {d: 2, t: 3}")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
     args = parser.parse_args()
+    SETTINGS.extend([f"mesh={args.mesh}"] if args.mesh else [])
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         # Halves the time again; jax 0.12 doesn't know it.

@@ -136,7 +136,7 @@ def test_the_first_hour(tmp_path):
             continue
         for line in block.splitlines():
             if "tools.compile" in line:  # make test-tpu runs it
-                printed += compiled()[line]
+                printed += TAKES_LONG[line]
                 continue
             command = [sys.executable, *shlex.split(line)[1:]]
             done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -201,15 +201,18 @@ def unsaved(excerpt: str) -> Edits:
     return tuple((f"{x} = save_for_backward({y})", f"{x} = {y}") for x, y in pairs)
 
 
-def compiled() -> dict[str, str]:
-    """Outputs of tools.compile, by command, as docs/audit.md shows them."""
+def as_shown(program: str) -> dict[str, str]:
+    """Outputs of a program that takes long, by command, as docs/audit.md shows them."""
     page = pages.outputs((ROOT / "docs/audit.md").read_text())
     return {
         command: output.text
         for output in page
         for command in output.commands
-        if "-m tools.compile" in command
+        if f"-m tools.{program}" in command
     }
+
+
+TAKES_LONG = as_shown("compile") | as_shown("plan")
 
 
 def printed_by(output: pages.Output, alone: bool = False) -> list[str]:
@@ -220,8 +223,7 @@ def printed_by(output: pages.Output, alone: bool = False) -> list[str]:
         before = lines
         for command in output.commands:
             is_audit = "-m tools.audit" in command
-            text = audited(command, edits=edits) if is_audit else compiled().get(command, "")
-            lines = lines + text.splitlines()
+            lines = lines + (audited(command, edits=edits).splitlines() if is_audit else [])
     return [line for line in lines if line not in before] if alone else lines
 
 
@@ -234,6 +236,8 @@ def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
     path, stale = ROOT / page, []
     text = path.read_text()
     for output in reversed(list(pages.outputs(text))):
+        if not TAKES_LONG.keys().isdisjoint(output.commands):
+            continue
         shown, printed = output.text, printed_by(output)
         *head, last = shown.splitlines(keepends=True)
         # What is shown below an edit ends with a line that is printed with the edit alone.
@@ -249,10 +253,10 @@ def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("command", compiled())
+@pytest.mark.parametrize("command", as_shown("compile"))
 def test_the_compiler_says_what_the_page_shows(command):
     """Compares to 3%, since compiler versions differ. UPDATE_GOLDEN=1 updates the page instead."""
-    arguments, shown = [sys.executable, *shlex.split(command)[1:]], compiled()[command]
+    arguments, shown = [sys.executable, *shlex.split(command)[1:]], TAKES_LONG[command]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
     print(done.stdout)
@@ -266,6 +270,17 @@ def test_the_compiler_says_what_the_page_shows(command):
         for (x, unit), (y, _) in figures if "compiled in" not in line else ():
             within = {"abs": 2} if unit == "%" else {"rel": 0.03}
             assert float(x) == pytest.approx(float(y), **within), (line, now)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", as_shown("plan"))
+def test_the_plan_is_the_one_that_the_page_shows(command):
+    """UPDATE_GOLDEN=1 updates the page."""
+    arguments, path = [sys.executable, *shlex.split(command)[1:]], ROOT / "docs/audit.md"
+    printed = subprocess.check_output(arguments, cwd=ROOT, text=True)
+    if pages.UPDATE:
+        path.write_text(path.read_text().replace(TAKES_LONG[command], printed))
+    assert printed == as_shown("plan")[command]
 
 
 # --- Figures --------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """Follows docs/experiments.md from top to bottom: each edit does to the source what the page shows.
 Loss and gradients are compared with those of the oracle, with the same change in it."""
 
-import collections
 import contextlib
 import functools
 import importlib
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,7 +32,7 @@ from tests.test_train import plain
 PAGE = ROOT / "docs/experiments.md"
 HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
 SECTION = {text.split("\n")[0]: text for text in SECTIONS}
-BLOCK = re.compile(r"^```(?:diff ?(\w*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:diff (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 APPLY = BLOCK.search(HEAD)[2]
 
 
@@ -44,6 +44,8 @@ def tree(tmp_path, monkeypatch):
     for folder in ("data", "shardlib", "runtime", "tools", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
+    author = "-c user.name=test -c user.email=test@example.com"
+    shell(f"git init -q && git add . && git {author} commit -qm source", tmp_path / "tree")
     return tmp_path / "tree"
 
 
@@ -86,66 +88,25 @@ def apply_all(section, tree):
 
 def walk(section, tree, capsys, monkeypatch):
     """Applies the edits of a section and runs its commands, in order, and compares their outputs
-    with the page. An output block shows how the output of the last command differs from the output
-    before it: at first, that of the section's first command without any edit. Returns the section,
-    with outputs of now under UPDATE_GOLDEN=1."""
-    before, text = [], SECTION[section]
-
-    def audit(source, command):
-        arguments = command.removeprefix("python -m tools.audit ").split()
-        with imported_from(source):
-            program = importlib.import_module("tools.audit").main
-            printed, message = train_here(capsys, monkeypatch, *arguments, program=program)
-        return printed.splitlines(), message
-
+    with the page. Returns the section, with outputs of now under UPDATE_GOLDEN=1."""
+    text, printed = SECTION[section], []
+    monkeypatch.chdir(tree)
     for name, block in BLOCK.findall(text):
         if name:
             apply(name, tree)
         elif block.startswith("perl"):
             shell(block, tree)
         elif block.startswith("python -m tools.audit"):
-            commands = block.splitlines()
-            before = before or audit(ROOT, commands[0])[0]
+            arguments = shlex.split(block)[3:]
+            with imported_from(tree):
+                program = importlib.import_module("tools.audit").main
+                out, message = train_here(capsys, monkeypatch, *arguments, program=program)
+            printed = (out + message).splitlines()
+        elif pages.UPDATE:
+            text = text.replace(block, pages.updated(block, printed))
         else:
-            after, message = audit(tree, commands[-1])
-            assert bool(message) == block.startswith("error"), message
-            if pages.UPDATE:
-                new = f"{message}\n" if message else updated(block, before, after)
-                text = text.replace(block, new)
-            elif message:
-                assert [*map(pages.key, message.splitlines())] == [
-                    *map(pages.key, block.splitlines())
-                ]
-            else:
-                hold(block, before, after)
-            before = before if message else after
+            assert not pages.missing(block, printed)
     return text
-
-
-def updated(block, before, after):
-    """The block with each line replaced by the printed line that is most similar."""
-    lines = []
-    for line in block.splitlines():
-        printed = before if line[0] == "-" else after
-        index = pages.current(line[1:], printed)
-        lines.append(line if index is None else line[0] + printed[index])
-    return "".join(f"{line}\n" for line in lines)
-
-
-def hold(block, before, after):
-    """Asserts that lines with a minus were printed before, and fewer such are printed now, from any
-    line of the source, and the reverse of lines with a plus."""
-    now, earlier = (collections.Counter(map(unnumbered, lines)) for lines in (after, before))
-    before, after = ({pages.key(line) for line in lines} for lines in (before, after))
-    for mark, line in ((line[0], line[1:]) for line in block.splitlines()):
-        assert mark == "+" or pages.key(line) in before, line
-        assert mark == "-" or pages.key(line) in after, line
-        change = now[unnumbered(line)] - earlier[unnumbered(line)]
-        assert (change > 0) - (change < 0) == {"-": -1, " ": 0, "+": 1}[mark], line
-
-
-def unnumbered(line):
-    return re.sub(r"^train\.py:\d+", "", pages.key(line))
 
 
 @pytest.mark.parametrize("section", SECTION)

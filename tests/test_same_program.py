@@ -20,9 +20,10 @@ FILES = "train.py", "generate.py"
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 
 
-def in_parts(microbatches, chunks, d, t):
+def in_parts(microbatches, chunks, **mesh):
     parts = f"training={{microbatches: {microbatches}, loss_chunks: {chunks}}}"
-    return small_config(f"mesh={{d: {d}, t: {t}}}", parts)
+    axes = ", ".join(f"{axis}: {size}" for axis, size in mesh.items())
+    return small_config(f"mesh={{{axes}}}", parts)
 
 
 def training(config):
@@ -53,6 +54,9 @@ PROGRAMS = {
     "2 microbatches, 2 chunks on 2 x 4": lambda: training(in_parts(2, 2, d=2, t=4)),
     "4 microbatches, 4 chunks on 2 x 4": lambda: training(in_parts(4, 4, d=2, t=4)),
     "4 microbatches, 2 chunks on 1 x 8": lambda: training(in_parts(4, 2, d=1, t=8)),
+    "replicas, 2 microbatches": lambda: training(in_parts(2, 1, d=4, r=2, t=2)),
+    "split rows, 2 chunks": lambda: training(in_parts(1, 2, d=2, c=2, t=2)),
+    "replicas and split rows": lambda: training(in_parts(1, 1, d=4, r=2, t=1, c=2)),
     "validation on 2 x 4": lambda: validation(small_config("mesh={d: 2, t: 4}")),
     "validation, 4 chunks on 4 x 2": lambda: validation(small_config("training.loss_chunks=4")),
     "prefill on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 8),

@@ -4,6 +4,7 @@ weights.
     python -m tools.audit --config-name=c4_h100x8_1b
     python -m tools.audit --config-name=c4_h100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
     python -m tools.audit --config-name=c4_h100x8_1b audit.chip=a100 audit.html=audit.html
+    python -m tools.audit --config-name=c4_h100x8_1b audit.against=main
 
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
 of saved activations, collectives and matmuls. Also predicts the step's peak memory. Sizes are
@@ -16,7 +17,6 @@ import html
 import json
 import math
 import pathlib
-import re
 import string
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -29,14 +29,17 @@ from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
-from tools import memory
+from tools import compare, memory
 from tools.ledger import Saved, ledger
+from tools.roofline import bound, bound_head
+from tools.tables import show, table
 
 
 @dataclasses.dataclass
 class AuditOptions:
     json: str = ""  # file for the ledger as JSON
     html: str = ""  # file for train.py as a page with the ledger's amounts beside its lines
+    against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it
     chip: str = ""  # a key of devices.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
@@ -92,7 +95,8 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     axes, sizes = config.mesh.axes, train.dimensions(config)
     mesh = devices.abstract_mesh(axes)
     jaxpr = train.trace_step(config, mesh)
-    costs, predicted = ledger(jaxpr, axes), memory.predict(jaxpr, axes, chip)
+    costs = ledger(jaxpr, axes, chip.kind if chip else "")
+    predicted = memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights = bytes_per_device(train.Weights, axes, sizes)
         batch = bytes_per_device(TokenBatch, axes, sizes)
@@ -203,26 +207,6 @@ TABLES = {
     ),
     "products": Table("Matmuls", {"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
 }
-
-
-def show(amount: float, unit: str = "B") -> str:
-    """An amount to three digits: `1.07 GB`, `2.5 ms`."""
-    amount = float(f"{amount:.3g}")
-    thousands = math.floor(math.log10(amount) / 3) if amount else 0
-    thousands = min(max(thousands, -2), 6)
-    prefix = ("u", "m", "", "k", "M", "G", "T", "P", "E")[thousands + 2]
-    return f"{amount / 1000**thousands:.3g} {prefix}{unit}"
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Aligned columns, those of numbers to the right. A cell may be empty."""
-    columns = []
-    for title, *texts in zip(head, *rows, strict=True):
-        width = max(map(len, (title, *texts)))
-        numbers = all(re.match(r"(at (mo|lea)st )?\d", text) for text in texts if text)
-        justify = str.rjust if numbers else str.ljust
-        columns.append([justify(text, width) for text in (title, *texts)])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def total_of(rows: Iterable[dict[str, Any]]) -> float:
@@ -373,50 +357,23 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
     return chip
 
 
-def least_seconds(
-    result: dict[str, Any], chip: devices.Chip, links: dict[str, str]
-) -> dict[str, float]:
-    """The least time that a step needs of each resource, if what runs "at most" so often runs as
-    rarely as it may. Memory traffic counts what matmuls, ops with a kernel, and the optimizer read
-    and write. A collective over several axes takes their slowest link."""
-    products = result["products"]
-    moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
-    moved += result["kernel_bytes"] + 7 * result["held"]["weights"]  # 4 read, 3 written
-    seconds = {
-        "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
-        "memory": moved / chip.bandwidth,
-        **dict.fromkeys(chip.links, 0.0),
-    }
-    for row in result["transfers"]:
-        link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
-        seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
-    return seconds
-
-
 def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
     """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
     are replicas, up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh
-    while (count := math.prod((axes := mesh.axes).values())) <= 4096:
+    while math.prod((axes := mesh.axes).values()) <= 4096:
         try:
             result = audit_step(dataclasses.replace(config, mesh=mesh), probed, chip)
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
         links = chip.links_of(axes) | config.audit.links
-        seconds = least_seconds(result, chip, links)
-        longest = max(seconds, key=seconds.__getitem__)
-        ceiling = result["model_flops"] / count / chip.flops / seconds[longest]
-        peak = show(result["arguments"] + result["temporary"])
-        times = [show(spent, "s") for spent in seconds.values()]
-        over = [f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1]
-        shown = devices.show_axes(axes), ", ".join(over)
-        rows.append((*shown, peak, *times, longest, f"{ceiling:.0%}"))
+        over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
+        rows.append((devices.show_axes(axes), over, *bound(result, chip, links).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
-    head = ("mesh", "links", "peak", "compute", "memory", *chip.links, "longest", "MFU at most")
     return (
         f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "
-        f"the step:\n\n{table(head, rows)}{end}"
+        f"the step:\n\n{table(('mesh', 'links', *bound_head(chip)), rows)}{end}"
     )
 
 
@@ -436,6 +393,10 @@ def main(config: AuditConfig) -> None:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
     if config.audit.html:
         pathlib.Path(config.audit.html).write_text(page(result, chip))
+    if config.audit.against:
+        before = compare.earlier(config.audit.against)
+        print(compare.report(before, result, chip, config.audit.links))
+        return
     print(report(result, chip))
     if chip:
         print(f"\n{roofline(config, probed, chip)}")

@@ -10,13 +10,12 @@ requirements-tpu.txt. Otherwise it compiles for the local devices. It may take s
 """
 
 import dataclasses
-import functools
 import os
 import time
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import topologies
 
 import train
 from runtime.config import PositiveInt
@@ -25,7 +24,8 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles
-from tools.audit import NOT_USED, audit_step, peak_table, probe, show, table
+from tools.audit import NOT_USED, audit_step, peak_table, probe
+from tools.tables import show, table
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -53,23 +53,17 @@ def tpu_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.shardi
     jax.config.update("jax_platforms", "cpu")
     # The two cores of a v4 chip act as one device, as those of later chips do by default.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
-    outer, *inner = axes.values()
-    if outer % slices:
-        raise UserError(f"slices={slices} must divide mesh.{next(iter(axes))}={outer}")
     try:
         found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options).devices
-        within, over = (outer // slices, *inner), (slices, *(1 for _ in inner))
-        hybrid = functools.partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=over)
-        make = hybrid if slices > 1 else mesh_utils.create_device_mesh
-        chips = make(within, devices=found, allow_split_physical_axes=True)
+        return devices.mesh_over(axes, found)
+    except UserError:
+        raise
     except Exception as error:  # libtpu's or JAX's
         raise UserError(
             f"topology={topology} for the mesh {devices.show_axes(axes)}: "
             f"{str(error).splitlines()[0]}. Write it like v5e:2x4, with as many chips as the mesh; "
             "it needs libtpu: install requirements-tpu.txt in a venv of its own"
         ) from None
-    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    return jax.sharding.Mesh(chips, tuple(axes), axis_types=kinds)
 
 
 # --- Program --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from runtime.hlo import tracebacks
 from shardlib.audit import phase
 from shardlib.devices import Chip
 from shardlib.errors import UserError, source_line
-from tools.audit import show, table
+from tools.tables import show, table
 
 # By Chip.kind: cycles per second, and how many cores act as one device.
 CLOCKS = {

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.audit import COLLECTIVES, axes_of, equations, made_at, on_host, op_of, phase
-from shardlib.kernels import KERNEL
+from shardlib.kernels import runs_kernel
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
@@ -58,9 +58,10 @@ class Ledger(NamedTuple):
     kernel_bytes: int  # that ops with a kernel read and write, at least
 
 
-def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
+def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
     """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
-    saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`."""
+    saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where devices of
+    the kind `chip` run a kernel, it lists the matmuls of the kernel's twin."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
     for eqn, path, line, runs in equations(live):
@@ -77,11 +78,11 @@ def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
-            size = sum(map(_bytes, arrays))
-            products.append(Product(line, op, phase(path), *runs, flops, size, KERNEL in path))
+            size, in_kernel = sum(map(_bytes, arrays)), runs_kernel(path, chip)
+            products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]
-    return Ledger(transfers, products, saved, _kernel_bytes(live))
+    return Ledger(transfers, products, saved, _kernel_bytes(live, chip))
 
 
 def _bytes(array: Any) -> int:
@@ -102,19 +103,19 @@ def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
     return 2 * math.prod((*shapes[0], *(n for i, n in enumerate(shapes[1]) if i not in matched)))
 
 
-def _kernel_bytes(jaxpr: Any) -> int:
+def _kernel_bytes(jaxpr: Any, chip: str) -> int:
     """The least bytes that ops with a kernel read and write in a run of a jaxpr: the
     arrays that other equations have too."""
     touched: list[set[Any]] = [{*jaxpr.invars}, set()]
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
     for eqn in jaxpr.eqns:
-        in_kernel = KERNEL in str(eqn.source_info.name_stack)
+        in_kernel = runs_kernel(str(eqn.source_info.name_stack), chip)
         variables = (*eqn.invars, *eqn.outvars)
         touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
         apart = in_kernel or eqn.primitive.name == "cond"
         for inner in () if apart else jaxprs_in_params(eqn.params):
-            size += eqn.params.get("length", 1) * _kernel_bytes(inner)
+            size += eqn.params.get("length", 1) * _kernel_bytes(inner, chip)
     return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
 
 

@@ -29,7 +29,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.audit import COLLECTIVES, axes_of, carried, line_of, made_at, on_host, op_of, phase
 from shardlib.devices import Chip
-from shardlib.kernels import KERNEL
+from shardlib.kernels import runs_kernel
 
 # Kind -> pattern of its primitives' names. The first that matches counts.
 KINDS = {
@@ -63,7 +63,8 @@ class Memory(NamedTuple):
 def predict(jaxpr: Any, axes: dict[str, int], chip: Chip | None = None) -> Memory:
     """The memory that a function under `typed_shard_map` needs on each device of a mesh of these
     axes, given the jaxpr of its `jax.jit`. Assumes that its results overwrite donated arguments."""
-    return _peak(_body(jaxpr, axes), chip.kind if chip else "")
+    kind = chip.kind if chip else ""
+    return _peak(_body(jaxpr, axes, kind), kind)
 
 
 def shapes(jaxpr: Any, axes: dict[str, int]) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -155,14 +156,14 @@ class _Body(NamedTuple):
     results: list[_Array]
 
 
-def _body(jaxpr: Any, axes: dict[str, int]) -> _Body:
+def _body(jaxpr: Any, axes: dict[str, int], chip: str = "") -> _Body:
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     (outer,) = (eqn for eqn in live.eqns if eqn.primitive.name == "shard_map")
-    return _read(next(jaxprs_in_params(outer.params)), axes)
+    return _read(next(jaxprs_in_params(outer.params)), axes, chip)
 
 
 def _read(
-    jaxpr: Any, axes: dict[str, int], path: str = "", line: str = "",
+    jaxpr: Any, axes: dict[str, int], chip: str, path: str = "", line: str = "",
     key: tuple[int, ...] = (), slices: int = 0,
 ) -> _Body:  # fmt: skip
     """Reads a jaxpr as steps. The body of a loop gets the loop's path, line and key; its last
@@ -202,8 +203,10 @@ def _read(
                 if kind == "loop":
                     overwrites = operands[carried(eqn)]
                     inside = (here, at, results[0].key, len(operands) - carried(eqn).stop)
-                    bodies = [_read(inner, axes, *inside) for inner in jaxprs_in_params(eqn.params)]
-                of = (name, kind, phase(here), at, KERNEL in here)
+                    bodies = [
+                        _read(inner, axes, chip, *inside) for inner in jaxprs_in_params(eqn.params)
+                    ]
+                of = (name, kind, phase(here), at, runs_kernel(here, chip))
                 row = (*of, operands, results, overwrites, bodies, fixed)
                 steps.append(_Step(*row))
                 for array in dict.fromkeys(operands):

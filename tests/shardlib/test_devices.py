@@ -12,6 +12,7 @@ import pytest
 
 from shardlib import devices
 from shardlib.devices import find_chip, make_mesh, probe_mesh
+from shardlib.errors import UserError
 from tests import golden
 from tests.helpers import ROOT
 
@@ -19,6 +20,24 @@ from tests.helpers import ROOT
 def test_a_mesh_over_fewer_devices_than_there_are():
     mesh = make_mesh({"r": 1, "d": 2, "t": 2})
     assert dict(mesh.shape) == {"r": 1, "d": 2, "t": 2}
+
+
+class FakeDevice:
+    """A device of a slice, for the order in a mesh alone."""
+
+    platform = device_kind = "cpu"
+
+    def __init__(self, number, slice_index):
+        self.id, self.process_index, self.slice_index = number, slice_index, slice_index
+
+
+def test_slices_split_the_outermost_axis():
+    chips = [FakeDevice(i, i % 2) for i in range(8)]
+    mesh = devices.mesh_over({"r": 4, "s": 2, "t": 1}, chips)
+    assert [chip.slice_index for chip in mesh.devices.ravel()] == [0] * 4 + [1] * 4
+    with pytest.raises(UserError) as error:
+        devices.mesh_over({"r": 1, "s": 8}, chips)
+    golden.check("functions.txt", "slices without replicas", str(error.value))
 
 
 def test_too_few_devices_names_the_flag():

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from shardlib import flash_attention, kernels, ops
+from shardlib.audit import equations
 from shardlib.types import ShardTypeError, bf16, f32, i32, make_shapes, typed_shard_map
 from tests import golden
 from tests.helpers import assert_close, mesh
@@ -91,14 +92,39 @@ def run(kind, arrays, on):
 
 
 # One block; two; one, as it doesn't split into blocks of 64 or more.
-@pytest.mark.parametrize("length, block", [(24, 512), (128, 64), (100, 64)])
+# Four, as the row is long.
+@pytest.mark.parametrize(
+    "length, block, long", [(24, 512, 512), (128, 64, 128), (100, 64, 100), (128, 64, 64)]
+)
 @pytest.mark.parametrize("axes", [(1, 1), (4, 2), (2, 1, 1, 2)])
-def test_attention_and_its_gradients(length, block, axes, monkeypatch):
+def test_attention_and_its_gradients(length, block, long, axes, monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", block)
+    monkeypatch.setattr(kernels, "LONG", long)
     arrays = random_arrays(length)
     out, grads = run(f32, arrays, mesh(*axes))
     assert_close(out, by_hand(*arrays[:4]), 1e-5)
     assert_close(grads, gradients_by_hand(*arrays), 1e-5)
+
+
+def test_the_scores_in_memory_do_not_grow_with_the_row():
+    """Traces the forward and the backward pass at two lengths."""
+
+    def largest(length):
+        shapes = [(1, 1024, 2, 2, 64), *2 * [(1, length, 2, 64)]]
+        shapes += [(1, 1024), (1, 1024), (1, length)]
+        args = [jax.ShapeDtypeStruct(s, "f4" if len(s) > 2 else "i4") for s in shapes]
+
+        def gradients(q, k, v, *positions):
+            def total(q, k, v):
+                return kernels.plain_attention(q, k, v, *positions).sum()
+
+            return jax.grad(total, (0, 1, 2))(q, k, v)
+
+        traced = jax.make_jaxpr(gradients)(*args)
+        arrays = (v.aval for e in equations(traced.jaxpr) for v in e.eqn.outvars)
+        return max(x.size for x in arrays if length in x.shape and x.shape[-1] == length)
+
+    assert largest(8192) == largest(131072) == 2 * 2 * 512 * 8192
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import train
 from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
-from tools import audit
+from tools import audit, roofline, tables
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
 
@@ -167,11 +167,21 @@ def test_attentions_scores_are_no_memory_traffic(chip):
                             "flat_tokens.filespec=x")  # fmt: skip
     result, chip_ = audit.audit_step(config, audit.probe(config), None), devices.CHIPS[chip]
     links = dict.fromkeys("rsct", next(iter(chip_.links)))
-    moved = audit.least_seconds(result, chip_, links)["memory"] * chip_.bandwidth
+    moved = roofline.bound(result, chip_, links).seconds["memory"] * chip_.bandwidth
     expected = memory_traffic(ATTENTION)
     # The kernel reads three arrays of positions too, 1 to 4 times.
     positions = 3 * TOKENS * 4 * LAYERS
     assert moved - expected == pytest.approx(2.5 * positions, abs=1.5 * positions)
+
+
+@pytest.mark.parametrize("chip, fits", [("h100", False), ("v5p", True)])
+def test_gpus_have_no_kernel_where_rows_are_split(chip, fits):
+    config = compose_config("c4_h100x8_1b", "mesh={d: 4, t: 1, c: 2}", "paths.model_name=x",
+                            "flat_tokens.filespec=x")  # fmt: skip
+    result = audit.audit_step(config, audit.probe(config), devices.CHIPS[chip])
+    attention = [row for row in result["products"] if row["op"].startswith("attention")]
+    assert attention and all(row["in_kernel"] == fits for row in attention)
+    assert (result["kernel_bytes"] > 0) == fits
 
 
 def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
@@ -212,8 +222,8 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[:2] for row in rows] == [[f"s={2**i}, t=2", "s ib, t nvlink"] for i in range(2, 9)]
     # The amounts of the test above: 206.2 TFLOP, 2.316 GB over d, 11.28 GB over t.
-    memory = audit.show(memory_traffic(ATTENTION) / 2.039e12, "s")
-    assert rows[0][3:] == [audit.show(206.1585e12 / 312e12, "s"), memory, "37.6 ms", "92.6 ms",
+    memory = tables.show(memory_traffic(ATTENTION) / 2.039e12, "s")
+    assert rows[0][3:] == [tables.show(206.1585e12 / 312e12, "s"), memory, "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
     assert out.endswith('B=256 does not split evenly over s=512, as u32["B/d L/c"] needs; B is '
                         "training.tokens.batch.\n")  # fmt: skip
@@ -234,9 +244,9 @@ def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
 
 
 def test_amounts():
-    texts = [audit.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
+    texts = [tables.show(x, "B") for x in (0, 7, 999, 999.6, 1234, 1.07e9, 3e15)]
     assert texts == ["0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1.07 GB", "3 PB"]
-    assert [audit.show(x, "s") for x in (0.659, 5.87e-4, 8.93e-7, 3e-9)] == [
+    assert [tables.show(x, "s") for x in (0.659, 5.87e-4, 8.93e-7, 3e-9)] == [
         *("659 ms", "587 us", "0.893 us", "0.003 us"),
     ]
 

@@ -1,0 +1,55 @@
+import json
+import re
+
+import pytest
+
+from tests import golden
+from tests.helpers import train_here
+from tools import audit, tables
+
+CONFIG = ["--config-name=c4_h100x8_1b", "audit.chip=h100"]
+
+
+def audited(capsys, monkeypatch, *options):
+    return train_here(capsys, monkeypatch, *CONFIG, *options, program=audit.main)
+
+
+def test_the_changes_are_the_differences_of_two_audits(tmp_path, capsys, monkeypatch):
+    files = [tmp_path / name for name in ("one.json", "two.json")]
+    audited(capsys, monkeypatch, f"audit.json={files[0]}")
+    second = [f"audit.against={files[0]}", f"audit.json={files[1]}", "mesh={d: 4, t: 2}"]
+    out, message = audited(capsys, monkeypatch, *second)
+    assert not message
+    one, two = (json.loads(file.read_text()) for file in files)
+
+    def received(result, axes):
+        return sum(row["total"] for row in result["transfers"] if row["axes"] == axes)
+
+    shown = {tuple(re.split("  +", line.strip())) for line in out.splitlines()}
+    for axes in ["s"], ["t"]:
+        before, after = (received(result, axes) for result in (one, two))
+        sign = "+" if after > before else ""
+        change = sign + tables.show(after - before)
+        assert (axes[0], tables.show(before), tables.show(after), change) in shown
+    peaks = [result["arguments"] + result["temporary"] for result in (one, two)]
+    change = f"+{tables.show(peaks[1] - peaks[0])}"
+    assert ("at the peak", *map(tables.show, peaks), change) in shown
+    assert not any(line[0] in ("weights", "gradients") for line in shown), "both are split over all"
+
+
+def test_an_audit_does_not_differ_from_itself(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "audit.json"
+    audited(capsys, monkeypatch, f"audit.json={file}")
+    out, _ = audited(capsys, monkeypatch, f"audit.against={file}")
+    assert re.fullmatch(r"MFU at most: (\d+%) before, \1 after, bound by compute\n", out)
+
+
+@pytest.mark.parametrize("against", ["nowhere", "text", "older"])
+def test_what_cannot_be_compared(against, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("weights: 1")
+    (tmp_path / "older").write_text('{"mesh": {}, "held": {}}')
+    out, message = audited(capsys, monkeypatch, f"audit.against={against}")
+    assert not out
+    message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words
+    golden.check("wrong_inputs.txt", f"audit: against={against}", message)

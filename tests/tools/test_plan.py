@@ -1,0 +1,79 @@
+import itertools
+import re
+
+import pytest
+
+from shardlib import devices
+from tests import golden
+from tests.helpers import ROOT, compose_config, edited, train_here
+from tools import audit, plan, roofline, tables
+
+CONFIG = "local_test_synthetic", "paths.model_name=x", "model.layers=1", "training.loss_chunks=1"
+
+
+@pytest.mark.parametrize(
+    ("count", "memory"), [(2, 40e6), pytest.param(4, 24e6, marks=pytest.mark.slow)]
+)
+def test_it_finds_what_trying_everything_finds(count, memory):
+    """Tries all meshes that the tool's rules allow, with several numbers of parts each, and takes
+    for each mesh the fastest that fits."""
+    config = compose_config(*CONFIG, schema=plan.PlanConfig)
+    chip = devices.Chip("small", 1e9, memory, 1e9, {"near": 1e6, "far": 1e5}, near=count // 2)
+    expected, probed, tried = {}, {}, 0
+    for d, t, r, c in itertools.product([1, 2, 4], repeat=4):
+        if d * t * c != count or t > chip.near or r not in (1, 2) or d % r:
+            continue
+        for parts in itertools.product([1, 2, 4], [1, 2]):
+            values = {"mesh.d": d, "mesh.t": t, "mesh.r": r, "mesh.c": c}
+            changed = config.changed(values | dict(zip(plan.PARTS, parts, strict=True)))
+            several = tuple(n > 1 for n in parts)
+            if several not in probed:
+                probed[several] = audit.probe(changed)
+            result = audit.audit_step(changed, probed[several], chip)
+            bound = roofline.bound(result, chip, chip.links_of(changed.mesh.axes))
+            tried += 1
+            if bound.peak <= 0.9 * memory:
+                least = max(bound.seconds.values())
+                expected[d, t, r, c] = min(least, expected.get((d, t, r, c), least))
+    plans = list(plan.plans(config, chip, count))
+    meshes = [each.config.mesh for each in plans]
+    times = [max(each.bound.seconds.values()) for each in plans]
+    found = {(m.d, m.t, m.r, m.c): time for m, time in zip(meshes, times, strict=True)}
+    assert tried > 6 and found == pytest.approx(expected)
+    assert all(a <= b * 1.01 for a, b in itertools.pairwise(times))
+    assert any(each.config.training.microbatches > 1 for each in plans), "memory is too large"
+
+
+def test_the_worth_of_a_save_is_what_deleting_it_changes(monkeypatch):
+    """Compares with audits of an edited source."""
+    config = compose_config(*CONFIG, "mesh={d: 2, t: 2}", schema=plan.PlanConfig)
+    chip = devices.CHIPS["h100"]
+    edit = "v = save_for_backward(v)", "v = (v)"
+    before = audit.audit_step(config, audit.probe(config), chip)
+    monkeypatch.setattr(audit, "train", edited("train.py", edit))
+    after = audit.audit_step(config, audit.probe(config), chip)
+    monkeypatch.undo()
+
+    def total(result, name):
+        return sum(row["total"] for row in result[name])
+
+    table = [re.split("  +", line.strip()) for line in plan.worth(config, chip).splitlines()]
+    source = (ROOT / "train.py").read_text()
+    number = source.split(edit[0])[0].count("\n") + 1
+    expected = [
+        tables.show(total(before, "saved") - total(after, "saved")),
+        tables.show(before["temporary"] - after["temporary"]),
+        tables.show(total(after, "products") - total(before, "products"), "FLOP"),
+        tables.show(total(after, "transfers") - total(before, "transfers")),
+    ]
+    assert expected[0] != "0 B" and expected[2] != "0 FLOP"
+    assert [f"train.py:{number} block", *expected] in table
+    assert len(table) == 1 + source.count("= save_for_backward(")
+
+
+@pytest.mark.parametrize("chips", ["", "h100", "b300:8", "v5p:4x", "h100:0", "h100:7"])
+def test_chips_that_it_cannot_plan_for(chips, capsys, monkeypatch):
+    arguments = ["--config-name=c4_h100x8_1b", f"chips={chips}"]
+    out, message = train_here(capsys, monkeypatch, *arguments, program=plan.main)
+    assert not out
+    golden.check("wrong_inputs.txt", f"plan: chips={chips}", message)

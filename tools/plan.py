@@ -1,0 +1,219 @@
+"""Finds the layouts in which a config's training step is fastest on some chips, by the audit's
+figures.
+
+    python -m tools.plan --config-name=c4_h100x8_2b chips=h100:64
+    python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
+
+Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
+choose them. The batch, and whatever else the overrides don't name, stays the config's. For the
+first one it also says what each save_for_backward of train.py is worth.
+
+A layout's time is that of the resource which needs longest: see `tools.audit`. If a step doesn't
+fit, microbatches or loss chunks are added, one divisor at a time, until it does.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import math
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+
+import train
+from runtime.program import program
+from shardlib import devices
+from shardlib.activations import save_for_backward
+from shardlib.errors import UserError
+from tools import memory
+from tools.audit import NOT_USED, Probed, audit_step, probe
+from tools.ledger import ledger
+from tools.roofline import Bound, bound, bound_head
+from tools.tables import show, table
+
+SHOWN = 10
+PARTS = "training.microbatches", "training.loss_chunks"
+ROOM = 0.9  # of a chip's memory: predictions are usually within 10%
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class PlanConfig(train.Config):
+    chips: str = ""  # a key of devices.CHIPS and how many: h100:64, v5p:4x4x8
+
+
+class Plan(NamedTuple):
+    """A layout, and what a step needs in it."""
+
+    config: PlanConfig
+    result: dict[str, Any]  # of `audit_step`
+    bound: Bound
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Faster ones come first; of two with the same longest time, that with less besides."""
+        seconds = self.bound.seconds.values()
+        return float(f"{max(seconds):.3g}"), sum(seconds)
+
+
+class Costs(NamedTuple):
+    """The costs of a step on each device."""
+
+    saved: int  # bytes, for the backward pass
+    temporary: int  # bytes at the peak
+    flops: float
+    received: float  # bytes
+
+
+def chips_of(written: str) -> tuple[devices.Chip, int]:
+    """The kind and the number of chips. Raises UserError if they aren't written like h100:64."""
+    name, _, count = written.partition(":")
+    if name not in devices.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
+        raise UserError(
+            f"chips={written!r}: write a kind and a number, such as h100:64 or v5p:4x4x8; the "
+            f"kinds are {', '.join(devices.CHIPS)}"
+        )
+    return devices.CHIPS[name], math.prod(map(int, count.split("x")))
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
+    """Yields the meshes of `count` chips with t within fast links, and with either no replicas or
+    as many as there are groups of chips with fast links."""
+    replicas = {1, max(1, math.ceil(count / chip.near))}
+    for t in divisors(count):
+        for c in divisors(count // t) if t <= chip.near else []:
+            d = count // t // c
+            yield from ({"d": d, "t": t, "r": r, "c": c} for r in replicas if d % r == 0)
+
+
+def parts_of(config: train.Config) -> dict[str, int]:
+    """The number of parts by key."""
+    return {key: operator.attrgetter(key)(config) for key in PARTS}
+
+
+def smaller(plan: Plan) -> PlanConfig | None:
+    """The config with more parts of what is largest at the peak: of the loss if these are logits,
+    else of the rows. None if there are none to add."""
+    config = plan.config
+    tokens, mesh = config.training.tokens, config.mesh
+    wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
+    logits = {"L", "V"} <= {*re.findall(r"\w+", plan.result["peak"][0]["type"])}
+    for key in reversed(PARTS) if logits else PARTS:
+        if more := [n for n in divisors(wholes[key]) if n > parts_of(config)[key]]:
+            return config.changed({key: more[0]})
+    return None
+
+
+def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
+    """Yields for each mesh the fastest plan that fits, fastest first. More parts never take less
+    time, so a plan is yielded as soon as none that is still to be tried can be faster. Raises
+    UserError if there is no plan."""
+    waiting: list[tuple[tuple[float, float], int, PlanConfig | Plan]] = []
+    serial, reason, found = itertools.count(), "", False
+    probed: dict[Any, Probed] = {}  # a step in parts has other arrays
+
+    def push(order: tuple[float, float], item: PlanConfig | Plan) -> None:
+        heapq.heappush(waiting, (order, next(serial), item))
+
+    for mesh in meshes(chip, count):
+        values = {f"mesh.{axis}": size for axis, size in mesh.items()}
+        try:
+            push((0, 0), config.changed(values | {"training.microbatches": 1}))
+        except UserError as error:  # the config doesn't split this way
+            reason = str(error)
+    while waiting:
+        order, _, item = heapq.heappop(waiting)
+        if isinstance(item, Plan):
+            yield item
+            found = True
+            continue
+        in_parts = tuple(count > 1 for count in parts_of(item).values())
+        try:
+            if in_parts not in probed:
+                probed[in_parts] = probe(item)
+            result = audit_step(item, probed[in_parts], chip)
+        except UserError as error:  # a dimension doesn't split this way
+            reason = str(error)
+            continue
+        plan = Plan(item, result, bound(result, chip, chip.links_of(item.mesh.axes)))
+        at_least = result["arguments"] + result["held"]["gradients"]
+        if plan.bound.peak <= ROOM * chip.memory:
+            push(plan.order, plan)
+        elif at_least <= ROOM * chip.memory and (less := smaller(plan)):
+            push(max(order, plan.order), less)
+        else:
+            axes = devices.show_axes(item.mesh.axes)
+            reason = f"for one, {axes} needs {show(plan.bound.peak)}"
+    if not found:
+        raise UserError(f"no mesh of {config.chips} holds a step of this config: {reason}")
+
+
+def overrides(config: PlanConfig, plan: PlanConfig) -> str:
+    """The arguments to add to the command line: d, t, and what else isn't as in the config."""
+    values = {}
+    for key in ("mesh.d", "mesh.t", "mesh.r", "mesh.c", *PARTS):
+        value = operator.attrgetter(key)(plan)
+        if key in ("mesh.d", "mesh.t") or value != operator.attrgetter(key)(config):
+            values[key] = value
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+# --- What a save_for_backward is worth ------------------------------------------------------------
+
+
+def measured(config: PlanConfig, chip: devices.Chip, ignored: str = "") -> tuple[set[str], Costs]:
+    """The lines of train.py that call save_for_backward, like `train.py:379 block`, and the costs
+    of a step in which it does nothing in the line `ignored`."""
+    axes, lines = config.mesh.axes, set[str]()
+
+    def save(x: jax.Array, offload: bool = False) -> jax.Array:
+        frame = sys._getframe(1)
+        lines.add(at := f"train.py:{frame.f_lineno} {frame.f_code.co_name}")
+        return x if at == ignored else save_for_backward(x, offload)
+
+    with mock.patch.object(train, "save_for_backward", save):
+        jax.clear_caches()  # of traces
+        jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+        jax.clear_caches()
+    costs = ledger(jaxpr, axes)
+    return lines, Costs(
+        sum(array.bytes for array in costs.saved),
+        memory.predict(jaxpr, axes, chip).temporary,
+        sum(row.times * row.flops for row in costs.products),
+        sum(row.times * row.bytes for row in costs.transfers),
+    )
+
+
+def worth(config: PlanConfig, chip: devices.Chip) -> str:
+    """A table of what changes if one of train.py's save_for_backward is deleted."""
+    lines, costs = measured(config, chip)
+    rows = []
+    for line in sorted(lines):
+        _, without = measured(config, chip, line)
+        saved, held, flops, received = map(operator.sub, without, costs)
+        rows.append((line, show(-saved), show(-held), show(flops, "FLOP"), show(received)))
+    return table(("at", "frees", "at the peak", "computes more", "receives more"), rows)
+
+
+@program(PlanConfig, "configs", NOT_USED | {"mesh": {"d": 1, "t": 1}})
+def main(config: PlanConfig) -> None:
+    chip, count = chips_of(config.chips)
+    found = list(itertools.islice(plans(config, chip, count), SHOWN))
+    tokens = config.training.tokens
+    print(f"{count} x {chip.kind}, {tokens.batch} rows of {tokens.len} tokens a step. At least:\n")
+    rows = [(*plan.bound.cells(), overrides(config, plan.config)) for plan in found]
+    print(table((*bound_head(chip), "overrides"), rows))
+    print("\nIn the first of these, a step without the save_for_backward\n")
+    print(worth(found[0].config, chip))
+
+
+if __name__ == "__main__":
+    main()

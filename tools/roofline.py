@@ -1,0 +1,50 @@
+"""The least time that a chip needs for a training step, by the audit of the step."""
+
+import math
+from typing import Any, NamedTuple
+
+from shardlib import devices
+from tools.tables import show
+
+
+class Bound(NamedTuple):
+    """The least that a step needs on a chip."""
+
+    peak: int  # bytes
+    seconds: dict[str, float]  # by resource
+    mfu: float  # at most
+
+    @property
+    def longest(self) -> str:
+        """The resource that bounds the step."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+    def cells(self) -> tuple[str, ...]:
+        times = (show(spent, "s") for spent in self.seconds.values())
+        return (show(self.peak), *times, self.longest, f"{self.mfu:.0%}")
+
+
+def bound_head(chip: devices.Chip) -> tuple[str, ...]:
+    """The headings of `Bound.cells`."""
+    return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
+
+
+def bound(result: dict[str, Any], chip: devices.Chip, links: dict[str, str]) -> Bound:
+    """The least time that a step needs of each resource, if what runs "at most" so often runs as
+    rarely as it may. `links` has the link of each axis. Memory traffic counts what matmuls, ops
+    with a kernel, and the optimizer read and write. A collective over several axes takes their
+    slowest link."""
+    products = result["products"]
+    moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
+    moved += result["kernel_bytes"] + 7 * result["held"]["weights"]  # 4 read, 3 written
+    seconds = {
+        "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
+        "memory": moved / chip.bandwidth,
+        **dict.fromkeys(chip.links, 0.0),
+    }
+    for row in result["transfers"]:
+        link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
+        seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
+    needed = result["model_flops"] / math.prod(result["mesh"].values()) / chip.flops
+    peak = result["arguments"] + result["temporary"]
+    return Bound(peak, seconds, needed / max(seconds.values()))

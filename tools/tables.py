@@ -1,0 +1,25 @@
+"""Formats amounts and tables."""
+
+import math
+import re
+from collections.abc import Iterable
+
+
+def show(amount: float, unit: str = "B") -> str:
+    """An amount to three digits: `1.07 GB`, `2.5 ms`."""
+    amount = float(f"{amount:.3g}")
+    thousands = math.floor(math.log10(abs(amount)) / 3) if amount else 0
+    thousands = min(max(thousands, -2), 6)
+    prefix = ("u", "m", "", "k", "M", "G", "T", "P", "E")[thousands + 2]
+    return f"{amount / 1000**thousands:.3g} {prefix}{unit}"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Aligned columns, those of numbers to the right. A cell may be empty."""
+    columns = []
+    for title, *texts in zip(head, *rows, strict=True):
+        width = max(map(len, (title, *texts)))
+        numbers = all(re.match(r"(at (mo|lea)st |[+-])?\d", text) for text in texts if text)
+        justify = str.rjust if numbers else str.ljust
+        columns.append([justify(text, width) for text in (title, *texts)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
