@@ -30,6 +30,7 @@ backward pass, and its collectives follow from those written here:
     ops.all_gather      all-gather           reduce-scatter
     ops.psum_scatter    reduce-scatter       all-gather
     ops.psum            all-reduce           nothing
+    ops.rotate          permute              permute, the other way
     ops.reduce_max      all-reduce           no gradient
     ops.sum_of_squares  all-reduce           not for use there
     all other ops       nothing              nothing, as every weight is split over all axes

@@ -107,14 +107,14 @@ def line_of(eqn: JaxprEqn) -> str:
 
 def made_at(eqn: JaxprEqn, index: int) -> str:
     """The line that makes one of an equation's results. For a loop's result, it is the line in its
-    body, looking through copies to the host."""
+    body, or in the body of a loop in there, looking through copies to the host."""
     if eqn.primitive.name == "scan":
         (inner,) = jaxprs_in_params(eqn.params)
         makers: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
-        maker = makers.get(inner.outvars[index])
-        while maker and maker.primitive.name == "device_put":
-            maker = makers.get(maker.invars[0])
-        if maker and (line := line_of(maker)):
+        var: Any = inner.outvars[index]
+        while (maker := makers.get(var)) and maker.primitive.name == "device_put":
+            var = maker.invars[0]
+        if maker and (line := made_at(maker, maker.outvars.index(var))):
             return line
     return line_of(eqn)
 

@@ -179,6 +179,26 @@ def split(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
+def rotate(call: Call, x: jax.Array) -> jax.Array:
+    """Sends each device's part of the first dimension to the next device along its axis, and the
+    last one's to the first.
+
+        ops.rotate("P/d L M/t -> P/d L M/t", x)     jnp.roll(x, 1, axis=0), if P is the size of d
+
+    Forward: a permute. Backward: a permute the other way.
+    Raises ShardTypeError unless the first dimension is split over one axis, and both sides are the
+    same, and for an unreduced operand.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(given == wanted, "both sides must be the same, as it keeps the layout")
+    call.require(not given.unreduced, "reduce it first")
+    axes = given.dims[0].axes if given.dims else ()
+    call.require(len(axes) == 1, "the first dimension must be split over one axis")
+    count = mesh_shape()[axes[0]]
+    return lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
+
+
+@define_op
 def indices(call: Call, x: jax.Array) -> jax.Array:
     """The index of each entry along one dimension, in the whole array.
 
@@ -505,6 +525,10 @@ def _squares(
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
         if kind.spec.unreduced:
             raise ShardTypeError(f"{path} is {kind}: reduce it first")
-        first = 1 if kind.spec.dims[:1] == (Dim(each),) else 0
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(first, x.ndim)))
+        kept = 1 if _names(kind.spec)[:1] == [each] else 0
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
+        if kept and (axes := kind.spec.dims[0].axes):  # puts the others' sums in, as zeros
+            size, first = len(square), lax.axis_index(axes) * len(square)
+            zeros = jnp.zeros(size * math.prod(mesh_shape()[axis] for axis in axes))
+            square = lax.dynamic_update_slice_in_dim(varying(zeros, axes), square, first, axis=0)
         yield tuple(a for a in mesh_shape() if a in kind.spec.axes), square

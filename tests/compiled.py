@@ -133,6 +133,7 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
         for part in parts:
             elements = math.prod(int(n) for n in part.split(",") if n)
             elements *= size if kind == "reduce-scatter" else 1
+            kind = kind.removeprefix("collective-")
             row = kind, axes, elements, phase, at, trips.get(here, 1), len(parts) > 1
             actual.append(Collective(*row, chain[1] if chain else "", padded))
     return actual
@@ -222,7 +223,7 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
             size = (elements - row[2]) * (n - 1) // n
             edges = [
                 k for k in +actual
-                if (k[0], k[2:]) == ("collective-permute", (size, loop)) and {*k[1]} <= {*axes}
+                if (k[0], k[2:]) == ("permute", (size, loop)) and {*k[1]} <= {*axes}
             ]  # fmt: skip
             if edges:
                 left -= collections.Counter([row])

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from shardlib.devices import make_mesh
-from tests import mutations, oracle, pages
+from shardlib.devices import abstract_mesh, make_mesh
+from tests import compiled, mutations, oracle, pages
 from tests.helpers import (
     IN_F32,
     ROOT,
@@ -91,6 +91,7 @@ def walk(section, tree, capsys, monkeypatch):
     """Applies the edits of a section and runs its commands, in order, and compares their outputs
     with the page. Returns the section, with outputs of now under UPDATE_GOLDEN=1."""
     text, printed = SECTION[section], []
+    monkeypatch.chdir(tree)
     for name, block in BLOCK.findall(text):
         if name:
             apply(name, tree)
@@ -128,13 +129,18 @@ def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
     for section in SECTION:
         apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
-    arguments += ["mesh={d: 4, t: 2, r: 2}", "paths.model_name=run"]
+    arguments += [
+        "mesh={d: 4, t: 2, r: 2, p: 2}",
+        "training.pipeline_parts=2",
+        "paths.model_name=run",
+    ]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
         _, message = train_here(capsys, monkeypatch, *arguments, program=program)
+    assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
-    assert not message and len(losses) == 8 and losses[-1] < losses[0] - 0.3
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
 
 
 def loss_and_grads(tree, *overrides):
@@ -267,7 +273,9 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
             'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
         ),
     )
-    assert_equals(model, *loss_and_grads(tree))
+    # With narrow_backward, the scales are those of a microbatch.
+    microbatches = 1 if "narrow_backward" in variants else 2
+    assert_equals(model, *loss_and_grads(tree, f"training.microbatches={microbatches}"))
 
 
 @pytest.mark.slow
@@ -277,3 +285,73 @@ def test_the_check_accepts_narrow_matmuls_on_two_meshes(tree, variants):
     check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic"]
     checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
     assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+PIPELINES = [
+    ("{d: 4, t: 2, p: 2}", 2, 1),
+    pytest.param("{d: 2, t: 2, p: 2, c: 2}", 8, 1, marks=SLOW),
+    pytest.param("{d: 4, t: 2, p: 2, r: 2}", 2, 2, marks=SLOW),
+    pytest.param("{d: 4, t: 2, p: 4}", 4, 1, marks=SLOW),
+    pytest.param("{d: 4, t: 2}", 2, 1, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("mesh, parts, microbatches", PIPELINES)
+def test_a_pipeline_is_the_oracles(tree, mesh, parts, microbatches):
+    """Rows have several documents."""
+    apply("pipeline", tree)
+    options = f"training.pipeline_parts={parts}", f"training.microbatches={microbatches}"
+    assert_equals(oracle, *loss_and_grads(tree, "model.layers=4", f"mesh={mesh}", *options))
+
+
+@pytest.mark.slow
+def test_the_collectives_of_a_pipeline_are_those_of_its_ledger(tree, own_metadata):
+    apply("pipeline", tree)
+    mesh = "mesh={d: 4, t: 2, p: 2}", "training.pipeline_parts=4"
+    with imported_from(tree):
+        module = importlib.import_module("train")
+        overrides = *SMALL, "model.layers=4", "paths.model_name=x", *mesh
+        config = compose_config(
+            "local_test_synthetic", *overrides, folder=tree / "configs", schema=module.Config
+        )
+        axes = config.mesh.axes
+        with jax.set_mesh(make_mesh(axes)):
+            program = module.lower_step(config).compile()
+        jaxpr = module.trace_step(config, abstract_mesh(axes))
+        transfers = importlib.import_module("tools.ledger").ledger(jaxpr, axes).transfers
+        actual = compiled.collectives(program.as_text(), axes)
+    assert [row.times for row in transfers if row.kind == "permute"] == [5, 5]
+    assert compiled.unexplained(transfers, actual, axes) == ([], [])
+
+
+ROTATED = 'ops.rotate("P/p B/s/r L/c M/t -> P/p B/s/r L/c M/t", x)'
+WRONG_PIPELINES = {
+    "nothing rotates": (f"{ROTATED}, x", "x, x"),
+    "the result rotates too": (f"{ROTATED}, x", f"{ROTATED}, {ROTATED}"),
+    "documents don't move with their rows": ("number - here, 0", "number, 0"),
+}
+
+
+def check_pipeline(tree):
+    """Checks the edited step with two stages."""
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", "mesh.p=2"]
+    check += ["training.pipeline_parts=2"]
+    return subprocess.run(check, cwd=tree, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_check_accepts_the_pipeline(tree):
+    apply("pipeline", tree)
+    checked = check_pipeline(tree)
+    assert checked.stdout.splitlines()[-1:] == ["types hold, and two meshes give the same numbers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG_PIPELINES)
+def test_the_check_refuses_a_wrong_pipeline(tree, wrong):
+    apply("pipeline", tree)
+    source, (old, new) = (tree / "train.py").read_text(), WRONG_PIPELINES[wrong]
+    assert source.count(old) == 1
+    (tree / "train.py").write_text(source.replace(old, new))
+    checked = check_pipeline(tree)
+    assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr

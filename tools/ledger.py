@@ -23,8 +23,8 @@ class Transfer(NamedTuple):
     phase: str
     times: float  # at most; see `Runs`
     at_least: int
-    elements: int  # of the array gathered over the axes
-    bytes: float  # with a ring: each of n devices gets what the other n - 1 hold
+    elements: int  # of the array gathered over the axes; for a permute, of a device's part
+    bytes: float  # with a ring: each of n devices gets what the other n - 1 hold; or a part
 
 
 class Product(NamedTuple):
@@ -72,8 +72,9 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)
-            size = elements * arrays[0].dtype.itemsize * (2 if kind == "all-reduce" else 1)
-            row = (line, op, kind, over, phase(path), *runs, elements, size * (n - 1) / n)
+            share = {"all-reduce": 2 * (n - 1) / n, "permute": 1}.get(kind, (n - 1) / n)
+            size = elements * arrays[0].dtype.itemsize * share
+            row = (line, op, kind, over, phase(path), *runs, elements, size)
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])

@@ -106,6 +106,26 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
         assert ((24 // d, 40), 2, 2 * sums) in saved and len(saved) == 2
 
 
+def test_a_rotation_receives_a_part_once_and_so_does_its_gradient(own_metadata):
+    def loss(x: f32["P/d M/t"]) -> f32[""]:
+        y = jnp.sin(ops.rotate("P/d M/t -> P/d M/t", jnp.sin(x)))
+        return ops.psum("{U:d,t} -> ", ops.reduce_sum("P/d M/t -> {U:d,t}", y))
+
+    def gradient(x: f32["P/d M/t"]) -> f32["P/d M/t"]:
+        return jax.grad(loss)(x)
+
+    axes, sizes = {"d": 4, "t": 2}, {"P": 4, "M": 40}
+    transfers = ledger_of(gradient, axes, sizes, f32["P/d M/t"]).transfers
+    rows = [(r.kind, r.axes, r.phase, r.elements, r.bytes) for r in transfers]
+    assert rows == [("permute", ("d",), phase, 20, 80) for phase in ("forward", "backward")]
+    assert ledger_of(gradient, {"d": 1, "t": 2}, sizes, f32["P/d M/t"]).transfers == []
+    with jax.set_mesh(devices.make_mesh(axes)):
+        x = make_shapes(f32["P/d M/t"], sizes).update(sharding=make_shardings(f32["P/d M/t"]))
+        program = jax.jit(typed_shard_map(gradient)).lower(x).compile()
+    actual = compiled.collectives(program.as_text(), axes, "test_audit.py")
+    assert compiled.unexplained(transfers, actual, axes) == ([], [])
+
+
 # The numbers beside gathers_in_loops: at most and, if it may be fewer, at least.
 RUNS = [(3, 1), (3, 3), (15, 1), (15, 3), (15, 15), (3, 1), (3, 3), (3, 0), (math.inf, 1)]
 RUNS += [(15, 5), (math.inf, 7)]

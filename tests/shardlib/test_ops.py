@@ -211,6 +211,26 @@ def test_values_and_gradients(typed, plain, axes):
     assert_close(actual, value_and_grads(plain), 1e-5)
 
 
+ROTATED = [(axes, part) for axes in [*MESHES, {"d": 1, "t": 8}] for part in (1, 2)]
+
+
+@pytest.mark.parametrize("axes, part", ROTATED, ids=str)
+def test_rotate_rolls_the_first_dimension_by_a_devices_part(axes, part):
+    @typed_shard_map
+    def rotated(x: f32["P/d L M/t"]) -> f32["P/d L M/t"]:
+        return ops.rotate("P/d L M/t -> P/d L M/t", x)
+
+    def value_and_grad(fn):
+        weights = np.cos(np.arange(x.size)).reshape(x.shape)
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(weights * jnp.sin(fn(x)))))(x)
+
+    x = np.random.default_rng(0).normal(size=(part * axes["d"], 3, 16)).astype("f")
+    with jax.set_mesh(make_mesh(axes)):
+        np.testing.assert_array_equal(rotated(x), np.roll(x, part, 0))
+        actual = jax.device_get(value_and_grad(rotated))
+    assert_close(actual, jax.device_get(value_and_grad(lambda x: jnp.roll(x, part, 0))), 1e-5)
+
+
 @pytest.mark.parametrize("integer", [i32, u32])
 def test_indices_out_of_range_give_zeros(integer):
     @typed_shard_map
@@ -299,6 +319,26 @@ def test_sum_of_squares_counts_each_number_once(axes):
         actual = jax.jit(square)(jax.device_get(tree))
     wanted = sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree))
     np.testing.assert_allclose(actual, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_sums_of_squares_are_by_layer_also_if_the_layers_are_split(axes):
+    @pytree_dataclass
+    class Tree:
+        whole: f32["layers M/d"]
+        split: f32["layers/t M/d"]
+        other: f32["M/t/d"]
+
+    @typed_shard_map
+    def squares(tree: Tree) -> tuple[f32["8"], f32["8"], f32[""]]:
+        return tuple(ops.sums_of_squares(Tree, tree, "layers"))
+
+    rng = np.random.default_rng(0)
+    tree = Tree(*(rng.normal(size=shape).astype("f") for shape in ((8, 16), (8, 16), (16,))))
+    with jax.set_mesh(make_mesh(axes)):
+        actual = jax.jit(squares)(tree)
+    for sums, array in zip(actual, jax.tree.leaves(tree), strict=True):
+        np.testing.assert_allclose(sums, np.square(array).sum(-1), rtol=1e-5)
 
 
 def test_the_scope_name_carries_the_string():
@@ -426,6 +466,12 @@ MISUSES = {
     "indices of two dimensions": lambda a: ops.indices("B/d L M/t -> L M/t", a.x),
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
     "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
+    "rotate that changes the layout": lambda a: ops.rotate("B/d L M/t -> B/d L M", a.x),
+    "rotate of another dimension": lambda a: ops.rotate("L M/t -> L M/t", a.x[0]),
+    "rotate of a scalar": lambda a: ops.rotate(" -> ", a.x.sum()),
+    "rotate along two axes": lambda a: ops.rotate("N/t/d -> N/t/d", a.x[0, 0]),
+    "rotate of a sum": lambda a: ops.rotate("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
+    "rotate of two arrays": lambda a: ops.rotate("M/d, M/d -> M/d", a.w[:, 0], a.w[:, 0]),
     "scale that changes the layout": lambda a: ops.scale("B/d L M/t -> B/d L M", a.x, by=2),
     "scale of a sum by what differs": lambda a: ops.scale(
         "B/d L M {U:t} -> B/d L M {U:t}", a.owed, by=a.x.max()
