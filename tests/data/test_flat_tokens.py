@@ -278,9 +278,7 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     golden.check("datasets.txt", "no arrays", str(error.value))
 
 
-@pytest.mark.parametrize(
-    "sequence", [[], [3, -2], [-1], [2**31 - 1], [[1]], [1.5], ["a"]], ids=str
-)
+@pytest.mark.parametrize("sequence", [[], [3, -2], [-1], [2**31 - 1], [[1]], [1.5], ["a"]], ids=str)
 def test_what_cannot_be_stored(tmp_path, sequence):
     with Writer(str(tmp_path / "x.zarr"), "train") as writer:
         writer.append([1])
