@@ -117,12 +117,13 @@ class Chip(NamedTuple):
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
         """The kind of link that each axis of a mesh goes over. The innermost axes are those of
-        neighbors."""
+        neighbors, if these don't straddle two groups of them."""
         fast, *slow = self.links
-        kinds, size = {}, 1
+        kinds, size, count = {}, 1, math.prod(axes.values())
         for axis in reversed([*axes]):
             size *= axes[axis]
-            kinds[axis] = fast if size <= self.near else slow[-1]
+            among_neighbors = size <= self.near and (count <= self.near or self.near % size == 0)
+            kinds[axis] = fast if among_neighbors else slow[-1]
         return kinds
 
 

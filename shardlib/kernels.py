@@ -106,7 +106,7 @@ def plain_attention(
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention in blocks of queries, so that scores are in memory for one at a time."""
-    most = BLOCK * LONG // max(k.shape[1], LONG)
+    most = 2 ** (BLOCK * LONG // max(k.shape[1], LONG)).bit_length() // 2  # a power of two
     block = math.gcd(q.shape[1], most)
     if block < min(most, 64):
         block = q.shape[1]

@@ -114,6 +114,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     ]  # fmt: skip
     saved = zip(costs.saved, probed.saved, strict=True)
     return {
+        "chip": chip.kind if chip else "",
         "mesh": axes,
         "held": {
             "weights": weights,

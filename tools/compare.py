@@ -27,11 +27,11 @@ def earlier(against: str) -> Result:
     if pathlib.Path(against).is_file():
         try:
             return dict(json.loads(pathlib.Path(against).read_text()))
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise UserError(f"audit.against={against}: it isn't an audit's JSON: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
-        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit\b", a)]
+        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit\.(?!chip)", a)]
         command = [sys.executable, "-m", "tools.audit", *options, "++audit.json=audit.json"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
@@ -63,8 +63,12 @@ Amounts = Iterator[tuple[tuple[str, ...], float]]  # labels, amount
 def report(before: Result, after: Result, chip: devices.Chip | None, links: dict[str, str]) -> str:
     """Tables of what differs. `links` overrides the chip's links by axis. Raises UserError if the
     earlier audit lacks what later ones have."""
-    if lacking := after.keys() - before.keys():
+    if lacking := after.keys() - before.keys() - {"chip"}:
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: make it anew")
+    if (earlier_chip := before.get("chip", after["chip"])) != after["chip"]:
+        raise UserError(
+            f"the earlier audit is for {earlier_chip or 'no chip'}: set audit.chip alike"
+        )
     both = before, after
     tables = [
         _changes([""], "B", *map(_held, both)),

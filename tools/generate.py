@@ -217,7 +217,7 @@ def generate(
 ) -> Iterator[jax.Array]:
     """Yields the next ids, u32[rows, 1], of texts that begin with the prompt. `rows` is `samples`,
     rounded up to a multiple of d."""
-    rows = multiple(samples, mesh_shape()["s"])
+    rows = padded(samples)
     inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
     length = inputs.shape[1]
     kind = Stacked["layers", Cache]
@@ -237,9 +237,10 @@ def generate(
         yield ids
 
 
-def multiple(least: int, of: int) -> int:
-    """Rounds `least` up to a multiple of `of`."""
-    return -(-least // of) * of
+def padded(rows: int) -> int:
+    """Rounds a number of rows up to one that splits over d."""
+    parts = math.prod(mesh_shape()[axis] for axis in Dim("B", ("d",)).axes)
+    return -(-rows // parts) * parts
 
 
 # --- Text -----------------------------------------------------------------------------------------
@@ -312,14 +313,14 @@ def evaluate(
     """Returns a line on how well the model predicts a split, or its first batches."""
     check_ids(data.name, data.max_token_id, config)
     tokens = config.training.tokens
-    rows = multiple(tokens.batch, mesh_shape()["s"])
+    rows = padded(tokens.batch)
     size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
     for first in range(0, data.token_count, size)[:batches]:
         before, last = min(first, 1), min(first + size, data.token_count)
         encoded, count = data.read_encoded(first - before, last), last - first
         read = flat_tokens.decode(encoded[before:])
-        padded = np.pad(encoded, (1 - before, size - count), constant_values=flat_tokens.FILL)
-        ids, starts = flat_tokens.decode(rows_of(padded, tokens.len))
+        encoded = np.pad(encoded, (1 - before, size - count), constant_values=flat_tokens.FILL)
+        ids, starts = flat_tokens.decode(rows_of(encoded, tokens.len))
         batch = TokenBatch.of(ids, starts, config.model.start_token)
         nats += count * float(train.validation_step(weights, batch, config))
         targets += count
@@ -392,10 +393,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def mesh(written: str) -> train.MeshConfig:
-    """Parses `t=2,d=4` for argparse. Axes that aren't named have size 1."""
-    sizes = {field.name: 1 for field in dataclasses.fields(train.MeshConfig)}
-    named = dict(part.split("=") for part in written.split(","))
-    return train.MeshConfig(**sizes | {name: int(size) for name, size in named.items()})
+    """Parses `t=2,d=4` for argparse. Axes that aren't named have size 1, and so has c: no row is
+    split here."""
+    sizes = {field.name: 1 for field in dataclasses.fields(train.MeshConfig) if field.name != "c"}
+    named = {name: int(size) for name, size in (part.split("=") for part in written.split(","))}
+    if unknown := named.keys() - sizes.keys():
+        raise argparse.ArgumentTypeError(f"no axis {min(unknown)}: choose from {', '.join(sizes)}")
+    try:
+        return train.MeshConfig(**sizes | named)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def main() -> None:

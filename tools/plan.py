@@ -5,7 +5,7 @@ figures.
     python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
 
 Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
-choose them. The batch, and whatever else the overrides don't name, stays the config's. For the
+choose them. The config's own mesh and microbatches don't matter; all else stays as it is. For the
 first one it also says what each save_for_backward of train.py is worth.
 
 A layout's time is that of the resource which needs longest: see `tools.audit`. If a step doesn't
@@ -87,7 +87,7 @@ def divisors(n: int) -> list[int]:
 def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
     """Yields the meshes of `count` chips with t within fast links, and with either no replicas or
     as many as there are groups of chips with fast links."""
-    replicas = {1, max(1, math.ceil(count / chip.near))}
+    replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
     for t in divisors(count):
         for c in divisors(count // t) if t <= chip.near else []:
             d = count // t // c
@@ -145,13 +145,15 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
             continue
         plan = Plan(item, result, bound(result, chip, chip.links_of(item.mesh.axes)))
         at_least = result["arguments"] + result["held"]["gradients"]
-        if plan.bound.peak <= ROOM * chip.memory:
+        axes, needed = devices.show_axes(item.mesh.axes), plan.bound.peak
+        if needed <= ROOM * chip.memory:
             push(plan.order, plan)
-        elif at_least <= ROOM * chip.memory and (less := smaller(plan)):
+        elif at_least > ROOM * chip.memory:
+            reason = f"{axes} needs {show(at_least)} for weights, moments and gradients alone"
+        elif less := smaller(plan):
             push(max(order, plan.order), less)
         else:
-            axes = devices.show_axes(item.mesh.axes)
-            reason = f"for one, {axes} needs {show(plan.bound.peak)}"
+            reason = f"{axes} needs {show(needed)}, in as many parts as there can be"
     if not found:
         raise UserError(f"no mesh of {config.chips} holds a step of this config: {reason}")
 

@@ -66,8 +66,10 @@ def generation(
 
 
 @typechecked
-def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]:
+def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tuple[Any, ...]]:
     """Yields names, functions, the arrays that they take, as NumPy arrays, and other arguments.
+    Rows are in the order of a mesh that splits them into `parts`, for functions whose results don't
+    depend on that.
     Rows have documents of any length from one token on, shorter ones in later rows, and end in
     padding. For generation, a row is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
@@ -82,8 +84,7 @@ def calls(config: train.Config, state: train.State) -> Iterator[tuple[Any, ...]]
     often = (np.arange(shape[0]) / shape[0])[:, None] ** 3  # a document starts, by row
     lengths = random.integers(1, shape[1] + 1, (shape[0], 1))
     training = batch(random.random(shape) < often, lengths)
-    # In the order of a mesh that splits L over c=2, on all meshes alike.
-    training = jax.tree.map(lambda x: x[:, balanced(shape[1], 2)], training)
+    training = jax.tree.map(lambda x: x[:, balanced(shape[1], parts)], training)
     whole = batch(np.zeros(shape, bool), shape[1])
     cached = Stacked["layers", generate.Cache]
     shapes = make_shapes(cached, sizes | {"S": shape[1]})
@@ -113,7 +114,9 @@ def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any
     state = train.init_state(config)
     if not recorded:
         yield "init_state", named(state)
-    for name, *call in calls(config, numbers.stirred(state)):
+    # What ops compute can be compared if the order is the same on all meshes.
+    parts = 2 if recorded else config.mesh.c
+    for name, *call in calls(config, numbers.stirred(state), parts):
         if recorded == name:
             with numbers.recording() as events:
                 numbers.run(*call)

@@ -22,6 +22,19 @@ def test_a_mesh_over_fewer_devices_than_there_are():
     assert dict(mesh.shape) == {"r": 1, "d": 2, "t": 2}
 
 
+@pytest.mark.parametrize(
+    "axes, links",
+    [
+        ({"r": 4, "s": 4, "t": 2}, ["ib", "nvlink", "nvlink"]),
+        ({"r": 1, "s": 16, "t": 2}, ["ib", "ib", "nvlink"]),
+        ({"r": 1, "s": 8, "t": 3}, ["ib", "ib", "ib"]),  # every third group is on two hosts
+        ({"r": 1, "s": 2, "t": 3}, ["nvlink", "nvlink", "nvlink"]),
+    ],
+)
+def test_axes_within_a_host_have_fast_links(axes, links):
+    assert devices.CHIPS["h100"].links_of(axes) == dict(zip(axes, links, strict=True))
+
+
 class FakeDevice:
     """A device of a slice, for the order in a mesh alone."""
 

@@ -27,6 +27,11 @@ EDITS = {
     ),
     "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
     "positions mixed outside of attend": (LINE, MIXED),
+    "positions of keys by their place, with c": (
+        'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)',
+        'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)\n'
+        "    key_position = jnp.sort(key_position, axis=1)",
+    ),
 }
 
 
@@ -60,7 +65,8 @@ def test_a_wrong_edit_is_refused_with_the_place(case, tmp_path):
     assert text.count(old) == 1
     (tmp_path / "train.py").write_text(text.replace(old, new))
     parts = ["training.microbatches=2"] if "microbatches" in case else []
-    code, printed = check(tmp_path, *parts)
+    mesh = ["mesh={d: 2, c: 2, t: 1}"] if "with c" in case else []
+    code, printed = check(tmp_path, *parts, *mesh)
     assert code == 1, printed
     # The digits of a difference depend on the machine.
     printed = re.sub(

@@ -44,12 +44,23 @@ def test_an_audit_does_not_differ_from_itself(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"MFU at most: (\d+%) before, \1 after, bound by compute\n", out)
 
 
-@pytest.mark.parametrize("against", ["nowhere", "text", "older"])
+@pytest.mark.slow
+def test_a_clean_tree_does_not_differ_from_its_revision(capsys, monkeypatch):
+    """The chip decides what runs a kernel, and how memory is tiled."""
+    head = "audit.against=HEAD", "mesh={d: 2, c: 2, t: 2}"
+    out, message = audited(capsys, monkeypatch, *head)
+    assert not message and out.startswith("MFU at most")
+
+
+@pytest.mark.parametrize("against", ["nowhere", "text", "list", "older", "another_chip"])
 def test_what_cannot_be_compared(against, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("weights: 1")
+    (tmp_path / "list").write_text("[1, 2]")
     (tmp_path / "older").write_text('{"mesh": {}, "held": {}}')
-    out, message = audited(capsys, monkeypatch, f"audit.against={against}")
+    if "chip" in against:
+        audited(capsys, monkeypatch, "audit.chip=v5e", f"audit.json={against}")
+    out, message = audited(capsys, monkeypatch, f'audit.against="{against}"')
     assert not out
     message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words
     golden.check("wrong_inputs.txt", f"audit: against={against}", message)

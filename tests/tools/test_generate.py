@@ -378,7 +378,7 @@ def test_a_text_from_a_checkpoint(run, capsys, monkeypatch):
     out, error, message = call(capsys, monkeypatch, run, *greedy)
     assert out.startswith("naïve ☃") and out.endswith("\n") and not message
     assert "bytes/00000003." in error and "9 tokens: " in error
-    out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=3", "--mesh=t=2,d=4")
+    out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=3", "--mesh=t=2,d=4,r=2")
     assert re.findall("--- sample .", out) == [f"--- sample {i}" for i in (1, 2, 3)]
 
 
@@ -472,7 +472,9 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
     ("option", "problem"),
     [
         ("--mesh=2x2", "invalid mesh value: '2x2'"),
-        ("--mesh=d=0", "invalid mesh value: 'd=0'"),
+        ("--mesh=d=0", "mesh.d=0: it must be at least 1"),
+        ("--mesh=d=3,r=2", "mesh.r=2: it must divide mesh.d=3"),
+        ("--mesh=c=2", "no axis c: choose from d, t, r"),
         ("--tokens=0", "0 is not between 1 and 1000000"),
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
         ("--temperature=nan", "nan is not between 0 and inf"),
