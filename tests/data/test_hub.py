@@ -118,7 +118,7 @@ def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):
             with fsspec.open(f"{bucket}/texts/{i}.jsonl", "wb") as file:
                 file.write(lines(content))
         load = {"path": "json", "data_files": f"{bucket}/texts/*.jsonl"}
-        return Source(load, "train", "text", "bytes_utf8", 0).check()[1]
+        return Source(load, "train", "text", "bytes_utf8").check()[1]
 
     first = fingerprint_with(["one", "two"])
     assert first["files"] == first["shards"] == 2
