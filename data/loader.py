@@ -86,7 +86,8 @@ class TokenBatch:
         """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
         row, which is the token before it. `is_start` marks the first token of each document.
         NO_TOKEN is padding."""
-        there, ids = ids != NO_TOKEN, np.where(ids != NO_TOKEN, ids, np.uint32(0))
+        there = ids != NO_TOKEN
+        ids = np.where(there, ids, np.uint32(0))
         is_start, targets = is_start[:, 1:], ids[:, 1:]
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         return cls(

@@ -58,7 +58,8 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
     """A mesh over these devices, of which neighbors have fast links. Slices of TPUs split the
     outermost axis. Raises UserError if they don't divide it."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # GPUs have a slice_index too: that of their host, and one host may be less than a replica.
+    slices = len({getattr(d, "slice_index", 0) for d in devices if "TPU" in d.device_kind}) or 1
     (name, outer), *inner = axes.items()
     if outer % slices:
         raise UserError(f"mesh.{name}={outer}: it must be a multiple of the {slices} slices")

@@ -31,7 +31,7 @@ def earlier(against: str) -> Result:
             raise UserError(f"audit.against={against}: it isn't an audit's JSON: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
-        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit\.(?!chip)", a)]
+        options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
         command = [sys.executable, "-m", "tools.audit", *options, "++audit.json=audit.json"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:

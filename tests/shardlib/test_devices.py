@@ -38,19 +38,22 @@ def test_axes_within_a_host_have_fast_links(axes, links):
 class FakeDevice:
     """A device of a slice, for the order in a mesh alone."""
 
-    platform = device_kind = "cpu"
+    platform = "cpu"
 
-    def __init__(self, number, slice_index):
+    def __init__(self, number, slice_index, kind):
         self.id, self.process_index, self.slice_index = number, slice_index, slice_index
+        self.device_kind = kind
 
 
 def test_slices_split_the_outermost_axis():
-    chips = [FakeDevice(i, i % 2) for i in range(8)]
+    chips = [FakeDevice(i, i % 2, "TPU v5") for i in range(8)]
     mesh = devices.mesh_over({"r": 4, "s": 2, "t": 1}, chips)
     assert [chip.slice_index for chip in mesh.devices.ravel()] == [0] * 4 + [1] * 4
     with pytest.raises(UserError) as error:
         devices.mesh_over({"r": 1, "s": 8}, chips)
     golden.check("functions.txt", "slices without replicas", str(error.value))
+    hosts = [FakeDevice(i, i // 4, "NVIDIA H100") for i in range(8)]
+    assert devices.mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
 
 
 def test_too_few_devices_names_the_flag():
