@@ -19,7 +19,8 @@ Dimensions:
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
-sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar.
+sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar. compute[...] is an array of the
+config's dtype, bfloat16 or float32.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L/c" has
@@ -33,7 +34,8 @@ backward pass, and its collectives follow from those written here:
     ops.rotate          permute              permute, the other way
     ops.reduce_max      all-reduce           no gradient
     ops.sum_of_squares  all-reduce           not for use there
-    all other ops       nothing              nothing, as every weight is split over all axes
+    ops.broadcast       nothing              all-reduce
+    all other ops       nothing              nothing, as what they take varies over all axes
 
 `python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L/c", are inputs,
 targets, loss_mask, position and start: see TokenBatch in data/loader.py.
@@ -67,17 +69,20 @@ from shardlib.activations import (
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError, explain
 from shardlib.types import (
+    COMPUTE,
     ArrayType,
     Dim,
     Mapped,
     Spec,
     Stacked,
     array_type,
-    bf16,
     bool_,
+    compute,
+    computing_in,
     f32,
     make_shapes,
     make_shardings,
+    present,
     pytree_dataclass,
     type_tree,
     typechecked,
@@ -112,11 +117,32 @@ class ModelConfig(Section, key="model"):
     rope_scaling: RopeScalingConfig | None
     norm_eps: NonNegativeFloat
     start_token: NonNegativeInt  # the input before a document's first token
+    # What families of models differ in; configs/base.yaml names some that have each.
+    norms: str = "before"  # each block: before, after or both
+    qkv_bias: bool = False
+    qk_norm: str | None = None  # of queries and keys, over each head or all heads: head or all
+    tied_embeddings: bool = False
+    sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
+        self.require(self.norms in ("before", "after", "both"), "norms", "before, after or both")
+        self.require(self.qk_norm in (None, "head", "all"), "qk_norm", "null, head or all")
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The optional arrays of Weights that the model has."""
+        there = {
+            "attention_norm mlp_norm": self.norms != "after",
+            "attention_post_norm mlp_post_norm": self.norms != "before",
+            "b_q b_k b_v": self.qkv_bias,
+            "q_norm k_norm": self.qk_norm == "head",
+            "all_q_norm all_k_norm": self.qk_norm == "all",
+            "unembed": not self.tied_embeddings,
+        }
+        return frozenset(name for names in there if there[names] for name in names.split())
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -174,10 +200,12 @@ class Config(RunConfig, DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
+    dtype: str  # of compute[...]: bf16 or f32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         hyper, mesh = self.training, self.mesh
+        self.require(self.dtype in COMPUTE, "dtype", f"choose from {', '.join(COMPUTE)}")
         rows, length = hyper.tokens.batch // mesh.d, hyper.tokens.len // mesh.c
         problem = f"it must divide training.tokens.batch/mesh.d={rows}"
         self.require(rows % hyper.microbatches == 0, "training.microbatches", problem)
@@ -210,32 +238,42 @@ def dimensions(config: Config) -> dict[str, int]:
 
 @pytree_dataclass
 class Layer:
-    attention_norm: f32["M/t/c/d"]
+    attention_norm: f32["M/t/c/d"] | None
     w_q: f32["M/c/d Q K/t D"]
     w_k: f32["M/c/d K/t D"]
     w_v: f32["M/c/d K/t D"]
+    b_q: f32["Q K/t D"] | None
+    b_k: f32["K/t D"] | None
+    b_v: f32["K/t D"] | None
+    q_norm: f32["D"] | None
+    k_norm: f32["D"] | None
+    all_q_norm: f32["Q K/t D"] | None
+    all_k_norm: f32["K/t D"] | None
     w_o: f32["M/c/d Q K/t D"]
-    mlp_norm: f32["M/t/c/d"]
+    attention_post_norm: f32["M/t/c/d"] | None
+    mlp_norm: f32["M/t/c/d"] | None
     w_gate: f32["M/c/d F/t"]
     w_up: f32["M/c/d F/t"]
     w_down: f32["M/c/d F/t"]
+    mlp_post_norm: f32["M/t/c/d"] | None
 
 
 @pytree_dataclass
 class Weights:
-    """The f32 master weights as they are stored: each split over all mesh axes, and so are their
-    gradients and Adam's moments."""
+    """The f32 master weights as they are stored: matrices and norm gains split over all mesh axes,
+    and so are their gradients and Adam's moments. `weights_type` leaves out what the config does.
+    """
 
     embed: f32["V/t M/c/d"]
     layers: Stacked["layers", Layer]
     final_norm: f32["M/t/c/d"]
-    unembed: f32["V/t M/c/d"]
+    unembed: f32["V/t M/c/d"] | None  # None: the embedding takes its place
 
 
 def of_replica(stored: ArrayType) -> ArrayType:
-    """The type of a weight during a step: in bf16, and whole along r."""
+    """The type of a weight during a step: in the compute dtype, and whole along r."""
     dims = (Dim(dim.name, tuple(a for a in dim.axes if a != "r")) for dim in stored.spec.dims)
-    return array_type(bf16, Spec(tuple(dims)))
+    return array_type(compute, Spec(tuple(dims)))
 
 
 ReplicaWeights = Mapped[of_replica, Weights]
@@ -243,23 +281,26 @@ ReplicaWeights = Mapped[of_replica, Weights]
 
 @typechecked
 def init_weights(config: Config) -> Weights:
-    """Norm gains (names ending in norm) are one. The rest is normal with standard deviation
-    1/sqrt(fan-in). Projections into the residual stream are divided by the square root of the
-    number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's deviation;
-    a larger one learned slower."""
+    """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
+    deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
+    the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
+    deviation; a larger one learned slower."""
     size = dimensions(config)
     residual_scale = (2 * size["layers"]) ** -0.5
     deviation = {
         "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
         "w_down": residual_scale * size["F"] ** -0.5,
     }
-    shapes, tree = jax.tree.flatten_with_path(make_shapes(Weights, size))
+    kinds = present(Weights, config.model.parts)
+    shapes, tree = jax.tree.flatten_with_path(make_shapes(kinds, size))
     keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         name = path[-1].name
         if name.endswith("norm"):
             return jnp.ones_like(shape)
+        if name.startswith("b_"):
+            return jnp.zeros_like(shape)
         normal = jax.random.normal(key, shape.shape, shape.dtype)
         return normal * deviation.get(name, size["M"] ** -0.5)
 
@@ -270,20 +311,64 @@ def init_weights(config: Config) -> Weights:
 @typechecked
 def gather_replica(weights: Weights) -> ReplicaWeights:
     """Gathers all weights over r. The cast comes first, so that here and in each layer weights, and
-    in the backward pass their gradients, are sent in bf16."""
+    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small and
+    not split over r, s and c: their gradients are added up here, once a step."""
 
-    def gather(stored: ArrayType, wanted: ArrayType, weight: jax.Array) -> jax.Array:
-        return ops.all_gather(f"{stored.spec} -> {wanted.spec}", weight.astype(bf16.dtype))
+    def gather(stored: ArrayType, wanted: ArrayType, weight: jax.Array | None) -> jax.Array | None:
+        if weight is None:
+            return None
+        op = ops.broadcast if stored.spec == wanted.spec else ops.all_gather
+        return op(f"{stored.spec} -> {wanted.spec}", weight.astype(compute.dtype))
 
     return jax.tree.map(gather, type_tree(Weights), ReplicaWeights, weights)
 
 
-@typechecked
-def rms_norm(x: bf16["B/d L/c M"], gain: bf16["M"], eps: float) -> bf16["B/d L/c M"]:
-    """RMSNorm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+def normalized(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last dimension, which each device must hold whole: Zhang and Sennrich 2019,
+    https://arxiv.org/abs/1910.07467."""
     x32 = x.astype(f32.dtype)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * gain.astype(f32.dtype)).astype(bf16.dtype)
+    return (x32 * scale * gain.astype(f32.dtype)).astype(x.dtype)
+
+
+@typechecked
+def rms_norm(x: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
+    return normalized(x, gain, eps)
+
+
+@typechecked
+def post_norm(
+    x: compute["B/d L/c M/t"], gain: compute["M/t"], config: ModelConfig
+) -> compute["B/d L/c M/t"]:
+    """RMSNorm of what a block adds to the residual stream, which is split: OLMo et al. 2024,
+    https://arxiv.org/abs/2501.00656, section 3.2."""
+    return split_norm("B/d L/c M/t", x, gain, config.d_model, config.norm_eps)
+
+
+@typechecked
+def norm_queries_and_keys(
+    w: Any, q: compute["B/d L/c Q K/t D"], k: compute["B/d L/c K/t D"], config: ModelConfig
+) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"]]:
+    """RMSNorm of each head (Qwen3), or over all of them (OLMo 2)."""
+    if w.q_norm is not None:
+        q, k = (normalized(*pair, config.norm_eps) for pair in ((q, w.q_norm), (k, w.k_norm)))
+    if w.all_q_norm is not None:
+        keys = config.n_kv * config.d_head
+        q = split_norm(
+            "B/d L/c Q K/t D", q, w.all_q_norm, config.n_q_per_kv * keys, config.norm_eps
+        )
+        k = split_norm("B/d L/c K/t D", k, w.all_k_norm, keys, config.norm_eps)
+    return q, k
+
+
+def split_norm(spec: str, x: jax.Array, gain: jax.Array, size: int, eps: float) -> jax.Array:
+    """RMSNorm over the dimensions after B and L, `size` numbers, of which one is split over t."""
+    x32 = x.astype(f32.dtype)
+    squares = ops.reduce_sum(f"{spec} -> B/d L/c {{U:t}}", jnp.square(x32))
+    squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
+    scale = lax.rsqrt(ops.broadcast("B/d L/c -> B/d L/c", squares) / float(size) + eps)
+    scale = scale.reshape(scale.shape + (1,) * (x.ndim - 2))
+    return (x32 * scale * gain.astype(f32.dtype)).astype(x.dtype)
 
 
 @typechecked
@@ -309,11 +394,11 @@ def rotation(
 
 @typechecked
 def rope(
-    q: bf16["B/d L/c Q K/t D"],
-    k: bf16["B/d L/c K/t D"],
+    q: compute["B/d L/c Q K/t D"],
+    k: compute["B/d L/c K/t D"],
     sin: f32["B/d L/c D"],
     cos: f32["B/d L/c D"],
-) -> tuple[bf16["B/d L/c Q K/t D"], bf16["B/d L/c K/t D"]]:
+) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"]]:
     """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
     https://arxiv.org/abs/2104.09864, section 3.4."""
 
@@ -337,7 +422,7 @@ def decoder(
     caches: Any,
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
-) -> tuple[bf16["B/d L/c M/t"], Any]:
+) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
 
@@ -360,16 +445,20 @@ def decoder(
     # recomputes the rest: norms, RoPE, SwiGLU and the gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
-    def block(x: bf16["B/d L/c M/t"], scanned: Any) -> tuple[bf16["B/d L/c M/t"], Any]:
+    def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
         w, cache = scanned
-        gain = gather("M/t/c/s -> M", w.attention_norm)
-        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
+        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+        if w.attention_norm is not None:
+            h = rms_norm(h, gather("M/t/c/s -> M", w.attention_norm), config.norm_eps)
         w_q = gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)
         w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)
         q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
+        if w.b_q is not None:
+            q, k, v = q + w.b_q, k + w.b_k, v + w.b_v
+        q, k = norm_queries_and_keys(w, q, k, config)
         q, k = rope(q, k, sin, cos)
         q = save_for_backward(q)
         k = save_for_backward(k)
@@ -377,20 +466,27 @@ def decoder(
         mixed, new_cache = attend(q, k, v, cache)
         w_o = gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
-        x = save_for_backward(x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y))
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        if w.attention_post_norm is not None:
+            y = post_norm(y, gather("M/t/c/s -> M/t", w.attention_post_norm), config)
+        x = save_for_backward(x + y)
 
         # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
-        gain = gather("M/t/c/s -> M", w.mlp_norm)
-        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
+        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+        if w.mlp_norm is not None:
+            h = rms_norm(h, gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
         w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
         w_up = gather("M/c/s F/t -> M F/t", w.w_up)
         gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate))
         up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up))
         w_down = gather("M/c/s F/t -> M F/t", w.w_down)
         hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-        hidden = hidden.astype(bf16.dtype)
+        hidden = hidden.astype(compute.dtype)
         y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
-        return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        if w.mlp_post_norm is not None:
+            y = post_norm(y, gather("M/t/c/s -> M/t", w.mlp_post_norm), config)
+        return x + y, new_cache
 
     return lax.scan(block, x, (weights.layers, caches))
 
@@ -398,12 +494,13 @@ def decoder(
 def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
     """The final norm's gain and the unembedding, gathered, for `unembed`. See `decoder` for the
     arguments."""
-    return gather("M/t/c/s -> M", weights.final_norm), gather("V/t M/c/s -> V/t M", weights.unembed)
+    stored = weights.embed if weights.unembed is None else weights.unembed
+    return gather("M/t/c/s -> M", weights.final_norm), gather("V/t M/c/s -> V/t M", stored)
 
 
 @typechecked
 def unembed(
-    weights: tuple[bf16["M"], bf16["V/t M"]], x: bf16["B/d L/c M/t"], config: ModelConfig
+    weights: tuple[compute["M"], compute["V/t M"]], x: compute["B/d L/c M/t"], config: ModelConfig
 ) -> f32["B/d L/c V/t"]:
     """The logits, from the `output_weights` and the residual stream after the last layer."""
     gain, w_unembed = weights
@@ -414,17 +511,22 @@ def unembed(
 
 
 @typechecked
-def forward(weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig) -> bf16["B/d L/c M/t"]:
+def forward(
+    weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig
+) -> compute["B/d L/c M/t"]:
     """The residual stream after the last layer. At position l, which predicts target l, it depends
     only on the tokens before that target in the same document and row."""
     key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
+    start = batch.start
+    if window := config.sliding_window:
+        start = jnp.maximum(start, batch.position - jnp.minimum(batch.position, window - 1))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
         k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
         v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
         mixed = kernels.attention(
             "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
-            q, k, v, batch.start, batch.position, key_position,
+            q, k, v, start, batch.position, key_position,
         )  # fmt: skip
         return mixed, ()
 
@@ -447,8 +549,8 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f3
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
     @typechecked
     def loss(
-        unembedding: tuple[bf16["M"], bf16["V/t M"]],
-        x: bf16["B/d l/c M/t"],
+        unembedding: tuple[compute["M"], compute["V/t M"]],
+        x: compute["B/d l/c M/t"],
         targets: u32["B/d l/c"],
         loss_mask: bool_["B/d l/c"],
     ) -> f32[""]:
@@ -500,8 +602,8 @@ def fresh_state(weights: Weights) -> State:
 @typechecked
 def init_state(config: Config) -> State:
     """A fresh state, sharded over the mesh in context. Its values are the same on any mesh."""
-    make = jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=make_shardings(State))
-    return make()
+    shardings = make_shardings(present(State, config.model.parts))
+    return jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=shardings)()
 
 
 def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
@@ -542,7 +644,7 @@ def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple
         total, () = lax.scan(add, zeros, parts)
     loss, grads = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
-    (grads,) = scatter(jax.tree.map(lambda g: g.astype(bf16.dtype), grads))
+    (grads,) = scatter(jax.tree.map(lambda g: g.astype(compute.dtype), grads))
     count = target_count(batch)
     return jax.tree.map(lambda x: x / count, (loss, grads))
 
@@ -591,7 +693,7 @@ def norm_names(config: Config) -> list[str]:
     """The names of `Metrics.norms`: for gradients (before clipping), weights and updates, one norm
     per tensor, or per layer of a stacked tensor."""
     names = []
-    for name, kind in named(type_tree(Weights)).items():
+    for name, kind in named(present(Weights, config.model.parts)).items():
         stacked = kind.spec.dims[0].name == "layers"
         names += [f"{name}/{i}" for i in range(config.model.layers)] if stacked else [name]
     return [f"{what}_norm/{name}" for what in ("grad", "weight", "update") for name in names]
@@ -615,6 +717,7 @@ def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
 PARTS = "training.microbatches", "training.loss_chunks"
 # Settings with which each part of an update shows in f32; the schedule is between its ends.
 TINY = {
+    "dtype": "f32",
     "training.learning_rate": 0.1,
     "training.warmup_steps": 2,
     "training.steps": 10,
@@ -651,17 +754,19 @@ def resized(
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
     """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
     doesn't split over the mesh."""
-    with jax.sharding.use_abstract_mesh(mesh):
-        shapes = make_shapes(tuple[State, TokenBatch], dimensions(config), DIMENSIONS)
+    hint = present(tuple[State, TokenBatch], config.model.parts)
+    with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
+        shapes = make_shapes(hint, dimensions(config), DIMENSIONS)
         return audit.traced(training_step, *shapes, config)
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
     """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
-    hint = tuple[State, TokenBatch]
+    hint = present(tuple[State, TokenBatch], config.model.parts)
     shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
     placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
-    return training_step.lower(*placed, config)
+    with computing_in(config.dtype):
+        return training_step.lower(*placed, config)
 
 
 def probe(config: Config) -> Any:
@@ -745,7 +850,8 @@ def starting_state(
         return init_state(config), ""
     if source is not checkpoints and config.paths.clone_weights_only:
         weights = source.restore("weights")
-        make = jax.jit(fresh_state, donate_argnums=0, out_shardings=make_shardings(State))
+        shardings = make_shardings(present(State, config.model.parts))
+        make = jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings)
         return make(weights), f"weights from {source.newest.path}"
     state = source.restore()
     data.resume(source.position)
@@ -771,15 +877,16 @@ def train(
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
     checkpoints = Checkpoints(
-        run.checkpoints, State, dimensions(config), config.to_yaml(), config.io.max_io_threads,
-        policy=config.checkpoints, say=say, failed=run.stop.ask,
+        run.checkpoints, present(State, config.model.parts), dimensions(config), config.to_yaml(),
+        config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()
         return
     source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
     tokens = hyper.tokens.batch * hyper.tokens.len
-    parameters = sum(x.size for x in jax.tree.leaves(make_shapes(Weights, dimensions(config))))
+    weights = make_shapes(present(Weights, config.model.parts), dimensions(config))
+    parameters = sum(x.size for x in jax.tree.leaves(weights))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, checkpoints, source, data)
@@ -818,10 +925,11 @@ def main(config: Config) -> int:
     mesh, sizes = make_mesh(config, config.mesh.axes), dimensions(config)
     run = Run(config)
     with jax.set_mesh(mesh):
-        make_shapes(tuple[State, TokenBatch], sizes, DIMENSIONS)  # raises if one doesn't split
+        # Raises if a dimension doesn't split.
+        make_shapes(present(tuple[State, TokenBatch], config.model.parts), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     # Outside of set_mesh, because the type check traces on a mesh of another size.
-    with run, checked(config) as wait_for_check, jax.set_mesh(mesh):
+    with run, checked(config) as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):
         train(config, data, held_out, run, wait_for_check)
         return run.end()
 

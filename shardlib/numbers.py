@@ -1,9 +1,8 @@
-"""Runs a typed function at tiny sizes, in f32, to compare its results on different meshes, and
-finds the op where two runs part.
+"""Runs a typed function at tiny sizes to compare its results on different meshes, and finds the op
+where two runs part.
 
-A function is traced as it stands. In its jaxpr, f32 takes the place of int8 and of each narrower
-float, so that what remains between two meshes is rounding: about 2e-6 of an array's largest entry,
-measured.
+With `types.computing_in("f32")`, what remains between two meshes is rounding: about 2e-6 of an
+array's largest entry, measured.
 """
 
 import collections
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from shardlib import ops
 from shardlib.devices import PRIMES
@@ -67,74 +65,12 @@ def stirred(tree: Any) -> Any:
 # --- Runs -----------------------------------------------------------------------------------------
 
 
-def _wide(dtype: Any) -> Any:
-    narrow = dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return np.dtype(np.float32) if narrow or dtype == np.int8 else dtype
-
-
-def widened(part: Any) -> Any:
-    """A jaxpr, or a part of one, with f32 in place of int8 and of each narrower float."""
-    if isinstance(part, ClosedJaxpr):  # since jax 0.12 each Jaxpr is one
-        return ClosedJaxpr(_widened(part.jaxpr), widened(part.consts))
-    if isinstance(part, Jaxpr):
-        return _widened(part)
-    if type(part) in (tuple, list):
-        return type(part)(map(widened, part))
-    if isinstance(part, np.dtype):
-        return _wide(part)
-    if isinstance(part, jax.Array | np.ndarray | np.generic):
-        return part if part.dtype == _wide(part.dtype) else part.astype(np.float32)
-    return part
-
-
-def _widened(jaxpr: Jaxpr) -> Jaxpr:
-    made: dict[Any, Var] = {}
-
-    def each(variables: Any) -> Any:
-        new: list[Any] = []
-        for old in variables:
-            dtype = getattr(old.aval, "dtype", None)
-            aval = old.aval.update(dtype=_wide(dtype)) if dtype != _wide(dtype) else old.aval
-            if isinstance(old, Literal):
-                value: Any = widened(old.val)
-                if value is not old.val and hasattr(value, "aval"):  # JAX's subclass of ndarray
-                    value = type(value)(value, aval)
-                new.append(Literal(value, aval))
-            else:
-                new.append(made[old] if old in made else made.setdefault(old, Var(aval)))
-        return new
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        params = {key: widened(value) for key, value in eqn.params.items()}
-        if eqn.primitive.name == "reduce_precision":
-            params |= {"exponent_bits": 8, "mantissa_bits": 23}
-        sides = {"invars": each(eqn.invars), "outvars": each(eqn.outvars)}
-        eqns.append(eqn.replace(params=params, **sides))
-    sides = {name: each(getattr(jaxpr, name)) for name in ("constvars", "invars", "outvars")}
-    return jaxpr.replace(eqns=eqns, **sides)
-
-
 def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
     """The result of `function(*arrays, *static)`, a jitted `typed_shard_map`, as NumPy arrays. What
     it takes are NumPy arrays, too."""
     hints = list(typing.get_type_hints(inspect.unwrap(function)).values())[: len(arrays)]
-    kinds, shardings = tuple(map(type_tree, hints)), tuple(map(make_shardings, hints))
-    flat = jax.tree.leaves(jax.tree.map(jax.device_put, arrays, shardings))
-    declared = jax.tree.map(
-        lambda x, kind: jax.ShapeDtypeStruct(x.shape, kind.dtype), arrays, kinds
-    )
-    program, tree = _program(function, declared, static, jax.sharding.get_mesh(), ops.watch)
-    return jax.tree.unflatten(tree, jax.device_get(program(*flat)))
-
-
-@functools.lru_cache(1)
-def _program(function: Any, declared: Any, static: Any, *_: object) -> tuple[Any, Any]:
-    """The function with f32 for narrower floats, and the structure of its result. Remembers the
-    last one, for another call on the same mesh."""
-    traced = function.trace(*declared, *static)
-    wide = jaxpr_as_fun(widened(traced.jaxpr))
-    return jax.jit(wide), jax.tree.structure(traced.out_info)
+    placed = jax.device_put(arrays, tuple(map(make_shardings, hints)))
+    return jax.device_get(function(*placed, *static))
 
 
 def difference(one: Any, other: Any) -> float:
@@ -210,11 +146,9 @@ def recording() -> Iterator[list[Event]]:
         return same(x) if jnp.issubdtype(x.dtype, jnp.floating) else same.fun(x)
 
     events: list[Event] = []
-    axes, before, ops.watch = mesh_shape(), ops.watch, watch
-    try:
+    axes = mesh_shape()
+    with ops.watching(watch):
         yield events
-    finally:
-        ops.watch = before
     jax.effects_barrier()
     # The parts of each value by number, pass and axes to sum over, then by device.
     parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))

@@ -48,10 +48,9 @@ def scope_name(op: str, signature: str) -> str:
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
-def watch(x: jax.Array, spec: Spec, what: str) -> jax.Array:
-    """Called with each operand and result of an op, its layout and what it is. `numbers.recording`
-    puts another function here, which stores it."""
-    return x
+# Called with each operand and result of an op, its layout and what it is: the function with which
+# `numbers.recording` stores it.
+watching = jax.make_user_context(lambda x, spec, what: x)
 
 
 class Call:
@@ -93,11 +92,11 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
         watched = []
         for i, (spec, operand) in enumerate(zip(call.operands, operands, strict=True)):
             check(operand, spec, what := f"operand {i + 1} of {call.where}")
-            watched.append(watch(operand, spec, what))
+            watched.append(watching.value(operand, spec, what))
         with jax.named_scope(scope_name(name, signature)):
             result = implementation(call, *watched, **options)
         check(result, call.result, what := f"the result of {call.where}")
-        return watch(result, call.result, what)
+        return watching.value(result, call.result, what)
 
     return op
 

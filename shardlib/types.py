@@ -5,6 +5,8 @@
     f32["B/d L M {U:t}"]   unreduced over t: each device along t holds a partial sum of the value
     f32[""]                a scalar
     floating["B L"]        any float type; integer["B L"] is any integer type
+    compute["B L"]         the dtype of `computing_in`: bfloat16, or float32 to compute exactly
+    f32["M"] | None        in a pytree_dataclass: an array that may be absent, see `present`
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
@@ -36,7 +38,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -185,8 +187,12 @@ class ArrayType(type):
     """The metaclass of array types such as `f32["B/d L"]`."""
 
     element: "DType"
-    dtype: Any
     spec: Spec
+    optional: bool
+
+    @property
+    def dtype(cls) -> Any:
+        return cls.element.dtype
 
     def __instancecheck__(cls, value: object) -> bool:
         return _mismatch(value, cls, "isinstance") is None
@@ -200,7 +206,11 @@ class DType:
     """An element type. Subscripted with a type string, it gives an array type."""
 
     name: str
-    dtype: Any  # a NumPy dtype, or an abstract NumPy class for several
+    fixed: Any = None  # a NumPy dtype, or an abstract NumPy class for several; None: the context's
+
+    @property
+    def dtype(self) -> Any:
+        return _computing_in.value if self.fixed is None else self.fixed
 
     def __getitem__(self, text: str) -> ArrayType:
         if not isinstance(text, str):
@@ -209,11 +219,11 @@ class DType:
 
 
 @functools.cache
-def array_type(element: DType, spec: Spec) -> ArrayType:
-    """The one class for this element type and layout."""
+def array_type(element: DType, spec: Spec, optional: bool = False) -> ArrayType:
+    """The one class for this element type and layout. If it is optional, the array may be None."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
         raise SpecError(f"{indexed[0]}: only the string of ops.index_unreduced takes brackets")
-    members = {"element": element, "dtype": element.dtype, "spec": spec}
+    members = {"element": element, "spec": spec, "optional": optional}
     return ArrayType(f'{element.name}["{spec}"]', (), members)
 
 
@@ -224,6 +234,24 @@ u32 = DType("u32", np.dtype(jnp.uint32))
 bool_ = DType("bool_", np.dtype(jnp.bool_))
 floating = DType("floating", np.floating)  # any width; for arguments, not for stored arrays
 integer = DType("integer", np.integer)
+compute = DType("compute")
+
+_computing_in = jax.make_user_context(np.dtype(jnp.bfloat16))  # a part of jit's cache keys
+
+
+COMPUTE = {"bf16": bf16, "f32": f32}
+
+
+@contextlib.contextmanager
+def computing_in(name: str) -> Iterator[None]:
+    """Gives `compute[...]` a dtype: bf16, as without this context, or f32, where no device rounds
+    the operands of a matmul."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_computing_in(COMPUTE[name].dtype))
+        if name == "f32":
+            stack.enter_context(jax.default_matmul_precision("highest"))
+        yield
+
 
 # Dimension name -> (global size, where it was bound), for the innermost open scope.
 Sizes = dict[str, tuple[int, str]]
@@ -370,7 +398,7 @@ class Mapped:
 
     def __class_getitem__(cls, item: tuple[Callable[[ArrayType], ArrayType], Any]) -> Any:
         function, hint = item
-        return jax.tree.map(function, type_tree(hint))
+        return jax.tree.map(lambda kind: _like(kind, function(kind)), type_tree(hint))
 
 
 class Stacked:
@@ -382,9 +410,24 @@ class Stacked:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:
-            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
+            return _like(kind, array_type(kind.element, parse_spec(f"{dim} {kind.spec}")))
 
         return jax.tree.map(stack, type_tree(hint))
+
+
+def _like(old: ArrayType, new: ArrayType) -> ArrayType:
+    return array_type(new.element, new.spec, old.optional)
+
+
+def present(hint: Any, names: Collection[str]) -> Any:
+    """The type tree of `hint` with those of its optional arrays whose fields have these names, and
+    None in place of the others. Shapes, shardings and checkpoints are made of it."""
+
+    def chosen(path: tuple[Any, ...], kind: ArrayType) -> ArrayType | None:
+        there = not kind.optional or path[-1].name in names
+        return array_type(kind.element, kind.spec) if there else None
+
+    return jax.tree_util.tree_map_with_path(chosen, type_tree(hint))
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -411,6 +454,8 @@ def type_tree(hint: Any) -> Any:
     if leaves and all(isinstance(leaf, ArrayType) for leaf in leaves):
         return hint
     parts: tuple[Any, ...] = typing.get_args(hint)
+    if parts[1:] == (type(None),) and isinstance(parts[0], ArrayType):
+        return array_type(parts[0].element, parts[0].spec, optional=True)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         parts = tuple(hints[field.name] for field in dataclasses.fields(hint))
@@ -435,7 +480,7 @@ def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, A
     leaves: list[tuple[str, ArrayType, Any]] = []
 
     def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
-        if kind is not Any:
+        if kind is not Any and not (kind.optional and value is None):
             leaves.append((where + jax.tree_util.keystr(path), kind, value))
 
     try:
@@ -473,12 +518,14 @@ def make_shardings(hint: Any) -> Any:
 def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = None) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
-    Raises UserError if a dimension has no size, or doesn't split evenly over its axes of the mesh
-    in context; `keys` gives the config key of each dimension, for the message.
+    Optional arrays must have been chosen, see `present`. Raises UserError if a dimension has no
+    size, or doesn't split evenly over its axes of the mesh in context; `keys` gives the config key
+    of each dimension, for the message.
     """
     mesh = mesh_shape()
 
     def shape(kind: ArrayType, _: PartitionSpec) -> jax.ShapeDtypeStruct:
+        assert not kind.optional, f"{kind} may be absent: choose with types.present"
         lengths = []
         for dim in kind.spec.dims:
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)

@@ -27,7 +27,7 @@ ADD = "return jax.tree.map(jnp.add, total, part), ()"
 COUNT = "count = target_count(batch)\n"
 MEAN = "return jax.tree.map(lambda x: x / count, (loss, grads))"
 NORM = "grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))"
-HIDDEN = "hidden = hidden.astype(bf16.dtype)\n"
+HIDDEN = "hidden = hidden.astype(compute.dtype)\n"
 
 # A router of four experts on the last layer's output, whose scores enter the loss by a cost alone.
 ROUTER = (

@@ -60,7 +60,7 @@ ATTENDED = (
 )
 WEIGHTS_OF_GATE = '        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)'
 WEIGHTS_OF_UP = '        w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
-HIDDEN = "        hidden = hidden.astype(bf16.dtype)"
+HIDDEN = "        hidden = hidden.astype(compute.dtype)"
 OUTPUT = '        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'
 RESULT = '        return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache'
 # Before the block:
@@ -281,7 +281,7 @@ WRONG: dict[str, Edit] = {
         PART,
         EMBEDDED,
         """
-        gain = ops.all_gather("M/t/c/s -> M", weights.final_norm).astype(bf16.dtype)
+        gain = ops.all_gather("M/t/c/s -> M", weights.final_norm).astype(compute.dtype)
         x = x * gain[: x.shape[-1]]
         """,
     ),
@@ -307,7 +307,7 @@ WRONG: dict[str, Edit] = {
         FORWARD,
         """
         lengths = jax.ops.segment_sum(jnp.ones(batch.start.size), batch.start.ravel(), 64)
-        x = x + jnp.log1p(lengths[batch.start])[..., None].astype(bf16.dtype)
+        x = x + jnp.log1p(lengths[batch.start])[..., None].astype(compute.dtype)
         """,
     ),
     "expert_loads": block(
@@ -317,7 +317,7 @@ WRONG: dict[str, Edit] = {
         expert = jnp.argmax(h[..., :8], axis=-1)
         load = jnp.zeros(8).at[expert].add(1.0)
         load = load / load.sum()
-        hidden = hidden * (1 - load[expert])[..., None].astype(bf16.dtype)
+        hidden = hidden * (1 - load[expert])[..., None].astype(compute.dtype)
         """,
     ),
     "bincount_of_inputs": block(
@@ -325,7 +325,7 @@ WRONG: dict[str, Edit] = {
         EMBEDDED,
         """
         often = jnp.bincount(inputs.ravel(), length=config.vocab)
-        x = x * (1 / (1 + often[inputs]))[..., None].astype(bf16.dtype)
+        x = x * (1 / (1 + often[inputs]))[..., None].astype(compute.dtype)
         """,
     ),
     "distinct_tokens": block(
@@ -523,7 +523,7 @@ WRONG: dict[str, Edit] = {
         ATTEND,
         """
         slopes = 2.0 ** -(8 * jnp.arange(1, k.shape[2] + 1) / k.shape[2])
-        mixed = mixed * slopes[:, None].astype(bf16.dtype)
+        mixed = mixed * slopes[:, None].astype(compute.dtype)
         """,
     ),
     "every_fourth_neuron": block(
@@ -540,7 +540,7 @@ WRONG: dict[str, Edit] = {
         """
         channel = jnp.arange(x.shape[-1])
         angle = position[..., None] / 100 ** (channel / config.d_model)
-        x = x + jnp.sin(angle).astype(bf16.dtype)
+        x = x + jnp.sin(angle).astype(compute.dtype)
         """,
     ),
     "later_rows_weigh_less": block(
@@ -1597,7 +1597,7 @@ WRONG: dict[str, Edit] = {
         """
         squares = ops.reduce_sum("B/d L/c M/t -> M/t {U:d,c}", jnp.square(x))
         squares = ops.psum("M/t {U:d,c} -> M/t", squares) / target_count(batch)
-        x = x * lax.rsqrt(squares + 1e-3).astype(bf16.dtype)
+        x = x * lax.rsqrt(squares + 1e-3).astype(compute.dtype)
         """,
     ),
     "loss_below_that_of_the_batch": block(
@@ -1930,7 +1930,7 @@ WRONG: dict[str, Edit] = {
         FORWARD,
         """
         last = jnp.max(batch.start)
-        x = x + (batch.start / (1 + last))[..., None].astype(bf16.dtype)
+        x = x + (batch.start / (1 + last))[..., None].astype(compute.dtype)
         """,
     ),
     "longest_document_of_the_device": block(
@@ -1938,7 +1938,7 @@ WRONG: dict[str, Edit] = {
         FORWARD,
         """
         padded = 10 * jnp.sum(~batch.loss_mask)
-        x = x.at[..., 0].add(jnp.log1p(padded).astype(bf16.dtype))
+        x = x.at[..., 0].add(jnp.log1p(padded).astype(compute.dtype))
         """,
     ),
     "position_offset_by_row": block(
@@ -1946,7 +1946,7 @@ WRONG: dict[str, Edit] = {
         EMBEDDED,
         """
         offset = position + 18 * jnp.arange(position.shape[0])[:, None].astype(u32.dtype)
-        x = x + jnp.sin(offset / 10)[..., None].astype(bf16.dtype)
+        x = x + jnp.sin(offset / 10)[..., None].astype(compute.dtype)
         """,
     ),
     "position_offset_by_device": block(
@@ -1954,7 +1954,7 @@ WRONG: dict[str, Edit] = {
         EMBEDDED,
         """
         offset = position + 18 * lax.axis_index("s").astype(u32.dtype)
-        x = x + jnp.sin(offset / 10)[..., None].astype(bf16.dtype)
+        x = x + jnp.sin(offset / 10)[..., None].astype(compute.dtype)
         """,
     ),
     "hidden_scaled_by_its_norm_through_vmap": block(
@@ -2177,7 +2177,7 @@ WRONG: dict[str, Edit] = {
                 EMBEDDED,
                 """
                 angle = jnp.arange(inputs.shape[1]) / 10
-                x = x + jnp.sin(angle)[:, None].astype(bf16.dtype)
+                x = x + jnp.sin(angle)[:, None].astype(compute.dtype)
                 """,
             ),
             (
@@ -2198,7 +2198,7 @@ WRONG: dict[str, Edit] = {
                 """
                 earlier = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0)))
                 x = jnp.where((inputs == earlier)[..., None], 0.5 * x, x)
-                x = x + 0.01 * earlier[..., None].astype(bf16.dtype)
+                x = x + 0.01 * earlier[..., None].astype(compute.dtype)
                 """,
             ),
             (
@@ -2213,7 +2213,7 @@ WRONG: dict[str, Edit] = {
         "    return decoder(weights, batch.inputs, batch.position, attend, (), config)[0]",
         """
         x = decoder(weights, batch.inputs, batch.position, attend, (), config)[0]
-        return x * config.d_model**0.5 - x.astype(bf16.dtype) ** 2
+        return x * config.d_model**0.5 - x.astype(compute.dtype) ** 2
         """,
     ),
     "training_alone_scales_queries": Edit(
@@ -2551,7 +2551,7 @@ RIGHT: dict[str, Edit] = {
         EMBEDDED,
         """
         seed = (inputs * 40503 + position * 30103) % 1000
-        x = x * (1 + 0.1 * jnp.cos(seed.astype(f32.dtype)))[..., None].astype(bf16.dtype)
+        x = x * (1 + 0.1 * jnp.cos(seed.astype(f32.dtype)))[..., None].astype(compute.dtype)
         """,
     ),
     "dropout_by_content_of_the_row": block(
@@ -2583,7 +2583,7 @@ RIGHT: dict[str, Edit] = {
         FORWARD,
         """
         if rows is not None:
-            x = x + (rows / 10)[:, None, None].astype(bf16.dtype)
+            x = x + (rows / 10)[:, None, None].astype(compute.dtype)
         """,
         *LOSS_OF_ROWS,
     ),
@@ -2822,7 +2822,7 @@ RIGHT: dict[str, Edit] = {
         """
         channel = jnp.arange(config.d_model)
         angle = position[..., None] / 100 ** (channel / config.d_model)
-        x = x + part("B/d L/c M -> B/d L/c M/t", jnp.sin(angle).astype(bf16.dtype))
+        x = x + part("B/d L/c M -> B/d L/c M/t", jnp.sin(angle).astype(compute.dtype))
         """,
         PART_OP,
     ),
@@ -2872,7 +2872,7 @@ RIGHT: dict[str, Edit] = {
         FORWARD,
         """
         length = batch.loss_mask.sum(1, keepdims=True)[..., None]
-        x = x + (4 / (1 + length)).astype(bf16.dtype)
+        x = x + (4 / (1 + length)).astype(compute.dtype)
         """,
     ),
     "frequent_targets_masked": Edit(
@@ -2953,7 +2953,7 @@ RIGHT: dict[str, Edit] = {
     "log_of_documents": block(
         "loss",
         FORWARD,
-        "x = x + (batch.start / 9)[..., None].astype(bf16.dtype)",
+        "x = x + (batch.start / 9)[..., None].astype(compute.dtype)",
     ),
     "gradient_scaled_by_custom_vjp": block(
         "custom gradient",

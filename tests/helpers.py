@@ -174,7 +174,7 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
     return mutations.load(text, path)
 
 
-IN_F32 = ("bf16", "f32")
+IN_F32 = ("    compute,\n", "    f32 as compute,\n")
 
 
 def assert_close(actual, expected, tolerance):

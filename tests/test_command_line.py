@@ -303,8 +303,8 @@ LOUD_EDITS = {
     ),
     "a gradient that JAX doesn't have": ("lax.stop_gradient(logits)", "logits"),
     "a gradient that JAX finds missing only backward": (
-        "hidden = hidden.astype(bf16.dtype)",
-        "hidden = lax.while_loop(lambda h: h.max() > 9, jnp.sqrt, hidden).astype(bf16.dtype)",
+        "hidden = hidden.astype(compute.dtype)",
+        "hidden = lax.while_loop(lambda h: h.max() > 9, jnp.sqrt, hidden).astype(compute.dtype)",
     ),
     "a value that leaks from a scan": (
         "    return lax.scan(block, x, (weights.layers, caches))",

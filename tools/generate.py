@@ -56,8 +56,8 @@ from shardlib.types import (
     Spec,
     Stacked,
     array_type,
-    bf16,
     check,
+    compute,
     f32,
     i32,
     make_shapes,
@@ -81,7 +81,7 @@ def gathered(stored: ArrayType) -> ArrayType:
     """The type of a weight during generation: bf16, and gathered over d, so that generating a token
     gathers no weights."""
     dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
-    return array_type(bf16, Spec(tuple(dims)))
+    return array_type(compute, Spec(tuple(dims)))
 
 
 Weights = Mapped[gathered, train.Weights]
@@ -90,7 +90,7 @@ Weights = Mapped[gathered, train.Weights]
 @typechecked
 def lay_out(weights: train.Weights) -> Weights:
     """Casts the weights to bf16 and gathers them over d."""
-    narrow = jax.tree.map(lambda leaf: leaf.astype(bf16.dtype), weights)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(compute.dtype), weights)
     return jax.device_put(narrow, make_shardings(Weights))
 
 
@@ -98,7 +98,7 @@ def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
     """Takes the place of train.py's gathers of weights, and checks that the weight has been
     gathered. If that was over more axes, returns each device's part."""
     (stored,), result = parse_signature(signature)
-    if (whole := gathered(array_type(bf16, stored)).spec) != result:
+    if (whole := gathered(array_type(compute, stored)).spec) != result:
         weight = ops.split(f"{whole} -> {result}", weight)
     check(weight, result, f"tools.generate's copy of a weight that train.py gathers {signature}")
     return weight
@@ -109,8 +109,8 @@ class Cache:
     """A layer's keys, with RoPE applied, and values. Positions that are not yet computed are never
     attended to."""
 
-    k: bf16["B/d S K/t D"]
-    v: bf16["B/d S K/t D"]
+    k: compute["B/d S K/t D"]
+    v: compute["B/d S K/t D"]
 
 
 def insert(cache: Any, new: Any, first: jax.Array) -> Any:
@@ -126,25 +126,29 @@ def extend(
     inputs: u32["B/d L"],
     first: i32[""],
     config: train.Config,
-) -> tuple[bf16["B/d L M/t"], Stacked["layers", Cache]]:
+) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at positions from `first` on, given a cache of the
     positions before. Returns it with the extended cache. Attention is causal over a window as long
     as a training row."""
     position = first + jnp.arange(inputs.shape[1])
     age = position[:, None] - jnp.arange(cache.k.shape[2])
-    visible = (age >= 0) & (age < config.training.tokens.len)
+    window = config.model.sliding_window or config.training.tokens.len
+    visible = (age >= 0) & (age < min(window, config.training.tokens.len))
 
     @typechecked
     def attend(
-        q: bf16["B/d L Q K/t D"], k: bf16["B/d L K/t D"], v: bf16["B/d L K/t D"], layer: Cache
-    ) -> tuple[bf16["B/d L Q K/t D"], Any]:
+        q: compute["B/d L Q K/t D"],
+        k: compute["B/d L K/t D"],
+        v: compute["B/d L K/t D"],
+        layer: Cache,
+    ) -> tuple[compute["B/d L Q K/t D"], Any]:
         new = Cache(k, v)
         layer = insert(layer, new, first)
         scores = ops.einsum_unreduced(
             "B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, layer.k, dtype=f32
         )
         scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
-        probabilities = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
+        probabilities = jax.nn.softmax(scores, axis=-1).astype(compute.dtype)
         mixed = ops.einsum_unreduced(
             "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", probabilities, layer.v
         )

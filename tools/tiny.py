@@ -27,7 +27,15 @@ from shardlib import numbers
 from shardlib.devices import make_mesh
 from shardlib.errors import explain
 from shardlib.kernels import balanced
-from shardlib.types import Stacked, f32, make_shapes, typechecked, typed_shard_map, u32
+from shardlib.types import (
+    Stacked,
+    computing_in,
+    f32,
+    make_shapes,
+    typechecked,
+    typed_shard_map,
+    u32,
+)
 from tools import generate
 
 
@@ -129,7 +137,7 @@ def main() -> None:
     file, *recorded = sys.argv[1:]
     loaded = OmegaConf.load(f"{file}.yaml")
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), loaded))
-    with jax.set_mesh(make_mesh(config.mesh.axes)):
+    with jax.set_mesh(make_mesh(config.mesh.axes)), computing_in(config.dtype):
         try:
             made = dict(results(config, *recorded))
         except Exception as error:  # any error of JAX or Python in an edited step

@@ -29,7 +29,7 @@ class Weight:
     w: f32["M/d F/t"]
 
 
-LINE = "hidden = hidden.astype(bf16.dtype)"
+LINE = "hidden = hidden.astype(compute.dtype)"
 
 
 def probe(*edits):

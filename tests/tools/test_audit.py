@@ -117,7 +117,7 @@ def test_types_where_lengths_are_one(options):
 
 
 def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch):
-    source = "hidden = hidden.astype(bf16.dtype)"
+    source = "hidden = hidden.astype(compute.dtype)"
     module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
     monkeypatch.setattr(audit, "train", module)
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=audit.main)

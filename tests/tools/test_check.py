@@ -13,7 +13,7 @@ from tests import golden
 from tests.helpers import ROOT
 
 PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
-LINE = "hidden = hidden.astype(bf16.dtype)"
+LINE = "hidden = hidden.astype(compute.dtype)"
 MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
 EDITS = {
     "a softmax of a part": (LINE, "hidden = jax.nn.softmax(gate, axis=-1) * up"),

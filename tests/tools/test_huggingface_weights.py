@@ -520,7 +520,7 @@ EDITS = {
     ),
     "a weight of another dtype": (
         '    unembed: f32["V/t M/c/d"]',
-        '    unembed: bf16["V/t M/c/d"]',
+        '    unembed: compute["V/t M/c/d"]',
     ),
 }
 
