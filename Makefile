@@ -44,7 +44,8 @@ faults: $(VENV)/dev
 # that changes the numbers must be refused, and each right one accepted.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations
-	$(BIN)/python -m tests.mutations --only="^op" --mesh="{d: 2, c: 2, t: 3}"
+	$(BIN)/python -m tests.mutations --only="^op" "mesh={d: 2, c: 2, t: 3}" \
+		model.norms_after=true model.qkv_bias=true model.qk_norm=all
 
 # Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:

@@ -118,7 +118,7 @@ class ModelConfig(Section, key="model"):
     norm_eps: NonNegativeFloat
     start_token: NonNegativeInt  # the input before a document's first token
     # What families of models differ in; configs/base.yaml names some that have each.
-    norms: str = "before"  # each block: before, after or both
+    norms_after: bool = False  # attention and MLP: their results, not what they take
     qkv_bias: bool = False
     qk_norm: str | None = None  # of queries and keys, over each head or all heads: head or all
     tied_embeddings: bool = False
@@ -128,15 +128,14 @@ class ModelConfig(Section, key="model"):
         super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
-        self.require(self.norms in ("before", "after", "both"), "norms", "before, after or both")
         self.require(self.qk_norm in (None, "head", "all"), "qk_norm", "null, head or all")
 
     @property
     def parts(self) -> frozenset[str]:
         """The optional arrays of Weights that the model has."""
         there = {
-            "attention_norm mlp_norm": self.norms != "after",
-            "attention_post_norm mlp_post_norm": self.norms != "before",
+            "attention_norm mlp_norm": not self.norms_after,
+            "attention_post_norm mlp_post_norm": self.norms_after,
             "b_q b_k b_v": self.qkv_bias,
             "q_norm k_norm": self.qk_norm == "head",
             "all_q_norm all_k_norm": self.qk_norm == "all",
@@ -323,51 +322,17 @@ def gather_replica(weights: Weights) -> ReplicaWeights:
     return jax.tree.map(gather, type_tree(Weights), ReplicaWeights, weights)
 
 
-def normalized(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last dimension, which each device must hold whole: Zhang and Sennrich 2019,
-    https://arxiv.org/abs/1910.07467."""
-    x32 = x.astype(f32.dtype)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * gain.astype(f32.dtype)).astype(x.dtype)
-
-
-@typechecked
-def rms_norm(x: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
-    return normalized(x, gain, eps)
-
-
-@typechecked
-def post_norm(
-    x: compute["B/d L/c M/t"], gain: compute["M/t"], config: ModelConfig
-) -> compute["B/d L/c M/t"]:
-    """RMSNorm of what a block adds to the residual stream, which is split: OLMo et al. 2024,
-    https://arxiv.org/abs/2501.00656, section 3.2."""
-    return split_norm("B/d L/c M/t", x, gain, config.d_model, config.norm_eps)
-
-
-@typechecked
-def norm_queries_and_keys(
-    w: Any, q: compute["B/d L/c Q K/t D"], k: compute["B/d L/c K/t D"], config: ModelConfig
-) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"]]:
-    """RMSNorm of each head (Qwen3), or over all of them (OLMo 2)."""
-    if w.q_norm is not None:
-        q, k = (normalized(*pair, config.norm_eps) for pair in ((q, w.q_norm), (k, w.k_norm)))
-    if w.all_q_norm is not None:
-        keys = config.n_kv * config.d_head
-        q = split_norm(
-            "B/d L/c Q K/t D", q, w.all_q_norm, config.n_q_per_kv * keys, config.norm_eps
-        )
-        k = split_norm("B/d L/c K/t D", k, w.all_k_norm, keys, config.norm_eps)
-    return q, k
-
-
-def split_norm(spec: str, x: jax.Array, gain: jax.Array, size: int, eps: float) -> jax.Array:
-    """RMSNorm over the dimensions after B and L, `size` numbers, of which one is split over t."""
-    x32 = x.astype(f32.dtype)
-    squares = ops.reduce_sum(f"{spec} -> B/d L/c {{U:t}}", jnp.square(x32))
-    squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
-    scale = lax.rsqrt(ops.broadcast("B/d L/c -> B/d L/c", squares) / float(size) + eps)
-    scale = scale.reshape(scale.shape + (1,) * (x.ndim - 2))
+def rms_norm(spec: str, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of x, laid out like `spec`, over the last dimensions, those that the gain has: Zhang
+    and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    x32, kept = x.astype(f32.dtype), " ".join(spec.split()[: -gain.ndim])
+    if "/t" not in spec.removeprefix(kept):
+        squares = ops.reduce_mean(f"{spec} -> {kept}", jnp.square(x32))
+    else:
+        squares = ops.reduce_mean(f"{spec} -> {kept} {{U:t}}", jnp.square(x32))
+        squares = ops.psum(f"{kept} {{U:t}} -> {kept}", squares)
+        squares = ops.broadcast(f"{kept} -> {kept}", squares)
+    scale = jnp.expand_dims(lax.rsqrt(squares + eps), tuple(range(-gain.ndim, 0)))
     return (x32 * scale * gain.astype(f32.dtype)).astype(x.dtype)
 
 
@@ -449,7 +414,8 @@ def decoder(
         w, cache = scanned
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         if w.attention_norm is not None:
-            h = rms_norm(h, gather("M/t/c/s -> M", w.attention_norm), config.norm_eps)
+            gain = gather("M/t/c/s -> M", w.attention_norm)
+            h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
         w_q = gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)
         w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)
@@ -458,7 +424,12 @@ def decoder(
         v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
         if w.b_q is not None:
             q, k, v = q + w.b_q, k + w.b_k, v + w.b_v
-        q, k = norm_queries_and_keys(w, q, k, config)
+        if w.q_norm is not None:  # over each head: Qwen3
+            q = rms_norm("B/d L/c Q K/t D", q, w.q_norm, config.norm_eps)
+            k = rms_norm("B/d L/c K/t D", k, w.k_norm, config.norm_eps)
+        if w.all_q_norm is not None:  # over all heads: OLMo 2, https://arxiv.org/abs/2501.00656
+            q = rms_norm("B/d L/c Q K/t D", q, w.all_q_norm, config.norm_eps)
+            k = rms_norm("B/d L/c K/t D", k, w.all_k_norm, config.norm_eps)
         q, k = rope(q, k, sin, cos)
         q = save_for_backward(q)
         k = save_for_backward(k)
@@ -468,13 +439,15 @@ def decoder(
         y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.attention_post_norm is not None:
-            y = post_norm(y, gather("M/t/c/s -> M/t", w.attention_post_norm), config)
+            gain = gather("M/t/c/s -> M/t", w.attention_post_norm)
+            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
         x = save_for_backward(x + y)
 
         # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         if w.mlp_norm is not None:
-            h = rms_norm(h, gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
+            gain = gather("M/t/c/s -> M", w.mlp_norm)
+            h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
         w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
         w_up = gather("M/c/s F/t -> M F/t", w.w_up)
         gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate))
@@ -485,7 +458,8 @@ def decoder(
         y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
-            y = post_norm(y, gather("M/t/c/s -> M/t", w.mlp_post_norm), config)
+            gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
+            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
         return x + y, new_cache
 
     return lax.scan(block, x, (weights.layers, caches))
@@ -504,7 +478,8 @@ def unembed(
 ) -> f32["B/d L/c V/t"]:
     """The logits, from the `output_weights` and the residual stream after the last layer."""
     gain, w_unembed = weights
-    h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)
+    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+    h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
     # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
     h = lax.optimization_barrier(h)
     return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)

@@ -28,7 +28,7 @@ import train
 from runtime.program import program
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
-from shardlib.types import make_shapes
+from shardlib.types import make_shapes, present
 from tools import benchmark
 from tools.audit import NOT_USED
 
@@ -56,7 +56,9 @@ def make_model(config: TorchConfig) -> Any:
     AttentionInterface.register("causal_sdpa", AttentionInterface()["sdpa"])
     model.set_attn_implementation("causal_sdpa")
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        ours = jax.tree.leaves(make_shapes(train.Weights, train.dimensions(config)))
+        ours = jax.tree.leaves(
+            make_shapes(present(train.Weights, config.model.parts), train.dimensions(config))
+        )
     assert model.num_parameters() == sum(leaf.size for leaf in ours), (
         "not the same model as train.py's"
     )

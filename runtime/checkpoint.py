@@ -251,8 +251,9 @@ class Checkpoint:
         `arrays`, as `entries` returns them; only arrays whose names start with `prefix` count.
         Raises CheckpointError with the first difference and the cure."""
         config, saved = flat(self.settings.get("model") or {}), self.metadata["arrays"]
-        # An older version's config may lack a key.
-        pairs = [(f"model.{key}", config[key], model[key]) for key in model if key in config]
+        # An older version's config lacks what null, false or 0 switches off.
+        known = [key for key in model if key in config or model[key]]
+        pairs = [(f"model.{key}", config.get(key), model[key]) for key in known]
         for name in dict.fromkeys([*arrays, *saved]):
             if name.startswith(prefix):
                 pairs.append((name, show_entry(saved.get(name)), show_entry(arrays.get(name))))

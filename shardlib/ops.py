@@ -358,6 +358,19 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
+def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
+    """Like `reduce_sum`, with each sum divided by the number of its terms on all devices.
+
+    ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
+    """
+    positions, removed = _removed(call)
+    axes = _summed_axes(call, removed, call.operands[0].unreduced)
+    count = math.prod(x.shape[i] for i in positions)
+    count *= math.prod(mesh_shape()[axis] for dim in removed for axis in dim.axes)
+    return _unreduced(jnp.sum(x, axis=positions) / float(count), axes)
+
+
+@define_op
 def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     """Takes the maximum over the dimensions that the right side leaves out, across devices if they
     are split.

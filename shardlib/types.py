@@ -416,7 +416,7 @@ class Stacked:
 
 
 def _like(old: ArrayType, new: ArrayType) -> ArrayType:
-    return array_type(new.element, new.spec, old.optional)
+    return array_type(new.element, new.spec, True) if old.optional else new
 
 
 def present(hint: Any, names: Collection[str]) -> Any:
@@ -455,7 +455,7 @@ def type_tree(hint: Any) -> Any:
         return hint
     parts: tuple[Any, ...] = typing.get_args(hint)
     if parts[1:] == (type(None),) and isinstance(parts[0], ArrayType):
-        return array_type(parts[0].element, parts[0].spec, optional=True)
+        return array_type(parts[0].element, parts[0].spec, True)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         parts = tuple(hints[field.name] for field in dataclasses.fields(hint))

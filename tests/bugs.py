@@ -256,14 +256,13 @@ logits = logits - peak[:, :, None]
         f"{TORCHTITAN}/pull/3412",
         (
             (
-                'gain, w_unembed = weights\n    h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M"'
-                ", x), gain, config.norm_eps)",
+                'gain, w_unembed = weights\n    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)\n',
                 """\
 gain, w_unembed = weights
     whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
     start = lax.axis_index("t") * x.shape[-1]
-    whole = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
-    h = rms_norm(whole, gain, config.norm_eps)""",
+    h = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
+""",
             ),
         ),
     ),
@@ -273,14 +272,12 @@ gain, w_unembed = weights
         f"{TORCHTITAN}/issues/1805",
         (
             (
-                'gain = gather("M/t/c/s -> M", w.mlp_norm)\n        h = rms_norm('
-                'ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, config.norm_eps)',
+                'h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)\n        if w.mlp_norm is',
                 """\
-gain = gather("M/t/c/s -> M", w.mlp_norm)
-        whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
+whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
         start = lax.axis_index("t") * x.shape[-1]
-        whole = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
-        h = rms_norm(whole, gain, config.norm_eps)""",
+        h = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
+        if w.mlp_norm is""",
             ),
         ),
     ),
@@ -320,7 +317,7 @@ gain = gather("M/t/c/s -> M", w.attention_norm)
         (
             (
                 'return gather("M/t/c/s -> M", weights.final_norm), gather('
-                '"V/t M/c/s -> V/t M", weights.unembed)',
+                '"V/t M/c/s -> V/t M", stored)',
                 """\
 own = weights.embed
     gain = gather("M/t/c/s -> M", weights.final_norm)
@@ -580,8 +577,8 @@ hidden = jax.nn.silu(gate) * up
         "https://github.com/huggingface/trl/pull/6843",
         (
             (
-                "q, k, v, batch.start,",
-                'q, k, v, batch.start // (1 if lax.axis_size("t") == 1 else 1000),',
+                "q, k, v, start,",
+                'q, k, v, start // (1 if lax.axis_size("t") == 1 else 1000),',
             ),
         ),
     ),
@@ -621,7 +618,12 @@ hidden = jax.nn.silu(gate) * up
     "hnet #20": Bug(
         "the attention window of training was not applied while decoding",
         "https://github.com/goombalab/hnet/issues/20",
-        (("visible = (age >= 0) & (age < config.training.tokens.len)", "visible = age >= 0"),),
+        (
+            (
+                "visible = (age >= 0) & (age < min(window, config.training.tokens.len))",
+                "visible = age >= 0",
+            ),
+        ),
         "tools/generate.py",
     ),
     "Megatron-LM #5983": Bug(

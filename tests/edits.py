@@ -62,11 +62,16 @@ WEIGHTS_OF_GATE = '        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)'
 WEIGHTS_OF_UP = '        w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
 HIDDEN = "        hidden = hidden.astype(compute.dtype)"
 OUTPUT = '        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'
-RESULT = '        return x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y), new_cache'
+RESULT = """\
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        if w.mlp_post_norm is not None:
+            gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
+            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
+        return x + y, new_cache"""
 # Before the block:
 EMBEDDED = '    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)'
 LAYER = "@pytree_dataclass\nclass Layer:"
-LAYER_WEIGHT = '    mlp_norm: f32["M/t/c/d"]'
+LAYER_WEIGHT = '    w_up: f32["M/c/d F/t"]'
 WEIGHT = '    final_norm: f32["M/t/c/d"]'
 DIMENSION = (
     "    return {name: operator.attrgetter(key)(config) for name, key in DIMENSIONS.items()}"
@@ -204,7 +209,7 @@ WRONG: dict[str, Edit] = {
         """
         x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-        return rms_norm(whole, gain, config.norm_eps)[..., : x.shape[-1]], new_cache
+        return rms_norm("B/d L/c M", whole, gain, config.norm_eps)[..., : x.shape[-1]], new_cache
         """,
     ),
     "softmax_neurons_first_part": block(
@@ -2218,7 +2223,7 @@ WRONG: dict[str, Edit] = {
     ),
     "training_alone_scales_queries": Edit(
         GENERATION,
-        (("            q, k, v, batch.start,", "            0.5 * q, k, v, batch.start,"),),
+        (("            q, k, v, start,", "            0.5 * q, k, v, start,"),),
     ),
     "training_alone_caps_the_residual": Edit(
         GENERATION,
@@ -2236,8 +2241,8 @@ WRONG: dict[str, Edit] = {
             ("decode_sees_itself_not", "visible = (age >= 0)", "visible = (age > 0)"),
             (
                 "decode_window_is_shorter",
-                "(age < config.training.tokens.len)",
-                "(age < config.training.tokens.len - 1)",
+                "(age < min(window, config.training.tokens.len))",
+                "(age < min(window, config.training.tokens.len) - 1)",
             ),
             (
                 "decode_sees_the_future",
@@ -2731,9 +2736,10 @@ RIGHT: dict[str, Edit] = {
         "wiring",
         (
             (
-                '        gain = gather("M/t/c/s -> M", w.mlp_norm)\n'
-                '        h = rms_norm(ops.all_gather("B/d L/c M/t -> B/d L/c M", x), gain, '
-                "config.norm_eps)\n",
+                '        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)\n'
+                "        if w.mlp_norm is not None:\n"
+                '            gain = gather("M/t/c/s -> M", w.mlp_norm)\n'
+                '            h = rms_norm("B/d L/c M", h, gain, config.norm_eps)\n',
                 "",
             ),
         ),
@@ -2825,13 +2831,6 @@ RIGHT: dict[str, Edit] = {
         x = x + part("B/d L/c M -> B/d L/c M/t", jnp.sin(angle).astype(compute.dtype))
         """,
         PART_OP,
-    ),
-    "tied_embeddings": Edit(
-        "wiring",
-        (
-            ('    unembed: f32["V/t M/c/d"]\n', ""),
-            ("weights.unembed)", "weights.embed)"),
-        ),
     ),
     "residual_capped": instead(
         "wiring",
@@ -3377,7 +3376,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         """
         gain = gather("M/t/c/s -> M", w.post_norm)
         y = ops.broadcast("B/d L/c M -> B/d L/c M", ops.psum("B/d L/c M {U:t} -> B/d L/c M", y))
-        y = rms_norm(y, gain, config.norm_eps)
+        y = rms_norm("B/d L/c M", y, gain, config.norm_eps)
         return x + part("B/d L/c M -> B/d L/c M/t", y), new_cache
         """,
         PART_OP,

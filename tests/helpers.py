@@ -23,6 +23,7 @@ import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT
 from shardlib.devices import make_mesh
+from shardlib.types import present
 from tests import mutations
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
@@ -163,6 +164,11 @@ def small_config(*overrides: str) -> "train.Config":
     """The config of a tiny model, each of whose dimensions splits over 8 devices."""
     name = "paths.model_name=test"
     return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
+
+
+def of_model(hint: Any, config: "train.Config") -> Any:
+    """The types of the arrays that a config's model has."""
+    return present(hint, config.model.parts)
 
 
 def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:

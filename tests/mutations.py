@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from runtime.config import ROOT
 from shardlib import numbers
 from shardlib.devices import make_mesh, simulate_cpu_devices
-from shardlib.types import ShardTypeError, SpecError, parse_signature
+from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
 
 # Half of a device's rows in a microbatch, half of a row in a chunk; dimensions so small that what
@@ -217,7 +217,7 @@ def by_numbers(configs: Any) -> Verdict:
         mesh, results = meshes[config], tiny.results(config)
         while True:
             jax.device_count = lambda: mesh.size
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(mesh), computing_in(config.dtype):
                 if not (made := next(results, None)):
                     return
             yield made
@@ -278,11 +278,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--mesh", help="the mesh instead of {d: 2, t: 3}")
+    parser.add_argument("settings", nargs="*", help="of the config, in addition")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
     args = parser.parse_args()
-    SETTINGS.extend([f"mesh={args.mesh}"] if args.mesh else [])
+    SETTINGS.extend(args.settings)
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         # Halves the time again; jax 0.12 doesn't know it.

@@ -37,14 +37,24 @@ def rotate(x, position, max_timescale):
 
 
 def attend(x, layer, position, sees, max_timescale):
-    """Attention of x[B, L, M], one query head per key-value head at a time."""
+    """Attention of x[B, L, M], one query head per key-value head at a time. A layer may have biases
+    and norms of queries and keys, over each head or over all."""
     _, n_q, _, d_head = layer["w_q"].shape
-    keys = rotate(jnp.einsum("blm,mkd->blkd", x, layer["w_k"]), position, max_timescale)
-    values = jnp.einsum("blm,mkd->blkd", x, layer["w_v"])
+    keys = jnp.einsum("blm,mkd->blkd", x, layer["w_k"]) + layer.get("b_k", 0)
+    values = jnp.einsum("blm,mkd->blkd", x, layer["w_v"]) + layer.get("b_v", 0)
+    all_queries = jnp.einsum("blm,mqkd->blqkd", x, layer["w_q"]) + layer.get("b_q", 0)
+    if "q_norm" in layer:
+        keys = normalize(keys, layer["k_norm"])
+        all_queries = normalize(all_queries, layer["q_norm"])
+    if "all_q_norm" in layer:
+        shapes, (b, length) = (keys.shape, all_queries.shape), x.shape[:2]
+        keys = normalize(keys.reshape(b, length, -1), layer["all_k_norm"].ravel())
+        all_queries = normalize(all_queries.reshape(b, length, -1), layer["all_q_norm"].ravel())
+        keys, all_queries = keys.reshape(shapes[0]), all_queries.reshape(shapes[1])
+    keys = rotate(keys, position, max_timescale)
     out = 0
     for q in range(n_q):
-        queries = jnp.einsum("blm,mkd->blkd", x, layer["w_q"][:, q])
-        queries = rotate(queries, position, max_timescale)
+        queries = rotate(all_queries[:, :, q], position, max_timescale)
         scores = jnp.einsum("bikd,bjkd->kbij", queries, keys) / np.sqrt(d_head)
         scores = jnp.where(sees, scores, -1e30)
         probabilities = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -54,9 +64,12 @@ def attend(x, layer, position, sees, max_timescale):
     return out
 
 
-def mean_loss(weights, targets, is_start, max_timescale, preceding=0):
-    """The mean loss in nats over all targets[B, L] except 0; is_start is a numpy array."""
+def mean_loss(weights, targets, is_start, max_timescale, preceding=0, window=None):
+    """The mean loss in nats over all targets[B, L] except 0; is_start is a numpy array. With a
+    window, a token sees that many tokens, itself included."""
     before, position, sees = layout(np.asarray(targets), np.asarray(is_start), preceding)
+    if window:
+        sees &= ~np.tri(targets.shape[1], k=-window, dtype=bool)
     return laid_out_loss(weights, targets, before, position, sees, max_timescale)
 
 
@@ -72,9 +85,15 @@ def laid_out_logits(weights, before, position, sees, max_timescale):
     x = weights["embed"][before]
     for i in range(len(weights["layers"]["w_up"])):
         layer = {name: value[i] for name, value in weights["layers"].items()}
-        h = normalize(x, layer["attention_norm"])
-        x = x + attend(h, layer, position, sees, max_timescale)
-        h = normalize(x, layer["mlp_norm"])
+
+        def norm(x, name, gains=layer):  # which a layer may lack
+            return normalize(x, gains[name]) if name in gains else x
+
+        h = norm(x, "attention_norm")
+        y = attend(h, layer, position, sees, max_timescale)
+        x = x + norm(y, "attention_post_norm")
+        h = norm(x, "mlp_norm")
         gate, up = h @ layer["w_gate"], h @ layer["w_up"]
-        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T
-    return normalize(x, weights["final_norm"]) @ weights["unembed"].T
+        y = (gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T
+        x = x + norm(y, "mlp_post_norm")
+    return normalize(x, weights["final_norm"]) @ weights.get("unembed", weights["embed"]).T

@@ -20,7 +20,7 @@ from shardlib import devices
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
-from tests.helpers import ROOT, compose_config, edited, slow_but_for
+from tests.helpers import ROOT, compose_config, edited, of_model, slow_but_for
 from tools import audit
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
@@ -168,7 +168,9 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
     config = compose_config("local_test_synthetic", "paths.model_name=x")
     with jax.set_mesh(make_mesh(config.mesh.axes)):
         weights = train.init_state(config).weights
-        checkpoints = Checkpoints("checkpoints", train.Weights, train.dimensions(config), "", 4)
+        checkpoints = Checkpoints(
+            "checkpoints", of_model(train.Weights, config), train.dimensions(config), "", 4
+        )
         checkpoints.save(50, weights)
         checkpoints.wait()
     scope = {}
@@ -377,4 +379,6 @@ def test_training_commands_ask_for_what_fits(page):
             continue
         config = compose_config(name, *overrides)
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            make_shapes(tuple[train.State, train.TokenBatch], train.dimensions(config))
+            make_shapes(
+                of_model(tuple[train.State, train.TokenBatch], config), train.dimensions(config)
+            )

@@ -24,6 +24,7 @@ from tests.helpers import (
     assert_close,
     compose_config,
     edited,
+    of_model,
     rows,
     token_batch,
     train_here,
@@ -168,7 +169,7 @@ def loss_and_grads(tree, *overrides):
             return module.loss_and_grads(weights, batch, config)
 
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            shapes = module.make_shapes(module.Weights, module.dimensions(config))
+            shapes = module.make_shapes(of_model(module.Weights, config), module.dimensions(config))
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
         flops = module.step_flops(config)

@@ -16,7 +16,9 @@ PASSES = re.compile(r"save_for_backward deleted|(einsum_unreduced|reduce_max|all
 def test_a_sample_of_the_edits_is_refused():
     edits = list(mutations.mutations())
     assert len(edits) > 450 and len({edit.source for edit in edits}) > 450
-    config = compose_config("local_test_synthetic", *SMALL, "paths.model_name=x", "mesh.d=2")
+    parts = "model.norms_after=true", "model.qkv_bias=true", "model.qk_norm=all"
+    names = *SMALL, *parts, "paths.model_name=x", "mesh.d=2"
+    config = compose_config("local_test_synthetic", *names)
     passed = [edit for edit in edits[::11] if not mutations.probe(edit.source, config)[0]]
     assert len(passed) < 5 and all(PASSES.fullmatch(edit.what) for edit in passed)
 

@@ -10,7 +10,7 @@ from data.loader import TokenBatch
 from shardlib import devices
 from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, u32
 from tests import compiled
-from tests.helpers import compose_config, slow_but_for, small_config
+from tests.helpers import compose_config, of_model, slow_but_for, small_config
 from tools import generate, memory
 from tools.ledger import ledger
 
@@ -27,17 +27,19 @@ def in_parts(microbatches, chunks, **mesh):
 
 
 def training(config):
-    return train.training_step, tuple[train.State, TokenBatch], {}, config
+    return train.training_step, of_model(tuple[train.State, TokenBatch], config), {}, config
 
 
 def validation(config):
-    return train.validation_step, tuple[train.Weights, TokenBatch], {}, config
+    hint = of_model(tuple[train.Weights, TokenBatch], config)
+    return train.validation_step, hint, {}, config
 
 
 def generation(config, rows, tokens):
     """A step that computes some tokens of each row at a time."""
     cache = Stacked["layers", generate.Cache]
     hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""], f32["B/d"]]
+    hint = of_model(hint, config)
     how = generate.Sampling(1.0, None, 0.9, range(config.model.vocab))
     return generate.step, hint, {"B": rows, "L": tokens, "S": 24}, config, how
 

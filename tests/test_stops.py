@@ -27,6 +27,7 @@ from tests.helpers import (
     arrays,
     edited,
     mesh,
+    of_model,
     rows,
     small_config,
     starting_state,
@@ -176,7 +177,7 @@ def test_a_clone_starts_from_anothers_weights(runs):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
     wanted = arrays(checkpoint(runs / "whole", 6))
-    arguments = train.State, train.dimensions(config), config.to_yaml(), 4
+    arguments = of_model(train.State, config), train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
         state, line = starting_state(config, own, FLAT)
@@ -186,7 +187,9 @@ def test_a_clone_starts_from_anothers_weights(runs):
             else:
                 assert not actual.any(), "Adam's moments, and the step"
         assert line == f"weights from {checkpoint(runs / 'whole', 6)}"
-        assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.State)
+        assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(
+            of_model(train.State, config)
+        )
 
         # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))

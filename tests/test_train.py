@@ -16,7 +16,7 @@ import train
 from data.flat_tokens import FlatTokens
 from runtime.run import Run
 from shardlib import ops
-from shardlib.devices import make_mesh
+from shardlib.devices import abstract_mesh, make_mesh
 from shardlib.kernels import balanced
 from shardlib.types import make_shapes, make_shardings, typed_shard_map
 from tests import oracle
@@ -29,12 +29,14 @@ from tests.helpers import (
     compose_config,
     edited,
     mesh,
+    of_model,
     slow_but_for,
     small_config,
     starts_of,
     token_batch,
     train_here,
 )
+from tools.ledger import ledger
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +73,29 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
         # Gains of one and zero moments would hide mistakes.
         keys = iter(jax.random.split(jax.random.key(1), 100))
         weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
-        weights = jax.device_put(weights, make_shardings(module.Weights))
+        weights = jax.device_put(weights, make_shardings(of_model(module.Weights, config)))
         loss, grads = jax.device_get(run(weights, batch))
         return float(loss), plain(grads), plain(jax.device_get(weights))
 
 
 def plain(tree):
-    """Turns nested dataclasses into dicts."""
-    return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in vars(tree).items()}
+    """Turns nested dataclasses into dicts, without arrays that are absent."""
+    there = {name: value for name, value in vars(tree).items() if value is not None}
+    return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in there.items()}
 
 
 @functools.cache
-def expected(length=12):
+def expected(length=12, *overrides):
     """The oracle's loss and gradients at the weights that `loss_and_grads` uses."""
-    module, config = edited("train.py", IN_F32), small_config()
+    module, config = edited("train.py", IN_F32), small_config(*overrides)
     targets, is_start = random_rows(length=length)
     _, _, weights = loss_and_grads(module, config, targets, is_start, mesh(1, 1))
     loss = functools.partial(
-        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
+        oracle.mean_loss,
+        targets=targets,
+        is_start=is_start,
+        max_timescale=100,
+        window=config.model.sliding_window,
     )
     return jax.device_get(jax.value_and_grad(loss)(weights))
 
@@ -115,6 +122,50 @@ def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, axes):
     expected_loss, expected_grads = expected(48)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected_grads, 1e-5)
+
+
+# What configs may add to the model or leave out of it.
+VARIANTS = {
+    "Qwen2": ["model.qkv_bias=true", "model.tied_embeddings=true"],
+    "Qwen3": ["model.qk_norm=head"],
+    "OLMo 2": ["model.qk_norm=all", "model.norms_after=true"],
+    "a window": ["model.sliding_window=5"],
+}
+
+
+@pytest.mark.parametrize("axes", slow_but_for([(2, 2, 2, 2)], [(1, 1), (2, 4), (2, 2, 2, 2)]))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradients_of_variants_agree_with_the_oracle(in_f32, variant, axes):
+    """Meshes (d, t, r, c)."""
+    config = small_config(*VARIANTS[variant])
+    loss, grads, _ = loss_and_grads(in_f32, config, *random_rows(), mesh(*axes))
+    expected_loss, expected_grads = expected(12, *VARIANTS[variant])
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert grads.keys() == expected_grads.keys()
+    assert_close(grads, expected_grads, 1e-5)
+    assert not np.allclose(expected_loss, expected()[0], rtol=1e-3), "the variant does nothing"
+
+
+def test_what_a_config_leaves_out_costs_nothing():
+    """No array, no moment, no line of the audit."""
+    config = small_config()
+    one = abstract_mesh(config.mesh.axes)
+    with jax.sharding.use_abstract_mesh(one):
+        state, _ = make_shapes(
+            of_model(tuple[train.State, train.TokenBatch], config), train.dimensions(config)
+        )
+    names = {"attention_norm", "w_q", "w_k", "w_v", "w_o"}
+    assert plain(state.weights.layers).keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
+
+    def ops_of(*overrides):
+        jaxpr = train.trace_step(small_config(*overrides), one)
+        return {transfer.op for transfer in ledger(jaxpr, config.mesh.axes, "").transfers}
+
+    added = ops_of("model.qkv_bias=true") - ops_of()
+    assert added == {
+        "broadcast(layers Q K/t D -> layers Q K/t D)",
+        "broadcast(layers K/t D -> layers K/t D)",
+    }
 
 
 PARTS = ["training.microbatches=2", "training.loss_chunks=4"]
@@ -291,7 +342,7 @@ def test_step_flops_are_those_of_the_oracles_products():
     config = small_config()
     module = edited("train.py", IN_F32)
     with jax.set_mesh(mesh(1, 1)):
-        weights = plain(make_shapes(module.Weights, module.dimensions(config)))
+        weights = plain(make_shapes(of_model(module.Weights, config), module.dimensions(config)))
     targets, is_start = random_rows()
     jaxpr = jax.make_jaxpr(oracle.laid_out_loss)(
         weights, targets, *oracle.layout(targets, is_start), 100.0

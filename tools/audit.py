@@ -28,7 +28,7 @@ from data.loader import TokenBatch
 from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
-from shardlib.types import bf16, bool_, f32, i32, make_shapes, type_tree, u32
+from shardlib.types import bf16, bool_, f32, i32, make_shapes, present, type_tree, u32
 from tools import compare, memory
 from tools.ledger import Saved, ledger
 from tools.roofline import bound, bound_head
@@ -98,7 +98,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     costs = ledger(jaxpr, axes, chip.kind if chip else "")
     predicted = memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
-        weights = bytes_per_device(train.Weights, axes, sizes)
+        weights = bytes_per_device(present(train.Weights, config.model.parts), axes, sizes)
         batch = bytes_per_device(TokenBatch, axes, sizes)
 
     def type_of(array: Saved | memory.Buffer, at_probe: Shape) -> str:

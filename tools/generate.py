@@ -64,6 +64,7 @@ from shardlib.types import (
     make_shardings,
     mesh_shape,
     parse_signature,
+    present,
     pytree_dataclass,
     typechecked,
     typed_shard_map,
@@ -290,10 +291,11 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     config = newest(path).config(train.Config, defaults=defaults)
     sizes = train.dimensions(config)
     try:
-        make_shapes(train.Weights, sizes, train.DIMENSIONS)
+        make_shapes(present(train.Weights, config.model.parts), sizes, train.DIMENSIONS)
     except UserError as error:
         raise UserError(f"{error}; choose a --mesh whose axes divide it, see --help") from None
-    return Checkpoints(path, train.State, sizes, config.to_yaml(), 32, key="folder"), config
+    kinds = present(train.State, config.model.parts)
+    return Checkpoints(path, kinds, sizes, config.to_yaml(), 32, key="folder"), config
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:

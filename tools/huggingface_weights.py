@@ -1,19 +1,22 @@
-"""Converts weights between checkpoints and folders that `transformers` loads as a Llama.
+"""Converts weights between checkpoints and folders that `transformers` loads.
 
-    python -m tools.huggingface_weights export runs/x/checkpoints runs/x_llama
-    python -m tools.huggingface_weights import Llama-3.2-1B runs/llama
+    python -m tools.huggingface_weights import Qwen3-0.6B runs/qwen3 --config=qwen3.yaml
+    python -m tools.huggingface_weights export runs/x/checkpoints runs/x_qwen3
+
+The families are Llama 1 to 3.2, models like it such as SmolLM2, Mistral, Qwen2 and Qwen2.5, Qwen3
+without experts, and OLMo 2.
+
+Import takes a folder of safetensors as `hf download` makes it, one tensor at a time, or a .gguf
+file, which transformers reads: this needs PyTorch. It prints the `model` section that a run's
+config needs to start from the imported weights with paths.clone_from. --config=FILE writes a whole
+config, for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`. The
+tokenizer, config.json and generation_config.json are kept beside the checkpoint.
 
 Export takes a checkpoint, or the newest complete one of a folder. The weights stay float32, bit for
-bit, unless --dtype=bfloat16 rounds them. config.json is written last: a folder without it is
-unfinished. Memory must hold a file of weights (4 GB) plus the layers that a chunk of the checkpoint
-spans, and both embeddings. To add the tokenizer to the folder, use transformers' `save_pretrained`.
-
-Import takes Llama models, and Mistral models without a sliding window, from a folder of safetensors
-as `hf download` makes it, one tensor at a time. It prints the `model` section that a run's config
-needs to start from the imported weights with paths.clone_from.
-
-If a dataset's ids are the tokenizer's plus an offset, give the same --id-offset here: it rotates
-the rows of the embeddings by that offset.
+bit, unless --dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from
+--tokenizer, a folder or hub repository, or from the import that the run started from. config.json
+is written last: a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus
+the layers that a chunk of the checkpoint spans, and both embeddings.
 """
 
 import argparse
@@ -44,6 +47,7 @@ from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
+from shardlib.types import present, type_tree
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
@@ -56,15 +60,40 @@ TENSORS = {
     "weights/layers/w_q": ("model.layers.{}.self_attn.q_proj.weight", "layers (K Q D) M"),
     "weights/layers/w_k": ("model.layers.{}.self_attn.k_proj.weight", "layers (K D) M"),
     "weights/layers/w_v": ("model.layers.{}.self_attn.v_proj.weight", "layers (K D) M"),
+    "weights/layers/b_q": ("model.layers.{}.self_attn.q_proj.bias", "layers (K Q D)"),
+    "weights/layers/b_k": ("model.layers.{}.self_attn.k_proj.bias", "layers (K D)"),
+    "weights/layers/b_v": ("model.layers.{}.self_attn.v_proj.bias", "layers (K D)"),
+    "weights/layers/q_norm": ("model.layers.{}.self_attn.q_norm.weight", "layers D"),
+    "weights/layers/k_norm": ("model.layers.{}.self_attn.k_norm.weight", "layers D"),
+    "weights/layers/all_q_norm": ("model.layers.{}.self_attn.q_norm.weight", "layers (K Q D)"),
+    "weights/layers/all_k_norm": ("model.layers.{}.self_attn.k_norm.weight", "layers (K D)"),
     "weights/layers/w_o": ("model.layers.{}.self_attn.o_proj.weight", "layers M (K Q D)"),
+    "weights/layers/attention_post_norm": (
+        "model.layers.{}.post_attention_layernorm.weight",
+        "layers M",
+    ),
     "weights/layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "layers M"),
     "weights/layers/w_gate": ("model.layers.{}.mlp.gate_proj.weight", "layers F M"),
     "weights/layers/w_up": ("model.layers.{}.mlp.up_proj.weight", "layers F M"),
     "weights/layers/w_down": ("model.layers.{}.mlp.down_proj.weight", "layers M F"),
+    "weights/layers/mlp_post_norm": (
+        "model.layers.{}.post_feedforward_layernorm.weight",
+        "layers M",
+    ),
     "weights/final_norm": ("model.norm.weight", "M"),
     "weights/unembed": ("lm_head.weight", "V M"),
 }
 EMBED, UNEMBED = TENSORS["weights/embed"][0], TENSORS["weights/unembed"][0]
+
+# The families by model_type: the class in transformers, and in what train.ModelConfig its models
+# differ from Llama's.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": True}),
+    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"qk_norm": "head"}),
+    "olmo2": ("Olmo2ForCausalLM", {"qk_norm": "all", "norms_after": True}),
+}
 
 # config.json's names for the fields of train.ModelConfig, and for those of train.RopeScalingConfig,
 # which are in its rope_parameters of type llama3.
@@ -73,9 +102,9 @@ MODEL = {
     "intermediate_size": "d_ff",
     "num_hidden_layers": "layers",
     "num_key_value_heads": "n_kv",
-    "head_dim": "d_head",
     "vocab_size": "vocab",
     "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
 }
 LLAMA3 = {
     "factor": "factor",
@@ -122,21 +151,23 @@ def sizes(model: train.ModelConfig) -> dict[str, int]:
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes the arrays of a checkpoint of the weights, by name."""
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        every = checkpoint.entries(train.State, sizes(model))
+        every = checkpoint.entries(present(train.State, model.parts), sizes(model))
     return {name: entry for name, entry in every.items() if name.startswith("weights/")}
 
 
 def tensors(model: train.ModelConfig) -> list[Tensor]:
     """Lists all tensors of a model, the layers of an array in order. Raises UserError unless
-    Llama's files have exactly one tensor for each array of train.Weights."""
+    TENSORS has exactly one for each array of train.Weights."""
     result, arrays = [], entries(model)
-    for array in arrays | TENSORS:
+    types = checkpoint.named({"weights": type_tree(train.Weights)})
+    absent = {name for name, kind in types.items() if kind.optional and name not in arrays}
+    for array in [name for name in arrays | TENSORS if name not in absent]:
         name, theirs = TENSORS.get(array, ("", ""))
         entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
         size = dict(zip(entry["dimensions"], entry["shape"], strict=True))
         if sorted(size) != sorted(re.findall(r"\w+", theirs)) or entry["dtype"] != "float32":
             raise UserError(
-                f"{array} is {show_entry(arrays.get(array))} in train.py; Llama's files have "
+                f"{array} is {show_entry(arrays.get(array))} in train.py; transformers' files have "
                 + (f"float32[{theirs}]" if theirs else "no tensor for it")
             )
         dims = theirs.removeprefix("layers ")
@@ -145,7 +176,19 @@ def tensors(model: train.ModelConfig) -> list[Tensor]:
     return result
 
 
-def llama_config(model: train.ModelConfig, length: int) -> dict[str, Any]:
+def family_of(model: train.ModelConfig) -> str:
+    """Returns the model_type that a model is exported as. Raises UserError if there is none."""
+    plain = {"norms_after": False, "qkv_bias": False, "qk_norm": None, "sliding_window": False}
+    found = {key: getattr(model, key) for key in plain}
+    found["sliding_window"] = bool(model.sliding_window)
+    for name, (_, options) in FAMILIES.items():
+        if found == plain | options:
+            return name
+    settings = ", ".join(f"model.{key}={value}" for key, value in found.items())
+    raise UserError(f"no family of transformers ({', '.join(FAMILIES)}) has {settings}")
+
+
+def described(model: train.ModelConfig, length: int) -> dict[str, Any]:
     """The entries of config.json that determine what the model computes, and the row length it was
     trained on, with the names of transformers 5."""
     rope = {"rope_type": "default", "rope_theta": float(model.rope_max_timescale)}
@@ -154,13 +197,14 @@ def llama_config(model: train.ModelConfig, length: int) -> dict[str, Any]:
         rope["rope_type"] = "llama3"
     return {
         **{theirs: getattr(model, ours) for theirs, ours in MODEL.items()},
+        "head_dim": model.d_head,
         "num_attention_heads": model.n_q_per_kv * model.n_kv,
         "max_position_embeddings": length,
         "rope_parameters": rope,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": False,  # Qwen2, which has biases, has no such key
         "mlp_bias": False,
-        "bos_token_id": model.start_token,
+        "sliding_window": model.sliding_window,
     }
 
 
@@ -179,12 +223,6 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
-
-
-def is_tied(source: Checkpoint) -> bool:
-    """Returns whether the embedding and the unembedding are equal, bit for bit."""
-    one, other = (source.read(source.array(f"weights/{name}")) for name in ("embed", "unembed"))
-    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
@@ -232,22 +270,19 @@ def export_weights(path: str, output: str, dtype: str) -> None:
     source, folder = checkpoint.newest(path), pathlib.Path(output)
     model, length = model_of(source)
     if model.d_model % (model.n_q_per_kv * model.n_kv):
-        raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
-    wanted = tensors(model)
+        raise UserError("transformers needs model.d_model to be a multiple of the query heads")
+    family, wanted = family_of(model), tensors(model)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        tied = is_tied(source)
-        wanted = [tensor for tensor in wanted if not tied or tensor.name != UNEMBED]
         total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:
         raise UserError(f"{source.path} is damaged: {error}") from None
-    config = llama_config(model, length)
+    config = described(model, length)
     rope = dict(config["rope_parameters"])
     config |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "tie_word_embeddings": tied,
-        "eos_token_id": None,  # the dataset format has no end token
+        "architectures": [FAMILIES[family][0]],
+        "model_type": family,
+        "bos_token_id": model.start_token,
         "dtype": dtype,
         # The names of transformers 4, which other programs read.
         "torch_dtype": dtype,
@@ -264,16 +299,16 @@ def export_weights(path: str, output: str, dtype: str) -> None:
 # --- Import ---------------------------------------------------------------------------------------
 
 
-def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int, bool]:
-    """Returns the model that config.json describes, its row length, and whether its embeddings are
-    tied. Raises UserError if it computes anything other than train.py's model."""
+def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
+    """Returns the model that config.json describes, and its row length. Raises UserError if it
+    computes anything other than train.py's model."""
     import transformers  # takes two seconds, and export doesn't need it
 
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text())
-        if values["model_type"] not in ("llama", "mistral"):
-            raise UserError(f"model_type is {values['model_type']}, not llama or mistral")
+        if values["model_type"] not in FAMILIES:
+            raise UserError(f"model_type is {values['model_type']}, not {', '.join(FAMILIES)}")
         # Fills in defaults for what the file leaves out.
         config: Any = transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers' validation errors have classes of their own
@@ -282,9 +317,12 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int, bool]:
     ignored = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
     rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
     config.rope_parameters = rope
-    start, vocab, length = config.bos_token_id, config.vocab_size, config.max_position_embeddings
+    vocab, length = config.vocab_size, config.max_position_embeddings
     if min(length, config.num_key_value_heads) < 1:
         raise UserError(f"{path}: max_position_embeddings and num_key_value_heads must be positive")
+    # Families without a token that starts a text put one that ends it between texts.
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    start = ends[0] if config.bos_token_id is None else config.bos_token_id
     if not (isinstance(start, int) and 0 <= start < vocab):
         raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of the token that "
@@ -295,12 +333,16 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int, bool]:
         theta = int(theta)
     if rope["rope_type"] == "llama3":
         scaling = {ours: rope[key] for key, ours in LLAMA3.items()}
+    heads = config.num_attention_heads
     values = {ours: getattr(config, theirs) for theirs, ours in MODEL.items()} | {
-        "n_q_per_kv": config.num_attention_heads // config.num_key_value_heads,
+        "d_head": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "n_q_per_kv": heads // config.num_key_value_heads,
         "rope_max_timescale": theta,
         "rope_scaling": scaling,
         "start_token": start,
     }
+    options = FAMILIES[config.model_type][1]
+    values |= options | {"sliding_window": getattr(config, "sliding_window", None)}
     try:
         checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
         model = cast(train.ModelConfig, OmegaConf.to_object(checked))
@@ -308,18 +350,23 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int, bool]:
         problem = f"{error.full_key}: {str(error).splitlines()[0]}"
         raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
     # The models compute the same if exporting ours would give the same config.json.
-    wanted = {"sliding_window": None, "quantization_config": None}
-    for key, ours in (wanted | llama_config(model, length)).items():
+    wanted = described(model, length) | {"quantization_config": None}
+    if "sliding_window" not in options:
+        wanted["sliding_window"] = None
+    for key, ours in wanted.items():
         theirs = getattr(config, key, ours)
         if theirs != ours:
             problem = f"{key} is {json.dumps(theirs)}; train.py's model needs {json.dumps(ours)}"
             raise UserError(f"{path}: {problem}")
-    return model, length, config.tie_word_embeddings
+    return model, length
 
 
-def open_tensors(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict[str, Any]:
-    """Opens the tensors of a folder without reading their values. Raises UserError unless the
-    folder has exactly the wanted tensors, in the wanted shapes."""
+def open_tensors(
+    folder: pathlib.Path, model: train.ModelConfig
+) -> tuple[train.ModelConfig, dict[str, Any]]:
+    """Opens the tensors of a folder without reading their values. Returns them with the model,
+    whose embeddings aren't tied if the folder has two. Raises UserError unless it has exactly the
+    model's tensors, in the right shapes."""
     opened: dict[str, Any] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
@@ -332,17 +379,20 @@ def open_tensors(folder: pathlib.Path, wanted: list[Tensor], tied: bool) -> dict
         if duplicates := opened.keys() & slices.keys():
             raise UserError(f"{path} and another file both have {min(duplicates)}: remove one")
         opened |= slices
-    if tied and EMBED in opened:
-        opened.setdefault(UNEMBED, opened[EMBED])  # a stored one wins, as in transformers
     kinds = dict.fromkeys(["F32", "F16", "BF16"], "float")
-    types, expected = {}, {tensor.name: f"float{list(tensor.shape)}" for tensor in wanted}
+    if model.tied_embeddings and EMBED in opened and UNEMBED in opened:
+        if np.array_equal(opened[EMBED][:], opened[UNEMBED][:]):
+            del opened[UNEMBED]
+        else:  # transformers uses both, whatever config.json says
+            model = dataclasses.replace(model, tied_embeddings=False)
+    types, expected = {}, {x.name: f"float{list(x.shape)}" for x in tensors(model)}
     for name, data in opened.items():
         types[name] = kinds.get(data.get_dtype(), data.get_dtype()) + str(data.get_shape())
     for name in expected | types:
         if (one := types.get(name, "missing")) != (other := expected.get(name, "no such tensor")):
             files = f"{folder}/model*.safetensors"
             raise UserError(f"{files}: {name} is {one}; config.json's model has {other}")
-    return opened
+    return model, opened
 
 
 def import_weights(path: str, output: str) -> None:
@@ -350,9 +400,9 @@ def import_weights(path: str, output: str) -> None:
     represent it, or if the output can't be written."""
     check_empty(output)
     folder = pathlib.Path(path)
-    model, length, tied = model_in(folder)
+    model, length = model_in(folder)
+    model, opened = open_tensors(folder, model)
     wanted = tensors(model)
-    opened = open_tensors(folder, wanted, tied)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
     # tools.generate computes logits in chunks of about 1,024 tokens, as rows may be long.
     chunks = math.gcd(length, max(1, length // 1024))

@@ -339,7 +339,7 @@ class Mixed:
 
 
 UNCHECKABLE = {
-    "optional": f32["N"] | None,
+    "an optional tree": Layer | None,
     "a list": list[f32["N"]],
     "a dict": dict[str, f32["N"]],
     "any number": tuple[f32["N"], ...],

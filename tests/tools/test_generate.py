@@ -28,7 +28,7 @@ from shardlib.types import (
     u32,
 )
 from tests import golden, oracle
-from tests.helpers import IN_F32, assert_close, edited, mesh, small_config, token_batch
+from tests.helpers import IN_F32, assert_close, edited, mesh, of_model, small_config, token_batch
 from tools import generate
 
 MESHES = [(4, 2), (2, 4), (1, 8)]
@@ -48,7 +48,7 @@ def random_weights(config, module=train):
     """Random weights as a dict of numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
         rng = np.random.default_rng(7)
-        shapes = make_shapes(module.Weights, train.dimensions(config))
+        shapes = make_shapes(of_model(module.Weights, config), train.dimensions(config))
         weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
     return vars(weights) | {"layers": vars(weights.layers)}
 
@@ -351,7 +351,7 @@ def run(tmp_path_factory):
         for name, vocab, n_kv in ("bytes", 264, 8), ("nameless", 128, 8), ("two_heads", 128, 2):
             model = f"model.vocab={vocab}", f"model.n_kv={n_kv}"
             config = small_config(f"flat_tokens.filespec={name}.zarr", *model)
-            settings = train.State, train.dimensions(config), config.to_yaml(), 4
+            settings = of_model(train.State, config), train.dimensions(config), config.to_yaml(), 4
             checkpoints = Checkpoints(str(folder / name), *settings, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))

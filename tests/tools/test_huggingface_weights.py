@@ -23,7 +23,7 @@ from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib.errors import UserError
-from shardlib.types import make_shardings, typed_shard_map
+from shardlib.types import make_shardings, present, typed_shard_map
 from tests import golden
 from tests.helpers import (
     IN_F32,
@@ -32,6 +32,7 @@ from tests.helpers import (
     compose_config,
     edited,
     mesh,
+    of_model,
     slow_but_for,
     small_config,
     starting_state,
@@ -74,7 +75,26 @@ MISTRAL = LLAMA_2 | {
     "sliding_window": None,
 }
 SMOLLM_2 = LLAMA_2 | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": 0}
-FAMILIES = {"Llama 2": LLAMA_2, "Llama 3.1": LLAMA_3, "Mistral": MISTRAL, "SmolLM2": SMOLLM_2}
+QWEN_2 = LLAMA_3 | {"model_type": "qwen2", "rope_scaling": None, "bos_token_id": 3}
+del QWEN_2["head_dim"]
+QWEN_3 = LLAMA_3 | {"model_type": "qwen3", "rope_scaling": None, "tie_word_embeddings": True}
+# Between texts it has a token that ends them, and none that starts them.
+OLMO_2 = LLAMA_2 | {"model_type": "olmo2", "num_key_value_heads": 2, "eos_token_id": 7}
+OLMO_2 |= {"bos_token_id": None}
+FAMILIES = {
+    "Llama 2": LLAMA_2,
+    "Llama 3.1": LLAMA_3,
+    "Mistral": MISTRAL,
+    "Mistral with a window": MISTRAL | {"sliding_window": 9},
+    "SmolLM2": SMOLLM_2,
+    "Qwen2": QWEN_2,
+    "Qwen3": QWEN_3,
+    "OLMo 2": OLMO_2,
+}
+
+
+def start_of(config):
+    return config["eos_token_id"] if config["bos_token_id"] is None else config["bos_token_id"]
 
 
 def random_tensors(config, dtype=np.float32, seed=0):
@@ -85,13 +105,28 @@ def random_tensors(config, dtype=np.float32, seed=0):
     D = config.get("head_dim", M // heads)
 
     def draw(name, *shape):
+        name, _, bias = name.partition(" ")
         values = rng.normal(size=shape) * 1.5 / math.sqrt(shape[-1]) + (len(shape) == 1)
-        tensors[f"{name}.weight"] = values.astype(dtype)
+        tensors[f"{name}.{bias or 'weight'}"] = values.astype(dtype)
+
+    kind = config["model_type"]
 
     draw("model.embed_tokens", config["vocab_size"], M)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
-        draw(f"{layer}.input_layernorm", M)
+        if kind == "olmo2":
+            draw(f"{layer}.post_feedforward_layernorm", M)
+            draw(f"{layer}.self_attn.q_norm", heads * D)
+            draw(f"{layer}.self_attn.k_norm", keys * D)
+        else:
+            draw(f"{layer}.input_layernorm", M)
+        if kind == "qwen3":
+            draw(f"{layer}.self_attn.q_norm", D)
+            draw(f"{layer}.self_attn.k_norm", D)
+        if kind == "qwen2":
+            draw(f"{layer}.self_attn.q_proj bias", heads * D)
+            draw(f"{layer}.self_attn.k_proj bias", keys * D)
+            draw(f"{layer}.self_attn.v_proj bias", keys * D)
         draw(f"{layer}.self_attn.q_proj", heads * D, M)
         draw(f"{layer}.self_attn.k_proj", keys * D, M)
         draw(f"{layer}.self_attn.v_proj", keys * D, M)
@@ -153,7 +188,10 @@ def wavelengths(config, D):
 
 def paper_logits(folder, ids):
     """The float64[B, L, V] logits of ids[B, L] with causal attention. Touvron et al. 2023, section
-    2.2 of https://arxiv.org/abs/2302.13971 and of https://arxiv.org/abs/2307.09288."""
+    2.2 of https://arxiv.org/abs/2302.13971 and of https://arxiv.org/abs/2307.09288. Windows: Jiang
+    et al. 2023, https://arxiv.org/abs/2310.06825; biases: Qwen2, https://arxiv.org/abs/2407.10671,
+    section 2.2; norms of heads: Qwen3, https://arxiv.org/abs/2505.09388, section 2; norms after:
+    OLMo 2, https://arxiv.org/abs/2501.00656, section 3.2."""
     config = config_in(folder)
     w = {name: x.astype(np.float64) for name, x in tensors_in(folder).items()}
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
@@ -173,24 +211,37 @@ def paper_logits(folder, ids):
             name.removeprefix(f"model.layers.{i}.").removesuffix(".weight"): value
             for name, value in w.items()
         }
-        h = norm(x, layer["input_layernorm"])
+        olmo = "post_feedforward_layernorm" in layer
+        h = x if olmo else norm(x, layer["input_layernorm"])
+        queries, all_keys, values = (
+            h @ layer[f"self_attn.{name}_proj"].T + layer.get(f"self_attn.{name}_proj.bias", 0)
+            for name in "qkv"
+        )
+        if olmo:
+            queries = norm(queries, layer["self_attn.q_norm"])
+            all_keys = norm(all_keys, layer["self_attn.k_norm"])
+        age = np.arange(length)[:, None] - np.arange(length)
+        sees = (age >= 0) & (age < (config.get("sliding_window") or length))
         mixed = []
         for head in range(heads):
             query = slice(head * D, (head + 1) * D)
             shared = head // (heads // keys)
             shared = slice(shared * D, (shared + 1) * D)
-            q = rotated(h @ layer["self_attn.q_proj"][query].T)
-            k = rotated(h @ layer["self_attn.k_proj"][shared].T)
-            scores = q @ k.swapaxes(1, 2) / math.sqrt(D)
-            scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+            q, k = queries[..., query], all_keys[..., shared]
+            if "self_attn.q_norm" in layer and not olmo:
+                q, k = norm(q, layer["self_attn.q_norm"]), norm(k, layer["self_attn.k_norm"])
+            scores = rotated(q) @ rotated(k).swapaxes(1, 2) / math.sqrt(D)
+            scores = np.where(sees, scores, -np.inf)
             probabilities = np.exp(scores - scores.max(-1, keepdims=True))
             probabilities /= probabilities.sum(-1, keepdims=True)
-            mixed.append(probabilities @ (h @ layer["self_attn.v_proj"][shared].T))
-        x = x + np.concatenate(mixed, -1) @ layer["self_attn.o_proj"].T
-        h = norm(x, layer["post_attention_layernorm"])
+            mixed.append(probabilities @ values[..., shared])
+        y = np.concatenate(mixed, -1) @ layer["self_attn.o_proj"].T
+        x = x + (norm(y, layer["post_attention_layernorm"]) if olmo else y)
+        h = x if olmo else norm(x, layer["post_attention_layernorm"])
         gate = h @ layer["mlp.gate_proj"].T
         hidden = gate / (1 + np.exp(-gate)) * (h @ layer["mlp.up_proj"].T)
-        x = x + hidden @ layer["mlp.down_proj"].T
+        y = hidden @ layer["mlp.down_proj"].T
+        x = x + (norm(y, layer["post_feedforward_layernorm"]) if olmo else y)
     unembed = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     return norm(x, w["model.norm.weight"]) @ w[f"{unembed}.weight"].T
 
@@ -223,7 +274,12 @@ def train_logits(module, checkpoints, targets):
     """The newest checkpoint's f32[B, L, V] logits by train.py's model, for targets[B, L]."""
     source = checkpoint.newest(str(checkpoints))
     model = tool.model_of(source)[0]
-    settings = module.State, tool.sizes(model), checkpoint_config(source.path), 4
+    settings = (
+        present(module.State, model.parts),
+        tool.sizes(model),
+        checkpoint_config(source.path),
+        4,
+    )
 
     def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L/c V/t"]:
         replica = module.gather_replica(weights)
@@ -266,7 +322,7 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     golden.check("huggingface_weights.txt", family, out.replace(str(tmp_path), "..."))
     targets = draw_targets(config)
     actual = train_logits(in_f32, tmp_path / "ours", targets)
-    wanted = paper_logits(folder, inputs(targets, config["bos_token_id"]))
+    wanted = paper_logits(folder, inputs(targets, start_of(config)))
     assert_close(actual, wanted, 1e-5)
 
     name = "bfloat16" if dtype == ml_dtypes.bfloat16 else "float32"
@@ -276,9 +332,9 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     out = tmp_path / "again"
     assert not run("export", tmp_path / "ours", out, f"--dtype={name}")[1]
     assert bits(tensors_in(out)) == bits(wanted)
-    same = config.keys() - {"model_type", "sliding_window"}
-    assert all(config_in(out)[key] == config[key] for key in same)
-    assert config_in(out)["tie_word_embeddings"] is (family == "SmolLM2")
+    same = config.keys() - {"bos_token_id"} - ({"model_type"} if family == "Mistral" else set())
+    assert all(config_in(out)[key] == config[key] for key in same - {"eos_token_id"})
+    assert config_in(out)["bos_token_id"] == start_of(config)
     assert config_in(out)["dtype"] == config_in(out)["torch_dtype"] == name
     # No file is too large, and the index lists them all.
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -309,8 +365,8 @@ def trained(tmp_path_factory):
         state = jax.tree.map(  # gains of one and small weights would hide mistakes
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
-        state = jax.tree.map(jax.device_put, state, make_shardings(train.State))
-        settings = train.State, train.dimensions(config), config.to_yaml(), 4
+        state = jax.tree.map(jax.device_put, state, make_shardings(of_model(train.State, config)))
+        settings = of_model(train.State, config), train.dimensions(config), config.to_yaml(), 4
         checkpoints = Checkpoints(str(path), *settings, say=lambda _: None)
         checkpoints.save(7, state)
         checkpoints.wait()
@@ -366,11 +422,11 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     model = OmegaConf.to_container(OmegaConf.create(out).model)
     start = compose_config(
         "local_test_synthetic",
-        *(f"model.{key}={value}".replace("'", "") for key, value in model.items()),
+        *(f"model.{key}={json.dumps(value)}".replace('"', "") for key, value in model.items()),
         f"paths.clone_from={tmp_path}/ours",
         "paths.model_name=clone",
     )
-    settings = train.State, train.dimensions(start), start.to_yaml(), 4
+    settings = of_model(train.State, start), train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
         state, _ = starting_state(start, none, None)
@@ -413,9 +469,8 @@ def cut_off(name):
 
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 IMPORTS = {
-    "another model_type": config_with(model_type="qwen2"),
+    "another model_type": config_with(model_type="gemma2"),
     "biases of attention": config_with(attention_bias=True),
-    "Mistral's own sliding window": config_with(model_type="mistral"),
     "linear RoPE scaling": config_with(rope_scaling={"type": "linear", "factor": 2.0}),
     "a RoPE scaling without its factor": config_with(rope_scaling={"rope_type": "llama3"}),
     "partial RoPE": config_with(partial_rotary_factor=0.5),
@@ -424,7 +479,7 @@ IMPORTS = {
     "an infinite base of RoPE": config_with(rope_theta=math.inf),
     "a RoPE scaling with a factor of null": config_with(rope_scaling=SCALED | {"factor": None}),
     "a vocabulary beyond all numbers": config_with(vocab_size=10**30, bos_token_id=None),
-    "no start token": config_with(bos_token_id=None),
+    "no start token": config_with(bos_token_id=None, eos_token_id=None),
     "heads that don't share evenly": config_with(num_key_value_heads=3),
     "a quantized model": config_with(quantization_config={"quant_method": "fp8"}),
     "another size": config_with(hidden_size=64),
@@ -468,7 +523,7 @@ def test_a_wrong_value_of_any_entry_of_a_config_gets_one_message(wrong, tmp_path
     for config in changes:
         (tmp_path / "config.json").write_text(json.dumps(config))
         try:
-            model, _, _ = tool.model_in(tmp_path)
+            model, _ = tool.model_in(tmp_path)
         except UserError as error:
             assert "\n" not in str(error)
             refused += 1
@@ -511,7 +566,7 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
 EDITS = {
     "a weight that no Llama has": (
         '    w_v: f32["M',
-        '    q_norm: f32["M/t/c/d"]\n    w_v: f32["M',
+        '    gain: f32["M/t/c/d"]\n    w_v: f32["M',
     ),
     "a weight that is no more": ('    final_norm: f32["M/t/c/d"]\n', ""),
     "a weight of other dimensions": (
@@ -603,5 +658,5 @@ def test_a_model_that_transformers_saved_and_loads(family, in_f32, tmp_path, run
         )
         assert not any(report.values()), report
         with torch.no_grad():
-            logits = model(torch.tensor(inputs(targets, config.bos_token_id))).logits
+            logits = model(torch.tensor(inputs(targets, start_of(FAMILIES[family])))).logits
         assert_close(logits.numpy(), wanted, 1e-5)
