@@ -79,7 +79,7 @@ def conversion(folder: pathlib.Path, tokenizer: str, processes: int) -> tuple[in
     output = folder / f"{pathlib.Path(tokenizer).name}.{processes}.zarr"
     source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
     config = ConvertConfig(
-        source, "text", tokenizer, "train", None, 0.001, None, processes, str(output)
+        source, "text", tokenizer, False, False, "train", None, 0.001, None, processes, str(output)
     )
     start = time.perf_counter()
     convert(config)
