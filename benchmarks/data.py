@@ -121,7 +121,7 @@ def plain_write(folder: pathlib.Path) -> tuple[int, float]:
 
 def open_loader(folder: pathlib.Path) -> Loader:
     path = str(folder / "bytes_utf8.1.zarr")
-    config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
+    config = FlatTokensConfig(path, (), 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"r": 1, "s": 1, "c": 1, "t": 1})):
         return Loader(config, BatchSpec(ROWS, LENGTH, vocab=257, start_token=0), "train")
 

@@ -76,8 +76,10 @@ class Tokenizer:
 
     def __init__(self, name: str, end_token: bool = False, chat: bool = False):
         self.name, self.chat = name, chat
-        self.slow: Any = None if name == "bytes_utf8" else self._open()
-        self.fast = self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
+        self.slow = self._open()
+        self.fast: Any = (
+            self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
+        )
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
             raise UserError(
@@ -99,6 +101,9 @@ class Tokenizer:
                 self.fast.post_processor = None
 
     def _open(self) -> Any:
+        """Returns transformers' tokenizer, or None for bytes."""
+        if self.name == "bytes_utf8":
+            return None
         import tokenizers
         import transformers  # takes a second to import; bytes_utf8 doesn't need it
 
