@@ -162,18 +162,14 @@ class Tokenizer:
     def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """Returns the ids of a chat. All but what the assistant replies has the flag NOT_A_TARGET.
         If it doesn't reply there are no ids."""
-        # Arrow gives each message the fields of all the others.
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         replies = [i for i, m in enumerate(messages) if i > 0 and m.get("role") == "assistant"]
         if not replies:
             return []
         text = self._render(messages)
         is_target = np.zeros(len(text) + 1, np.bool_)  # for each character
         for i in replies:
-            before, after = (
-                self._render(messages[:i], prompts=True),
-                self._render(messages[: i + 1]),
-            )
+            before = self._render(messages[:i], prompts=True)
+            after = self._render(messages[: i + 1])
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"the chat template of tokenizer={self.name} doesn't leave the text before a "

@@ -102,6 +102,7 @@ def test_the_start_token_stands_for_the_tokenizers_own(tmp_path):
 
 
 def test_fields_that_arrow_adds_to_a_message_are_not_there(tmp_path):
+    """It gives each message the fields of the others, as None, which transformers leaves out."""
     template = "{% for m in messages %}{{ m | length }}{% endfor %}"
     opened = text.Tokenizer(write_tokenizer(tmp_path, template), chat=True)
     messages = chat("hi", "hello")
@@ -143,6 +144,10 @@ REFUSED = {
     "chats without a template": ("", {"chat": True}),
     "a template that refuses a chat": (STRICT, {"chat": True}),
     "a template that keeps the last message": (LAST, {"chat": True}),
+    "a template whose prompt isn't in the chat": (
+        PLAIN.replace("assistant:{%", "assistant:<think>{%"),
+        {"chat": True},
+    ),
     "a template that drops what it wrote": (
         CHATML.replace("m.content", "m.content if loop.last or m.role == 'user' else ''"),
         {"chat": True},
