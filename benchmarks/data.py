@@ -79,7 +79,7 @@ def conversion(folder: pathlib.Path, tokenizer: str, processes: int) -> tuple[in
     output = folder / f"{pathlib.Path(tokenizer).name}.{processes}.zarr"
     source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
     config = ConvertConfig(
-        source, "text", tokenizer, "train", None, 0.001, None, processes, str(output)
+        source, "text", tokenizer, False, False, "train", None, 0.001, None, processes, str(output)
     )
     start = time.perf_counter()
     convert(config)
@@ -121,7 +121,7 @@ def plain_write(folder: pathlib.Path) -> tuple[int, float]:
 
 def open_loader(folder: pathlib.Path) -> Loader:
     path = str(folder / "bytes_utf8.1.zarr")
-    config = FlatTokensConfig(path, 1, 128, CHUNK // LENGTH, 0, True)
+    config = FlatTokensConfig(path, (), 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"r": 1, "s": 1, "c": 1, "t": 1})):
         return Loader(config, BatchSpec(ROWS, LENGTH, vocab=257, start_token=0), "train")
 

@@ -10,15 +10,20 @@ blocks of that order form a shuffle buffer, whose sequences are shuffled togethe
 
 Batch N can therefore be computed without the batches before it, each read is one long contiguous
 range, and memory holds one or two shuffle buffers per stream.
+
+A *mixture* takes each row of a batch from one of several datasets, as many from each as its weight
+says. Each dataset's rows come in the order that they would have without the others.
 """
 
 import abc
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Annotated, Any, SupportsInt
 
 import jax
@@ -28,37 +33,64 @@ from jaxtyping import Bool, Int64, UInt32
 from data.flat_tokens import (
     FILL,
     NO_TOKEN,
+    NOT_A_TARGET,
     Decoded,
     FlatTokens,
     FlatTokensError,
     checked,
     decode,
     tokenizer_of,
+    without_flag,
 )
 from data.text import ahead
-from runtime.config import NOT_EMPTY, NonNegativeInt, Path, PositiveInt, Section
+from runtime.config import (
+    NOT_EMPTY,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Path,
+    PositiveInt,
+    Section,
+)
+from shardlib.errors import UserError
 from shardlib.kernels import balanced
 from shardlib.types import axis_group, bool_, make_shardings, mesh_shape, pytree_dataclass, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class FlatTokensConfig(Section, key="flat_tokens"):
+class WeightedDataset(Section, key="flat_tokens.mixture"):
     filespec: Annotated[Path, NOT_EMPTY]
+    weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.weight > 0, "weight", "it must be above 0")
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class FlatTokensConfig(Section, key="flat_tokens"):
+    filespec: Annotated[Path, NOT_EMPTY] | None
+    mixture: tuple[WeightedDataset, ...]  # empty, or several datasets instead of `filespec`
     streams: PositiveInt
     read_blocks_per_shuffle_buffer: PositiveInt
     sequences_per_read_block: PositiveInt
     seed: NonNegativeInt
     sequence_packing: bool
 
-    def open(self, spec: "BatchSpec", split: str) -> "Loader":
+    def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
-        return Loader(self, spec, split)
+        if bool(self.mixture) == bool(self.filespec):
+            raise UserError(
+                "set one of flat_tokens.filespec=DATASET and flat_tokens.mixture="
+                "[{filespec: DATASET, weight: 0.7}, ...], and leave the other one null or []"
+            )
+        return Mixture(self, spec, split) if self.mixture else Loader(self, spec, split)
 
     def tokenizer_used(self) -> str | None:
-        """Returns the tokenizer that the dataset names, if any. Opens no remote dataset, as the
+        """Returns the tokenizer that a dataset names, if any. Opens no remote dataset, as the
         config may be that of somebody else's checkpoint."""
-        remote = any(mark in self.filespec for mark in ("://", "::"))
-        return None if remote else tokenizer_of(self.filespec)
+        paths = [self.filespec or "", *(dataset.filespec for dataset in self.mixture)]
+        local = (path for path in paths if path and not ("://" in path or "::" in path))
+        return next(filter(None, map(tokenizer_of, local)), None)
 
 
 axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
@@ -71,7 +103,7 @@ class TokenBatch:
 
     inputs: u32["B/d L/c"]  # the token before the target; where a document starts, the start token
     targets: u32["B/d L/c"]
-    loss_mask: bool_["B/d L/c"]  # false where the target is padding, which the loss leaves out
+    loss_mask: bool_["B/d L/c"]  # false where the loss leaves the target out, such as padding
     position: u32["B/d L/c"]  # index in the row
     start: u32["B/d L/c"]  # the position where the target's document starts, or 0: before the row
 
@@ -84,16 +116,16 @@ class TokenBatch:
         start_token: int,
     ) -> "TokenBatch":
         """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
-        row, which is the token before it. `is_start` marks the first token of each document.
-        NO_TOKEN is padding."""
-        there = ids != NO_TOKEN
-        ids = np.where(there, ids, np.uint32(0))
+        row, which is the token before it. `is_start` marks the first token of each document. The
+        loss leaves out ids with the flag NOT_A_TARGET, among them NO_TOKEN, which is padding."""
+        counts = ids < NOT_A_TARGET
+        ids = np.where(ids == NO_TOKEN, np.uint32(0), without_flag(ids))
         is_start, targets = is_start[:, 1:], ids[:, 1:]
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         return cls(
             inputs=np.where(is_start, np.uint32(start_token), ids[:, :-1]),
             targets=targets,
-            loss_mask=there[:, 1:],
+            loss_mask=counts[:, 1:],
             position=position,
             start=np.maximum.accumulate(np.where(is_start, position, 0), axis=1),
         )
@@ -246,6 +278,7 @@ class Loader(Batches):
         super().__init__(spec)
         self.config, (batch, length) = config, self.shape
         self.length = length
+        assert config.filespec, "`open` checks it"
         self.dataset = data = FlatTokens(config.filespec, split)
         self.threads = ThreadPoolExecutor(spec.io_threads)
         if data.max_token_id >= spec.vocab:
@@ -303,7 +336,58 @@ class Loader(Batches):
         return ((*self.rows(number, self.local_rows), None) for number in numbers)
 
     def origin(self, number: int) -> str:
-        rows = range(self.shape[0])
-        numbers = ", ".join(str(self.sequence(number, row)[1]) for row in rows)
+        return self.describe((number, row) for row in range(self.shape[0]))
+
+    def describe(self, rows: Iterable[tuple[int, int]]) -> str:
+        """Returns where in the dataset these rows come from, each a batch's number and a row."""
+        numbers = ", ".join(str(self.sequence(number, row)[1]) for number, row in rows)
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
         return f"{self.dataset.name}: sequences {numbers} ({kind})"
+
+
+class Mixture(Batches):
+    """Batches whose rows come from several datasets, in the order of `config.mixture`.
+
+    Of the first n rows of a run, a dataset has its share to within (datasets - 1) / 2 rows. Raises
+    FlatTokensError as Loader does, and for datasets of different tokenizers.
+    """
+
+    def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
+        super().__init__(spec)
+        paths = [dataset.filespec for dataset in config.mixture]
+        if len(names := {*map(tokenizer_of, paths)} - {None}) > 1:
+            raise FlatTokensError(
+                "flat_tokens.mixture has datasets of different tokenizers, "
+                f"{', '.join(sorted(map(str, names)))}: convert them with the same one"
+            )
+        single = (dataclasses.replace(config, filespec=path, mixture=()) for path in paths)
+        self.loaders = [Loader(part, spec, split) for part in single]
+        # As the decimals say, so that the counts of a long run are exact.
+        weights = [Fraction(str(dataset.weight)) for dataset in config.mixture]
+        self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
+
+    def counts(self, rows: int) -> list[int]:
+        """Returns how many of the first `rows` rows of a run each dataset has. Each takes its share
+        of what those before it left, rounded: both parts only grow with `rows`, which the
+        difference of two rounded cumulative shares wouldn't."""
+        counts = []
+        for share in self.shares:
+            counts.append(math.floor(rows * share + Fraction(1, 2)))
+            rows -= counts[-1]
+        return counts
+
+    def parts(self, number: int) -> list[tuple[Loader, list[tuple[int, int]]]]:
+        """Returns each dataset's loader, and which rows of its batches are in this batch."""
+        size = self.shape[0]
+        bounds = zip(self.counts(number * size), self.counts((number + 1) * size), strict=True)
+        rows = ([divmod(row, size) for row in range(*bound)] for bound in bounds)
+        return list(zip(self.loaders, rows, strict=True))
+
+    def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+        for number in numbers:
+            rows = [(loader, row) for loader, part in self.parts(number) for row in part]
+            local = (rows[i] for i in self.local_rows)
+            yield *decode(np.stack([loader.sequence(*row)[0] for loader, row in local])), None
+
+    def origin(self, number: int) -> str:
+        return "; ".join(loader.describe(part) for loader, part in self.parts(number) if part)

@@ -26,7 +26,7 @@ import fsspec
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
-from data.flat_tokens import checked, encode
+from data.flat_tokens import NOT_A_TARGET, checked, encode
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -66,41 +66,60 @@ class Tokenizer:
     """Converts texts to encoded tokens (see flat_tokens.py) and back.
 
     `name` is bytes_utf8, a tokenizers JSON file, or a folder or hub repository that transformers
-    opens. No special tokens are added, because the dataset's format marks where a document starts.
-    The name of a special token within a text is tokenized as ordinary text. The id of a byte is the
-    byte plus 1, which leaves 0 for the start of a document. Raises UserError or OSError if the
-    tokenizer can't be opened.
+    opens. No special tokens are added, because the dataset's format marks where a document starts,
+    unless `end_token` asks for the end-of-text token after each document. The name of a special
+    token within a text is tokenized as ordinary text. The id of a byte is the byte plus 1, which
+    leaves 0 for the start of a document. With `chat` a document is a list of messages, {role,
+    content}, that the tokenizer's chat template makes a text of. Raises UserError or OSError if the
+    tokenizer can't be opened, or lacks what these need.
     """
 
-    def __init__(self, name: str):
-        self.name = name
-        if name == "bytes_utf8":
-            return
-        import tokenizers
-        import transformers  # takes a second to import; bytes_utf8 doesn't need it
-
-        try:
-            if name.endswith(".json"):
-                inner = tokenizers.Tokenizer.from_file(name)
-                self.slow: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
-            else:
-                self.slow = transformers.AutoTokenizer.from_pretrained(
-                    name, trust_remote_code=False
-                )
-        except Exception as error:  # what tokenizers raises is a plain Exception
-            raise UserError(f"tokenizer={name} can't be opened: {error}".split("\n")[0]) from None
-        self.fast = self.slow.backend_tokenizer if self.slow.is_fast else None
+    def __init__(self, name: str, end_token: bool = False, chat: bool = False):
+        self.name, self.chat = name, chat
+        self.slow = self._open()
+        self.fast: Any = (
+            self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
+        )
+        self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
+        if None in self.end:
+            raise UserError(
+                f"end_token=true: tokenizer={name} names no end-of-text token; choose a folder or "
+                "repository whose tokenizer_config.json has an eos_token"
+            )
+        if chat and not (self.fast and self.slow.chat_template):
+            raise UserError(
+                f"chat=true: tokenizer={name} has no chat template, or no tokenizer.json; choose "
+                "the folder or repository of a chat model's tokenizer"
+            )
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
             # Called from several threads; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
-            self.fast.encode_special_tokens = True
+            self.fast.encode_special_tokens = not chat
+            if chat:  # it would leave spaces out of the characters that a token is said to cover
+                self.fast.post_processor = None
+
+    def _open(self) -> Any:
+        """Returns transformers' tokenizer, or None for bytes."""
+        if self.name == "bytes_utf8":
+            return None
+        import tokenizers
+        import transformers  # takes a second to import; bytes_utf8 doesn't need it
+
+        try:
+            if self.name.endswith(".json"):
+                inner = tokenizers.Tokenizer.from_file(self.name)
+                return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+            return transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+        except Exception as error:  # what tokenizers raises is a plain Exception
+            problem = f"tokenizer={self.name} can't be opened: {error}"
+            raise UserError(problem.split("\n")[0]) from None
 
     @checked
     def __call__(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        """Returns the tokens of all texts of an Arrow array, end to end, and the length of each
-        text in tokens. Null counts as an empty text."""
+        """Returns the tokens of all documents of an Arrow array, end to end, and the length of each
+        in tokens. Null counts as an empty text."""
         ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
@@ -116,21 +135,63 @@ class Tokenizer:
         """Identifies what it does to a text, or, if it is written in Python, its vocabulary."""
         if self.name == "bytes_utf8":
             return self.name
-        return digest(self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items()))
+        does = self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items())
+        if self.end or self.chat:
+            does = does, self.end, self.chat, self.slow.chat_template, self.slow.special_tokens_map
+        return digest(does)
 
     @checked
     def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        strings = [text or "" for text in texts.to_pylist()]
+        documents = texts.to_pylist()
+        strings = [] if self.chat else [text or "" for text in documents]
         lists: Iterable[Any]
-        if self.fast:
+        if self.chat:
+            lists = (self._chat_ids(messages or []) for messages in documents)
+        elif self.fast:
             encoded = self.fast.encode_batch_fast(strings, add_special_tokens=False)
             lists = (part.ids for part in encoded)
         else:
             lists = self.slow(strings, add_special_tokens=False, verbose=False)["input_ids"]
         # Converts one list at a time: Python integers take ten times the memory of their values.
         parts = [array.array("I", part) for part in lists]
+        for part in filter(None, parts):  # an empty document stays empty
+            part.extend(self.end)
         lengths = np.array([len(part) for part in parts], np.int64)
         return np.concatenate([np.frombuffer(part, np.uint32) for part in parts]), lengths
+
+    def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Returns the ids of a chat. All but what the assistant replies has the flag NOT_A_TARGET.
+        If it doesn't reply there are no ids."""
+        replies = [i for i, m in enumerate(messages) if i > 0 and m.get("role") == "assistant"]
+        if not replies:
+            return []
+        text = self._render(messages)
+        is_target = np.zeros(len(text) + 1, np.bool_)  # for each character
+        for i in replies:
+            before = self._render(messages[:i], prompts=True)
+            after = self._render(messages[: i + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"the chat template of tokenizer={self.name} doesn't leave the text before a "
+                    "reply as it is, so that the reply can't be found; choose one that does"
+                )
+            is_target[len(before) : len(after)] = True
+        encoded = self.fast.encode(text, add_special_tokens=False)
+        pairs = zip(encoded.ids, encoded.offsets, strict=True)
+        ids = [id if is_target[start] else id + NOT_A_TARGET for id, (start, _) in pairs]
+        # The start token, which precedes each document, stands for the tokenizer's own.
+        return ids[1:] if encoded.ids[0] == self.slow.bos_token_id else ids
+
+    def _render(self, messages: list[dict[str, Any]], prompts: bool = False) -> str:
+        """Returns a chat as text. If it `prompts`, the text ends with what precedes a reply."""
+        render = self.slow.apply_chat_template
+        try:
+            return str(render(messages, tokenize=False, add_generation_prompt=prompts))
+        except Exception as error:  # of Jinja, or whatever the template raises
+            raise UserError(
+                f"the chat template of tokenizer={self.name} can't render a chat: {error}; the "
+                f"chat begins with {str(messages)[:200]}"
+            ) from None
 
     @staticmethod
     @checked
@@ -154,15 +215,20 @@ class Source:
 
     load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
     split: str
-    column: str  # that holds the text
-    tokenizer: str  # as in Tokenizer
+    column: str  # that holds the text, or the chat
+    tokenizer: str  # this and the next two: as in Tokenizer
+    end_token: bool = False
+    chat: bool = False
     documents: int = DOCUMENTS  # in a unit
+
+    def open_tokenizer(self) -> Tokenizer:
+        return tokenizer(self.tokenizer, self.end_token, self.chat)
 
     def check(self) -> tuple["Source", dict[str, Any]]:
         """Returns the source, with smaller units if its first documents are long, and its
         fingerprint, which has the number of its shards. Raises UserError or OSError if the split,
         the column or the tokenizer can't be opened."""
-        tokenizer(self.tokenizer)
+        self.open_tokenizer()
         self._check_files()
         dataset, found = self._open()
         try:
@@ -171,15 +237,22 @@ class Source:
             raise OSError(f"the split {self.split} can't be read: {error}") from error
         if not rows:
             raise UserError(f"the split {self.split} has no documents")
-        kinds = {type(row.get(self.column)) for row in rows}
-        if not {str} <= kinds <= {str, type(None)}:
-            row = next((r for r in rows if not isinstance(r.get(self.column), str | None)), rows[0])
-            types = ", ".join(f"{name}: {type(value).__name__}" for name, value in row.items())
-            raise UserError(f"column={self.column} is not a text column; the columns are {types}")
-        size = sum(len(row.get(self.column) or "") for row in rows)
+        given = [row for row in rows if row.get(self.column) is not None]
+        wrong = [row for row in given if not self._is_document(row[self.column])]
+        if wrong or not given:
+            types = ", ".join(f"{k}: {type(v).__name__}" for k, v in (wrong or rows)[0].items())
+            kind = "chat column, with lists of {role, content}" if self.chat else "text column"
+            raise UserError(f"column={self.column} is not a {kind}; the columns are {types}")
+        size = sum(len(str(row[self.column])) for row in given)
         fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
         source = dataclasses.replace(self, documents=min(self.documents, fit))
         return source, found | {"documents at a time": source.documents}
+
+    def _is_document(self, value: Any) -> bool:
+        if not self.chat:
+            return isinstance(value, str)
+        messages = value if isinstance(value, list) else [value]
+        return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
 
     def _check_files(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
@@ -245,7 +318,7 @@ class Source:
             "names and sizes": digest(files),
             "shards": shards,
             "documents at a time": self.documents,
-            "tokenizer": tokenizer(self.tokenizer).digest,
+            "tokenizer": self.open_tokenizer().digest,
         }
 
     def read(
@@ -314,7 +387,7 @@ def units(
     with pool:
         try:
             for texts, after in ahead(source.read(lanes, position)):
-                upcoming.append(pool.submit(_unit, source.tokenizer, texts, after))
+                upcoming.append(pool.submit(_unit, source, texts, after))
                 if len(upcoming) > workers + 1:
                     yield upcoming.popleft().result()
             for unit in upcoming:
@@ -323,8 +396,8 @@ def units(
             raise OSError("a tokenizer process died") from None
 
 
-def _unit(name: str, texts: Any, position: dict[str, Any]) -> Unit:
-    return Unit(*tokenizer(name)(texts), position)
+def _unit(source: Source, texts: Any, position: dict[str, Any]) -> Unit:
+    return Unit(*source.open_tokenizer()(texts), position)
 
 
 def _begin_worker() -> None:

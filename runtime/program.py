@@ -128,7 +128,9 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
     """Yields the schema's dotted keys, including those of its sections."""
     for name, hint in typing.get_type_hints(schema).items():
         yield prefix + name
-        for kind in (hint, *typing.get_args(hint)):  # a section, or an optional one
+        # A section, or an optional one. A list of sections has no keys.
+        kinds = () if typing.get_origin(hint) is tuple else (hint, *typing.get_args(hint))
+        for kind in kinds:
             if dataclasses.is_dataclass(kind):
                 yield from _keys(kind, f"{prefix}{name}.")
 
@@ -146,7 +148,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     key, known = getattr(cause, "full_key", None) or "", list(_keys(schema))
     section, _, last = key.rpartition(".")
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} is missing: add {key}=..."
+        return f"{key} is missing" + ("" if "[" in key else f": add {key}=...")
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key} is a section: set {key}.KEY=..."
     if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):

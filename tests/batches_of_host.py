@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from data.huggingface import HuggingFaceConfig
-from data.loader import BatchSpec, FlatTokensConfig
+from data.loader import BatchSpec, FlatTokensConfig, WeightedDataset
 from shardlib.devices import make_mesh
 
 
@@ -17,7 +17,11 @@ def main():
     config, shape, host = request["config"], request["shape"], jax.process_index()
     with jax.set_mesh(make_mesh(request["mesh"])):
         section = FlatTokensConfig if "filespec" in config else HuggingFaceConfig
-        loader = section(**config).open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
+        mixture = [WeightedDataset(**dataset) for dataset in config.get("mixture", [])]
+        parts = {"mixture": tuple(mixture)} if section is FlatTokensConfig else {}
+        loader = section(**config | parts).open(
+            BatchSpec(*shape, start_token=0, io_threads=2), "train"
+        )
         loader.position = request.get("positions", {}).get(str(host))
         rows = [
             {

@@ -374,7 +374,7 @@ def test_training_commands_ask_for_what_fits(page):
     for line in re.findall(
         r"^(?:XLA_FLAGS=\S+ )?python -m train (.*)$", (ROOT / page).read_text(), re.MULTILINE
     ):
-        name, *overrides = line.removeprefix("--config-name=").split()
+        name, *overrides = shlex.split(line.removeprefix("--config-name="))
         if "--multirun" in overrides:
             continue
         config = compose_config(name, *overrides)

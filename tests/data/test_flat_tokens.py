@@ -1,6 +1,7 @@
 """The flat-tokens format: writing and reading back, both storage formats, and refused datasets."""
 
 import json
+import operator
 import tracemalloc
 
 import numcodecs
@@ -13,11 +14,19 @@ from jaxtyping import TypeCheckError
 from zarr.codecs import BloscCodec, ZstdCodec
 
 import data.flat_tokens
-from data.flat_tokens import FlatTokens, FlatTokensError, Writer, decode, encode
+from data.flat_tokens import (
+    NO_TOKEN,
+    NOT_A_TARGET,
+    FlatTokens,
+    FlatTokensError,
+    Writer,
+    decode,
+    encode,
+)
 from data.loader import TokenBatch
 from tests import golden
 
-SEQUENCES = [[5, 3, 8], [1], [2**31 - 2, 7]]
+SEQUENCES = [[5, 3, 8], [1 + NOT_A_TARGET], [2**30 - 2, 7]]
 
 
 def write(path, sequences, split="train"):
@@ -31,12 +40,13 @@ def test_the_arrays_are_as_the_specification_says(tmp_path):
     group = zarr.open_group(write(tmp_path / "x.zarr", SEQUENCES), mode="r")["train"]
     tokens, starts = group["encoded_tokens"], group["seq_starts"]
     assert (tokens.dtype, starts.dtype) == (np.uint32, np.uint64)
-    assert tokens[:].tolist() == [11, 6, 16, 3, 2**32 - 3, 14]
+    assert tokens[:].tolist() == [11, 6, 16, 2**31 + 3, 2**31 - 3, 14]
     assert starts[:].tolist() == [0, 3, 4, 6]
-    assert group.attrs["max_token_id"] == 2**31 - 2
+    assert group.attrs["max_token_id"] == 2**30 - 2
 
 
-ids = st.integers(0, 2**31 - 2)
+plain_ids = st.integers(0, 2**30 - 2)
+ids = st.builds(operator.add, plain_ids, st.sampled_from([0, NOT_A_TARGET]))
 
 
 @settings(max_examples=30, deadline=None)
@@ -70,6 +80,8 @@ def test_a_writer_goes_on_from_where_another_flushed(
     dataset = FlatTokens(path, "train")
     dataset.validate()
     flat = [i for sequence in sequences for i in sequence]
+    assert decode(dataset.read_encoded(0, len(flat)))[0].tolist() == flat
+    flat = [i % NOT_A_TARGET for i in flat]
     middle = len(flat) // 2
     assert dataset.read(0, len(flat))[0].tolist() == flat
     assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
@@ -155,7 +167,7 @@ def test_damage_is_named(tmp_path, monkeypatch, case):
     golden.check("datasets.txt", case, str(error.value))
 
 
-@pytest.mark.parametrize("largest", ["x", -1, 2**31 - 1, 2**31, 2**40, 1.5, True, [8], {}], ids=str)
+@pytest.mark.parametrize("largest", ["x", -1, 2**30 - 1, 2**30, 2**40, 1.5, True, [8], {}], ids=str)
 def test_a_largest_id_that_is_none(tmp_path, monkeypatch, largest):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlatTokensError) as error:
@@ -278,7 +290,10 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     golden.check("datasets.txt", "no arrays", str(error.value))
 
 
-@pytest.mark.parametrize("sequence", [[], [3, -2], [-1], [2**31 - 1], [[1]], [1.5], ["a"]], ids=str)
+STRANGE = [[], [3, -2], [-1], [2**30 - 1], [2**31 - 1], [2**31], [[1]], [1.5], ["a"]]
+
+
+@pytest.mark.parametrize("sequence", STRANGE, ids=str)
 def test_what_cannot_be_stored(tmp_path, sequence):
     with Writer(str(tmp_path / "x.zarr"), "train") as writer:
         writer.append([1])
@@ -286,6 +301,28 @@ def test_what_cannot_be_stored(tmp_path, sequence):
             writer.append(sequence)
         golden.check("datasets.txt", f"append {sequence}", str(error.value))
     assert FlatTokens(str(tmp_path / "x.zarr"), "train").token_count == 1
+
+
+def test_ids_of_any_integer_type(tmp_path):
+    for kind in np.uint8, np.int16, np.uint64:
+        path = write(tmp_path / f"{kind.__name__}.zarr", [np.array([5, 3, 8], kind)])
+        assert FlatTokens(path, "train").read(0, 3)[0].tolist() == [5, 3, 8]
+
+
+def test_tokens_that_are_no_targets_are_input_and_not_in_the_loss():
+    ids = np.array([[7 + NOT_A_TARGET, 5 + NOT_A_TARGET, 6, NO_TOKEN]], np.uint32)
+    batch = TokenBatch.of(ids, np.zeros((1, 4), bool), 0)
+    assert batch.inputs.tolist() == [[7, 5, 6]]
+    assert batch.targets.tolist() == [[5, 6, 0]]
+    assert batch.loss_mask.tolist() == [[False, True, False]]
+
+
+def test_the_largest_id_is_without_flags(tmp_path):
+    dataset = FlatTokens(make_group(tmp_path / "x.zarr", tokens=(11, 6, 16 + 2**31, 3)), "train")
+    dataset.validate()
+    dataset.max_token_id = 7
+    with pytest.raises(FlatTokensError, match=r"token 2 is 8, above max_token_id=7$"):
+        dataset.read_encoded(0, 4)
 
 
 def test_an_interrupted_write_is_no_dataset(tmp_path):

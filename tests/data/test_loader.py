@@ -1,19 +1,31 @@
 """The rows of batches: each once per epoch, dependent only on the step, on any mesh and host."""
 
 import collections
+import fractions
 import itertools
+import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader
 from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer
-from data.loader import BatchSpec, FlatTokensConfig, Loader, permutation
+from data.loader import (
+    BatchSpec,
+    FlatTokensConfig,
+    Loader,
+    Mixture,
+    WeightedDataset,
+    permutation,
+)
 from shardlib.devices import make_mesh
+from shardlib.errors import UserError
 from tests import golden
 from tests.helpers import axes, batches_on_hosts, slow_but_for, starts_of
 
@@ -33,18 +45,23 @@ def path(tmp_path_factory):
     return path
 
 
-def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), **changes):
+def config_of(path, **changes):
     settings = {
         "filespec": path,
+        "mixture": (),
         "streams": 1,
         "read_blocks_per_shuffle_buffer": 3,
         "sequences_per_read_block": 7,
         "seed": 0,
         "sequence_packing": True,
     } | changes
+    return FlatTokensConfig(**settings)
+
+
+def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), split="train", **changes):
     with jax.set_mesh(make_mesh(axes(*mesh))):
         spec = BatchSpec(batch, LENGTH, vocab, 999, skip, io_threads=2)
-        return Loader(FlatTokensConfig(**settings), spec, "train")
+        return config_of(path, **changes).open(spec, split)
 
 
 def rows_of(opened, number, indices):
@@ -260,6 +277,162 @@ def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
     assert prepared[:2] == [3, 4]
     list(batches)
     assert prepared == [3, 4, 5], "no batch after the last step"
+
+
+WEIGHTS = [0.6, 0.3, 0.1]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Three datasets, of 40, 17 and 9 packed rows per split, whose ids begin at 1, 1001 and 2001,
+    and count up."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for i, rows in enumerate([40, 17, 9]):
+        for split in "train", "validation":
+            with Writer(str(folder / f"{i}.zarr"), split) as writer:
+                writer.append(1000 * i + 1 + np.arange(rows * LENGTH))
+    return [str(folder / f"{i}.zarr") for i in range(3)]
+
+
+def open_mixture(paths, weights=WEIGHTS, **changes):
+    mixture = tuple(map(WeightedDataset, paths, weights))
+    return open_loader(None, mixture=mixture, vocab=3000, **changes)
+
+
+def rows_by_dataset(opened, steps):
+    """Returns, for each dataset, the numbers of its rows in the batches of `steps`."""
+    seen = collections.defaultdict(list)
+    for _, batch in opened.from_step(*steps):
+        for row in np.asarray(batch.targets):
+            assert (row == row[0] + np.arange(LENGTH)).all()
+            dataset, token = divmod(int(row[0]) - 1, 1000)
+            seen[dataset].append(token // LENGTH)
+    return [seen[dataset] for dataset in sorted(seen)]
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_mixture_has_each_dataset_in_its_own_order_and_its_share(paths, streams):
+    changes = {"streams": streams, "sequences_per_read_block": 3}
+    seen = rows_by_dataset(open_mixture(paths, **changes), (0, 50))
+    assert [len(rows) for rows in seen] == [240, 120, 40], "of 400 rows"
+    for path, rows, count in zip(paths, seen, [40, 17, 9], strict=True):
+        (alone,) = rows_by_dataset(open_loader(path, vocab=3000, **changes), (0, 30))
+        assert rows == alone[: len(rows)]
+        for epoch in range(len(rows) // count if streams == 1 else 0):
+            assert sorted(rows[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_a_mixture_goes_on_at_any_step(paths):
+    every = [jax.device_get(batch) for _, batch in open_mixture(paths).from_step(0, 12)]
+    for first in 1, 7:
+        for mesh in (4, 2), (8, 1):
+            batches = open_mixture(paths, mesh=mesh).from_step(first, 12)
+            for (_, batch), wanted in zip(batches, every[first:], strict=True):
+                jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), wanted)
+    batches = open_mixture(paths, skip=(2,)).from_step(1, 4)
+    for (_, batch), number in zip(batches, [1, 3, 4], strict=True):
+        np.testing.assert_array_equal(batch.targets, every[number].targets)
+
+
+decimals = st.integers(1, 9999).map(lambda i: i / 1000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(decimals, min_size=1, max_size=6), st.integers(1, 64), st.integers(0, 10**6))
+def test_the_counts_of_a_mixture(weights, batch, first):
+    """Compares with exact shares at every batch from `first` on. No dataset gives a row back."""
+    mixture = object.__new__(Mixture)
+    exact = [fractions.Fraction(round(weight * 1000)) for weight in weights]
+    mixture.shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]
+    before = [0] * len(weights)
+    for rows in [0, *range(first * batch, (first + 30) * batch, batch)]:
+        counts = mixture.counts(rows)
+        assert sum(counts) == rows
+        assert all(now >= then for now, then in zip(counts, before, strict=True))
+        for count, weight in zip(counts, exact, strict=True):
+            assert 2 * abs(count - rows * weight / sum(exact)) <= max(1, len(weights) - 1)
+        before = counts
+
+
+def test_the_shares_of_a_mixture_are_those_that_its_decimals_say(paths):
+    """0.1 + 0.2 isn't 0.3 in binary."""
+    mixture = open_mixture(paths, [0.1, 0.2, 0.3])
+    assert mixture.counts(6 * 10**20) == [10**20, 2 * 10**20, 3 * 10**20]
+
+
+def test_a_dataset_with_less_than_a_row_per_batch(paths):
+    seen = rows_by_dataset(open_mixture(paths, [1, 0.01, 0.01]), (0, 51))
+    assert [len(rows) for rows in seen] == [400, 4, 4]
+
+
+@pytest.mark.parametrize("hosts", slow_but_for([2], [2, 4]))
+def test_a_mixture_does_not_depend_on_the_number_of_hosts(paths, hosts):
+    opened = open_mixture(paths)
+    mixture = [{"filespec": p, "weight": w} for p, w in zip(paths, WEIGHTS, strict=True)]
+    config = vars(config_of(None)) | {"mixture": mixture}
+    request = {"config": config, "shape": (8, LENGTH, 3000), "mesh": axes(4, 2)}
+    batches, _ = batches_on_hosts(hosts, **request, steps=(11, 15))
+    for batch, (_, wanted) in zip(batches, opened.from_step(11, 15), strict=True):
+        np.testing.assert_array_equal(batch, wanted.targets)
+
+
+def test_a_mixture_tells_where_a_batch_is_from(paths):
+    opened = open_mixture(paths)
+    for number in 0, 13:
+        assert opened.origin(number) == "; ".join(
+            f"{path}/train: sequences {', '.join(map(str, rows))} (packed {LENGTH} tokens each)"
+            for path, rows in zip(paths, rows_by_dataset(opened, (number, number + 1)), strict=True)
+        )
+    few = open_mixture(paths, [1, 0.01, 0.01])
+    assert few.origin(0).count("/train: ") == 1, "the others have no row in it"
+
+
+def test_a_mixture_of_the_validation_splits(paths):
+    opened = open_mixture(paths, split="validation")
+    assert "0.zarr/validation" in opened.origin(0) and "/train" not in opened.origin(0)
+
+
+def test_the_tokenizer_of_a_mixture(paths, tmp_path):
+    copies = [shutil.copytree(path, tmp_path / pathlib.Path(path).name) for path in paths]
+
+    def name(path, tokenizer):
+        conversion = {"settings": {"tokenizer": tokenizer}}
+        zarr.open_group(path).attrs["conversion"] = conversion
+
+    def used(*paths):
+        return config_of(None, mixture=tuple(WeightedDataset(p, 1) for p in paths)).tokenizer_used()
+
+    first, second, third = map(str, copies)
+    assert used(first, second) is None
+    name(second, "bytes_utf8")
+    assert used(first, second) == used(second, first) == "bytes_utf8"
+    assert used("memory://x.zarr", second) == "bytes_utf8", "without opening what is remote"
+    open_mixture([first, second])
+    name(third, "some/other")
+    with pytest.raises(FlatTokensError) as error:
+        open_mixture([first, second, third])
+    golden.check("datasets.txt", "mixture: different tokenizers", str(error.value))
+
+
+MISMATCHES = {
+    "no dataset": {"weights": []},
+    "two settings": {"filespec": "x.zarr"},
+    "no weight": {"weights": [1, 0]},
+    "a weight below 0": {"weights": [1, -1]},
+    "an infinite weight": {"weights": [1, float("inf")]},
+    "a vocabulary too small": {"vocab": 1000},
+    "too few rows in one dataset": {"batch": 16},
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_what_is_no_mixture(paths, case):
+    given = {"weights": WEIGHTS, "filespec": None, "vocab": 3000} | MISMATCHES[case]
+    with pytest.raises(UserError) as error:
+        mixture = tuple(map(WeightedDataset, paths, given.pop("weights")))
+        open_loader(None, mixture=mixture, **given)
+    message = str(error.value).replace(str(pathlib.Path(paths[0]).parent), "FOLDER")
+    golden.check("datasets.txt", f"mixture: {case}", message)
 
 
 REFUSED = {

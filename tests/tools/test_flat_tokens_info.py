@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 import data.flat_tokens
-from data.flat_tokens import SPLITS, Writer
+from data.flat_tokens import NOT_A_TARGET, SPLITS, Writer
 from tools import flat_tokens_info
 
 
@@ -51,6 +51,17 @@ def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
     zarr.open_group(path).attrs["conversion"] = conversion
     _, errors, code = info(capsys, monkeypatch, path, "--decode=1")
     assert code == 1 and "has the ids of bytes_utf8 plus 1: convert it again" in errors
+
+
+def test_text_that_is_no_target_is_shown_too(tmp_path, capsys, monkeypatch):
+    for split in SPLITS:
+        with Writer(str(tmp_path / "x.zarr"), split) as writer:
+            ids = np.frombuffer(b"question answer", np.uint8).astype(int) + 1
+            writer.append(ids + NOT_A_TARGET * (np.arange(len(ids)) < 9))
+    given = tmp_path / "x.zarr", "--decode=1", "--tokenizer=bytes_utf8"
+    out, errors, code = info(capsys, monkeypatch, *given)
+    assert (errors, code) == ("", 0)
+    assert out.count("question answer\n") == 2 and "ids up to 120;" in out
 
 
 def cut(path):

@@ -21,9 +21,10 @@ import pytest
 import zarr
 
 from data import text
-from data.flat_tokens import FlatTokens
+from data.flat_tokens import NOT_A_TARGET, FlatTokens, decode
 from data.text import Tokenizer
 from shardlib.errors import UserError
+from tests.data.test_text import CHATML, PLAIN, SPECIAL, chat, write_tokenizer
 from tests.helpers import ROOT, train_here
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
@@ -37,6 +38,8 @@ def settings(files, output, **changes):
             "load_dataset": {"path": "json", "data_files": str(files)},
             "column": "body",
             "tokenizer": "bytes_utf8",
+            "end_token": False,
+            "chat": False,
             "train_split": "train",
             "validation_split": None,
             "validation_share": 0.2,
@@ -490,6 +493,8 @@ MISTAKES = {
     "load_dataset.path=nonsense/nowhere": "nonsense/nowhere",
     "+speed=fast": "speed",
     "tokenizer=nowhere/at-all": "nowhere/at-all",
+    "chat=true": "chat=true: tokenizer=bytes_utf8 has no chat template",
+    "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
 }
 
@@ -519,7 +524,7 @@ def test_a_pattern_that_matches_no_file_is_named(given, tmp_path, capsys, monkey
 @pytest.mark.parametrize("given", [[], ["--config-name=base"], ["load_dataset.path=json"]])
 def test_without_a_config_the_message_lists_them(given, capsys, monkeypatch):
     _, message = train_here(capsys, monkeypatch, *given, "output=x.zarr", program=tool.main)
-    assert "--config-name=NAME: c4_en, fineweb_edu, json_files," in message
+    assert "--config-name=NAME: c4_en, chats, fineweb_edu, json_files," in message
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
@@ -593,3 +598,77 @@ def test_json_rows_whose_text_is_not_always_a_string(lines, problem, tmp_path, c
     out, message = train_here(capsys, monkeypatch, *given, program=tool.main)
     assert message == (f"error: {problem}" if problem else "")
     assert bool(problem) != ("skipped 1 empty document" in out)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A pattern that matches three files of chats, two of which have no reply."""
+    for i, count in enumerate([300, 40, 600]):
+        rows = [{"messages": chat(f"what is {i}.{j}?", f"a {i}.{j}")} for j in range(count)]
+        rows[2:4] = [{"messages": chat("hi")}, {"messages": []}]
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "*.jsonl"
+
+
+def test_chats_become_documents_with_targets(chats, tmp_path, capsys, monkeypatch):
+    path, end = write_tokenizer(tmp_path / "tokenizer", eos_token=SPECIAL[0]), "end_token=true"
+    given = ["--config-name=chats", f"load_dataset.data_files={chats}", f"tokenizer={path}", end]
+    for output, processes in ("x", 1), ("y", 2):
+        more = f"output={tmp_path / output}.zarr", f"processes={processes}"
+        out, message = train_here(capsys, monkeypatch, *given, *more, program=tool.main)
+        assert not message and "skipped 6 empty documents" in out
+    assert same(tmp_path / "y.zarr", tmp_path / "x.zarr")
+    tokenizer, said = Tokenizer(path), []
+    for split in "train", "validation":
+        dataset = FlatTokens(str(tmp_path / "x.zarr"), split)
+        ids, is_start = decode(dataset.read_encoded(0, dataset.token_count))
+        for document in np.split(ids, np.flatnonzero(is_start)[1:]):
+            said.append(tokenizer.decode(document[document < NOT_A_TARGET]))
+            number = said[-1][2:].removesuffix("<|im_end|>\n<|endoftext|>")
+            question = f"<|im_start|>user\nwhat is {number}?<|im_end|>\n"
+            whole = f"{question}<|im_start|>assistant\n{said[-1]}"
+            assert tokenizer.decode(document % NOT_A_TARGET) == whole
+    assert len(set(said)) == len(said) == 934
+
+
+def test_an_unfinished_conversion_of_an_earlier_version(shards, whole, tmp_path, monkeypatch):
+    """Settings that it didn't have aren't recorded."""
+    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
+    deadly, output = Deadly(monkeypatch), tmp_path / "x.zarr"
+    assert deadly.convert(settings(shards, output), writes=40)
+    conversion = zarr.open_group(output).attrs["conversion"]
+    for key in "end_token", "chat":
+        assert conversion["settings"].pop(key) is False
+    deadly.last = None
+    zarr.open_group(output).attrs["conversion"] = conversion
+    with pytest.raises(UserError, match="unfinished conversion with chat=False, not True"):
+        tool.Conversion(settings(shards, output, chat=True), [])
+    assert not deadly.convert(settings(shards, output))
+    assert same(output, whole)
+
+
+def test_another_chat_template(chats, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
+    deadly, path = Deadly(monkeypatch), write_tokenizer(tmp_path / "tokenizer", CHATML)
+    kind = {"column": "messages", "chat": True, "tokenizer": path}
+    config = settings(chats, tmp_path / "x.zarr", **kind)
+    assert deadly.convert(config, writes=40)
+    write_tokenizer(tmp_path / "tokenizer", PLAIN)
+    text.tokenizer.cache_clear()
+    with pytest.raises(UserError, match=r"has changed .* read: tokenizer \w+, now \w+\. Restore"):
+        deadly.convert(config)
+
+
+@pytest.mark.parametrize("row, types", [
+    ({"messages": "hi"}, "messages: str"),
+    ({"messages": ["hi"]}, "messages: list"),
+    ({"messages": [{"from": "human", "value": "hi"}]}, "messages: list"),
+    ({"chat": []}, "chat: list"),
+])  # fmt: skip
+def test_a_column_without_chats(row, types, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    kind = {"column": "messages", "chat": True, "tokenizer": write_tokenizer(tmp_path / "t")}
+    with pytest.raises(UserError) as error:
+        tool.convert(settings(tmp_path / "x.jsonl", tmp_path / "x.zarr", **kind))
+    problem = "column=messages is not a chat column, with lists of {role, content}"
+    assert str(error.value) == f"{problem}; the columns are {types}"
