@@ -125,14 +125,19 @@ def extend(
     cache: Stacked["layers", Cache],
     inputs: u32["B/d L"],
     first: i32[""],
+    start: i32["B/d"],
     config: train.Config,
 ) -> tuple[bf16["B/d L M/t"], Stacked["layers", Cache]]:
-    """Computes the residual stream of inputs at positions from `first` on, given a cache of the
-    positions before. Returns it with the extended cache. Attention is causal over a window as long
-    as a training row."""
-    position = first + jnp.arange(inputs.shape[1])
-    age = position[:, None] - jnp.arange(cache.k.shape[2])
+    """Computes the residual stream of inputs at indices from `first` on, given a cache of the
+    indices before. Returns it with the extended cache. Attention is causal over a window as long as
+    a training row. A row's text begins at its `start`, with position 0: what is before is padding,
+    which the text doesn't see."""
+    index = first + jnp.arange(inputs.shape[1])
+    age = index[:, None] - jnp.arange(cache.k.shape[2])
     visible = (age >= 0) & (age < config.training.tokens.len)
+    # Padding sees itself: a softmax over nothing is NaN, which would spread as 0 * NaN.
+    position = jnp.maximum(index - start[:, None], 0)
+    visible = visible & (age <= position[:, :, None])
 
     @typechecked
     def attend(
@@ -143,14 +148,14 @@ def extend(
         scores = ops.einsum_unreduced(
             "B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, layer.k, dtype=f32
         )
-        scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+        scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(bf16.dtype)
         mixed = ops.einsum_unreduced(
             "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", probabilities, layer.v
         )
         return mixed, new
 
-    positions = jnp.broadcast_to(position.astype(u32.dtype), inputs.shape)
+    positions = position.astype(u32.dtype)
     x, new = train.decoder(weights, inputs, positions, attend, cache, config.model, check_gathered)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
@@ -190,13 +195,14 @@ def step(
     cache: Stacked["layers", Cache],
     inputs: u32["B/d L"],
     first: i32[""],
+    start: i32["B/d"],
     draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
-    """Samples the ids that follow the inputs, which are at positions from `first` on. Returns them
-    with the extended cache."""
-    x, cache = extend(weights, cache, inputs, first, config)
+    """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
+    cache."""
+    x, cache = extend(weights, cache, inputs, first, start, config)
     output = train.output_weights(weights, check_gathered)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
@@ -208,32 +214,38 @@ def step(
 @typechecked
 def generate(
     weights: Weights,
-    prompt: list[int],
+    prompts: list[list[int]],
+    numbers: list[int],
     tokens: int,
-    samples: int,
+    rows: int,
     seed: int,
     how: Sampling,
     config: train.Config,
 ) -> Iterator[jax.Array]:
-    """Yields the next ids, u32[rows, 1], of texts that begin with the prompt. `rows` is `samples`,
-    rounded up to a multiple of d."""
-    rows = padded(samples)
-    inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
-    length = inputs.shape[1]
+    """Yields the next ids, u32[rows, 1], of texts that begin with the prompts; further rows are
+    padding. A row draws by the seed and its entry in `numbers`, whatever the other rows are."""
+    longest = 1 + max(map(len, prompts))
+    # Few lengths, as each is compiled: powers of two, then multiples of PREFILL.
+    part = min(PREFILL, 1 << (longest - 1).bit_length())
+    length = -(-longest // part) * part
+    inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
+    for row, prompt in enumerate(prompts):
+        start[row] -= len(prompt)
+        inputs[row, start[row] :] = [config.model.start_token, *prompt]
     kind = Stacked["layers", Cache]
     shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": length + tokens})
     empty = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
     cache = jax.jit(empty, out_shardings=make_shardings(kind))()
-    # A key per row: what a row draws doesn't depend on the other rows or on their number.
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    numbers = numbers + [0] * (rows - len(numbers))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.array(numbers))
     draws = 1 - np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys))
-    for first in range(0, length, PREFILL):
-        part = inputs[:, first : first + PREFILL]
-        ids, cache = step(weights, cache, part, np.int32(first), draws[:, 0], config, how)
+    for first in range(0, length, part):
+        these = inputs[:, first : first + part]
+        ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
     yield ids
     for i in range(1, tokens):
         here = np.int32(length + i - 1)
-        ids, cache = step(weights, cache, ids, here, draws[:, i], config, how)
+        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
 
 
@@ -340,7 +352,9 @@ def write(args: argparse.Namespace, weights: Weights, codec: Text, config: train
     prompt = codec.encode(args.prompt)
     check_ids("the prompt", max(prompt, default=0), config)
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
-    steps = generate(weights, prompt, args.tokens, args.samples, args.seed, how, config)
+    prompts, numbers = [prompt] * args.samples, list(range(args.samples))
+    rows = padded(args.samples)
+    steps = generate(weights, prompts, numbers, args.tokens, rows, args.seed, how, config)
     texts, ended = [list(prompt) for _ in range(args.samples)], np.zeros(args.samples, bool)
     one, printed = args.samples == 1, ""
     times = [time.perf_counter()]

@@ -72,8 +72,9 @@ def oracle_logits(weights, inputs, window=10**9):
     return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, TIMESCALE))
 
 
-def cached_logits(tool, config, weights, inputs, on):
-    """The same through the cache: some tokens at once, then one at a time, then some at once."""
+def cached_logits(tool, config, weights, inputs, on, start=0):
+    """The same through the cache: some tokens at once, then one at a time, then some at once. The
+    text of each row begins at its `start`."""
 
     @jax.jit
     @typed_shard_map
@@ -82,8 +83,9 @@ def cached_logits(tool, config, weights, inputs, on):
         cache: Stacked["layers", tool.Cache],
         inputs: u32["B/d L"],
         first: i32[""],
+        start: i32["B/d"],
     ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
-        x, cache = tool.extend(weights, cache, inputs, first, config)
+        x, cache = tool.extend(weights, cache, inputs, first, start, config)
         output = tool.train.output_weights(weights, tool.check_gathered)
         return tool.train.unembed(output, x, config.model), cache
 
@@ -91,10 +93,11 @@ def cached_logits(tool, config, weights, inputs, on):
         kind = Stacked["layers", tool.Cache]
         sizes = train.dimensions(config) | {"S": 16}
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
-        parts, first = [], 0
+        parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
         for count in 4, 1, 1, 1, 1, 4:
             here = inputs[:, first : first + count]
-            actual, cache = step(placed(tool.Weights, weights), cache, here, np.int32(first))
+            where = np.int32(first), start
+            actual, cache = step(placed(tool.Weights, weights), cache, here, *where)
             parts.append(actual)
             first += count
         return np.concatenate(parts, axis=1)
@@ -114,6 +117,20 @@ def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, len
     weights, inputs = random_weights(config), random_inputs()
     actual = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
     assert_close(actual, oracle_logits(weights, inputs, length), 1e-5)
+
+
+def test_a_row_does_not_see_the_padding_before_its_start(in_f32):
+    """Rows begin at 0, in the middle of what is computed at once, and after it. Positions count
+    from there: a rotation by another angle would round differently. Windows are of five tokens."""
+    config = small_config("training.tokens.len=5")
+    weights, inputs = random_weights(config), random_inputs()
+    start = np.array([0, 1, 2, 3, 4, 5, 7, 11], np.int32)
+    actual = cached_logits(in_f32, config, weights, inputs, mesh(4, 2), start)
+    texts = np.stack([np.roll(row, -begin) for row, begin in zip(inputs, start, strict=True)])
+    for row, wanted in enumerate(oracle_logits(weights, texts, 5)):
+        begin = start[row]
+        assert_close(actual[row, begin:], wanted[: 12 - begin], 1e-5)
+    assert np.isfinite(actual).all()
 
 
 def test_an_edit_of_trains_block_is_an_edit_of_generation():
@@ -164,7 +181,12 @@ def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
     config = train.resized(small_config(), sizes, probe.shape, {})
     hint = tuple[
-        generate.Weights, Stacked["layers", generate.Cache], u32["B/d L"], i32[""], f32["B/d"]
+        generate.Weights,
+        Stacked["layers", generate.Cache],
+        u32["B/d L"],
+        i32[""],
+        i32["B/d"],
+        f32["B/d"],
     ]
     for how in GREEDY, generate.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
         with jax.sharding.use_abstract_mesh(probe):
@@ -177,8 +199,14 @@ GREEDY = generate.Sampling(0, None, 1, IDS)
 
 
 def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9, seed=0):
+    """The new ids of `rows` samples of a prompt."""
+    prompts, numbers = [prompt] * rows, list(range(rows))
+    return continued(tool, config, weights, on, prompts, numbers, rows, how, tokens, seed)
+
+
+def continued(tool, config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0):
     with jax.set_mesh(on):
-        args = prompt, tokens, rows, seed, how, config
+        args = prompts, numbers, tokens, rows, seed, how, config
         return np.concatenate(list(tool.generate(placed(tool.Weights, weights), *args)), axis=1)
 
 
@@ -196,6 +224,25 @@ def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
         actual = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
         assert (actual == inputs[0, length + 1 : length + 10]).all()
     assert len(np.unique(actual[0])) > 4
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_text_is_that_of_its_prompt_alone(in_f32, temperature, monkeypatch):
+    """Prompts of several lengths beside each other, two of which are computed in several parts. The
+    last rows are padding."""
+    monkeypatch.setattr(in_f32, "PREFILL", 4)
+    config = small_config("training.tokens.len=13")
+    weights, how = random_weights(config), generate.Sampling(temperature, None, 0.9, IDS)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 48, length).tolist() for length in (3, 10, 2, 9, 3)]
+    numbers = [0, 1, 2, 0, 1]
+    together = continued(in_f32, config, weights, mesh(4, 2), prompts, numbers, 8, how)
+    alone = [
+        continued(in_f32, config, weights, mesh(1, 1), [prompt], [number], 1, how)[0]
+        for prompt, number in zip(prompts, numbers, strict=True)
+    ]
+    assert (together[:5] == alone).all()
+    assert len(np.unique(alone, axis=0)) == 5
 
 
 def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
