@@ -170,6 +170,7 @@ class Sampling:
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the ids of the tokenizer
+    min_p: float = 0  # sample from tokens with at least this part of the likeliest's probability
 
 
 @typechecked
@@ -177,13 +178,16 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
     """Samples an index from each row of logits by inverting the cumulative distribution, likeliest
     index first, at a draw that is above 0 and at most 1. Top-p keeps the indices before which the
     cumulative probability is below top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751,
-    section 3.1. It applies to what top-k keeps."""
+    section 3.1. It applies to what top-k keeps. Of these, min-p keeps the indices with at least
+    min_p times the largest probability: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082,
+    section 3. All probabilities are those at the given temperature."""
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     falling, indices = lax.top_k(logits, logits.shape[-1])
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / how.temperature, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
+    kept = (before < how.top_p) & (probabilities >= how.min_p * probabilities[:, :1])
+    upto = jnp.cumsum(jnp.where(kept, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
     return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
 
@@ -351,7 +355,7 @@ def write(args: argparse.Namespace, weights: Weights, codec: Text, config: train
     """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
     prompt = codec.encode(args.prompt)
     check_ids("the prompt", max(prompt, default=0), config)
-    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
+    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, args.min_p)
     prompts, numbers = [prompt] * args.samples, list(range(args.samples))
     rows = padded(args.samples)
     steps = generate(weights, prompts, numbers, args.tokens, rows, args.seed, how, config)
@@ -438,6 +442,7 @@ def main() -> None:
     )
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
+    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample from what is this likely")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")

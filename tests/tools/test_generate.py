@@ -281,13 +281,13 @@ def test_ids_come_as_often_as_they_are_likely():
 
 
 def probabilities_kept(logits, how):
-    """The probabilities after top-k and top-p by definition, one id at a time."""
+    """The probabilities after top-k, top-p and min-p by definition, one id at a time."""
     logits = np.asarray(logits, np.float64)
     likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])[: how.top_k]
     raised = {i: np.exp(logits[i] / how.temperature) for i in likeliest}
     total, kept, so_far = sum(raised.values()), {}, 0.0
     for i in likeliest:
-        if not kept or so_far < how.top_p:
+        if not kept or (so_far < how.top_p and raised[i] >= how.min_p * raised[likeliest[0]]):
             kept[i] = raised[i]
         so_far += raised[i] / total
     return np.array([kept.get(i, 0) / sum(kept.values()) for i in range(len(logits))])
@@ -299,9 +299,12 @@ def sample(logits, draws, how):
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 99])
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 0.9), (1.0, 0.3), (1, 0)])
-def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_p, top_k):
-    how = generate.Sampling(temperature, top_k, top_p, IDS)
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "min_p"),
+    [(0.5, 1.0, 0), (2.0, 0.9, 0), (1.0, 0.3, 0), (1, 0, 0), (2, 1, 0.2), (2, 0.6, 0.2), (1, 1, 1)],
+)
+def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_p, min_p, top_k):
+    how = generate.Sampling(temperature, top_k, top_p, IDS, min_p)
     logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
     logits[[3, 8]] = -np.inf
     draws = (np.arange(5000) + 0.5) / 5000
