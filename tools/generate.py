@@ -22,6 +22,9 @@ Attention doesn't cross documents. "Nats per token" is the mean loss over all to
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
+--length sets another length of the rows. --stride N lets rows overlap: each begins N tokens after
+the one before and predicts its last N tokens, so that a token sees at least length - N tokens
+before it, as far as its document has them. This takes length / N times as long.
 """
 
 import argparse
@@ -40,10 +43,11 @@ import jax.numpy as jnp
 import numpy as np
 from hydra import compose, initialize_config_dir
 from jax import lax
+from tqdm import tqdm
 
 import train
 from data import flat_tokens, text
-from data.loader import TokenBatch, rows_of
+from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
@@ -308,6 +312,19 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     return Checkpoints(path, train.State, sizes, config.to_yaml(), 32, key="folder"), config
 
 
+def with_rows(config: train.Config, length: int) -> train.Config:
+    """Returns the config with rows of another length, and about as many tokens in a batch."""
+    tokens = config.training.tokens
+    size = {
+        "training.tokens.len": length,
+        "training.tokens.batch": max(1, tokens.batch * tokens.len // length),
+        # Logits of about 1,024 tokens at once, if that divides the row.
+        "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
+    }
+    # These divide the training's rows. Here rows aren't divided.
+    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+
+
 def check_ids(name: str, largest: int, config: train.Config) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
     last = config.model.vocab - 1
@@ -323,26 +340,33 @@ def evaluate(
     weights: train.Weights,
     data: flat_tokens.FlatTokens,
     batches: int | None,
+    stride: int | None,
     codec: Text | None,
     config: train.Config,
 ) -> str:
-    """Returns a line on how well the model predicts a split, or its first batches."""
+    """Returns a line on how well the model predicts a split, or its first batches. Raises UserError
+    if the rows don't fit the data or the model."""
     check_ids(data.name, data.max_token_id, config)
-    tokens = config.training.tokens
-    rows = padded(tokens.batch)
-    size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
-    for first in range(0, data.token_count, size)[:batches]:
-        before, last = min(first, 1), min(first + size, data.token_count)
-        encoded, count = data.read_encoded(first - before, last), last - first
-        read = flat_tokens.decode(encoded[before:])
-        encoded = np.pad(encoded, (1 - before, size - count), constant_values=flat_tokens.FILL)
-        ids, starts = flat_tokens.decode(rows_of(encoded, tokens.len))
-        batch = TokenBatch.of(ids, starts, config.model.start_token)
+    length = config.training.tokens.len
+    stride = stride or length
+    if stride > length:
+        raise UserError(f"--stride={stride} would leave tokens out: a row has only {length}")
+    rows = padded(config.training.tokens.batch)
+    size, seen_before, nats, targets = rows * stride, length - stride, 0.0, 0
+    for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
+        begin, last = first - seen_before - 1, min(first + size, data.token_count)
+        encoded, count = data.read_encoded(max(begin, 0), last), last - first
+        fill = max(-begin, 0), size - count
+        encoded = np.pad(encoded, fill, constant_values=flat_tokens.FILL)
+        overlapping = np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::stride]
+        batch = TokenBatch.of(*flat_tokens.decode(overlapping), config.model.start_token)
+        batch.loss_mask[:, :seen_before] = False  # the row before predicts these
         nats += count * float(train.validation_step(weights, batch, config))
         targets += count
-        size_of_text += codec.count_bytes(*read) if codec else 0
     bits = "bits per byte: name a --tokenizer to compute them"
-    if size_of_text:
+    # In large parts, whatever the rows: what is cut at their ends is miscounted.
+    parts = (data.read(i, min(i + 2**20, targets)) for i in range(0, targets, 2**20))
+    if codec and (size_of_text := sum(itertools.starmap(codec.count_bytes, parts))):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
         f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
@@ -397,7 +421,9 @@ def run(args: argparse.Namespace) -> None:
             named = named or flat_tokens.tokenizer_of(args.evaluate)
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            print(evaluate(checkpoints.restore("weights"), data, args.batches, codec, config))
+            config = with_rows(config, args.length) if args.length else config
+            weights = checkpoints.restore("weights")
+            print(evaluate(weights, data, args.batches, args.stride, codec, config))
         else:
             named = named or config.source().tokenizer_used()
             if not named:
@@ -445,6 +471,8 @@ def main() -> None:
     add("--min-p", type=within(float, 0, 1), default=0.0, help="sample from what is this likely")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
+    add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")
+    add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")

@@ -378,13 +378,48 @@ def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes,
     )
     with jax.set_mesh(mesh(*axes)):
         placed_weights = placed(in_f32.train.Weights, weights)
-        actual = in_f32.evaluate(placed_weights, data, None, codec, config)
-        part = in_f32.evaluate(placed_weights, data, 2, codec, config)
+        actual = in_f32.evaluate(placed_weights, data, None, None, codec, config)
+        part = in_f32.evaluate(placed_weights, data, 2, None, codec, config)
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / 222 * np.log2(np.e):.4f} bits per byte"
     )
     assert ", 192 tokens: " in part
+
+
+def losses_of_windows(weights, ids, starts, length, stride):
+    """The oracle's loss of each token, predicted by itself: after the tokens before it from the
+    beginning of the one row in which it is among the last `stride` tokens."""
+    losses = []
+    for i in range(len(ids)):
+        begin = max(0, i // stride * stride + stride - length)
+        row, is_start = np.zeros(length, ids.dtype), np.zeros(length, bool)
+        row[: i + 1 - begin], is_start[: i + 1 - begin] = ids[begin : i + 1], starts[begin : i + 1]
+        before, position, sees = oracle.layout(row[None], is_start[None], ids[max(begin - 1, 0)])
+        logits = oracle.laid_out_logits(weights, before, position, sees, TIMESCALE)[0, i - begin]
+        losses.append(-jax.nn.log_softmax(logits)[ids[i]])
+    return np.array(losses)
+
+
+@pytest.mark.parametrize(("axes", "length", "stride"), [((4, 2), 17, 5), ((1, 1), 6, 1)])
+def test_each_token_is_predicted_once_after_what_its_row_has_before_it(
+    in_f32, axes, length, stride, tmp_path
+):
+    """Longer and shorter rows than the training's, which had microbatches and chunks."""
+    parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
+    config = small_config(*parts)
+    weights, codec = random_weights(config), generate.Text(save_tokenizer(tmp_path))
+    data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12, lengths=(3, 40, 1, 23)), "train")
+    ids, starts = data.read(0, 67)
+    nats = losses_of_windows(weights, ids, starts, length, stride).sum()
+    texts = np.split(ids, np.flatnonzero(starts)[1:])
+    size = len("".join(map(codec.decode, texts)).encode())
+    with jax.set_mesh(mesh(*axes)):
+        other = in_f32.with_rows(config, length)
+        placed_weights = placed(in_f32.train.Weights, weights)
+        actual = in_f32.evaluate(placed_weights, data, None, stride, codec, other)
+    assert f"67 tokens: {nats / 67:.4f} nats per token" in actual
+    assert f"{nats / np.log(2) / size:.4f} bits per byte" in actual
 
 
 # --- The program ----------------------------------------------------------------------------------
@@ -483,6 +518,7 @@ WRONG = {
     "a mesh that doesn't divide the heads": ["two_heads", "--mesh=t=4"],
     "no dataset": ["bytes", "--evaluate=none.zarr"],
     "a dataset of other ids": ["bytes", "--evaluate=other.zarr"],
+    "a stride beyond a row": ["bytes", "--evaluate=bytes.zarr", "--length=5", "--stride=6"],
 }
 
 
