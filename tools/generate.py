@@ -1,21 +1,35 @@
 """Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
+    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
+    python -m tools.generate runs/imported --tokenizer llama_folder --chat
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A token attends to at most as many tokens as a row had in training, so a text
-may be longer than a row. A text ends after --tokens, or when the model emits the tokenizer's
-end-of-text id. A model trained on flat tokens rarely emits it: the format marks the starts of
-documents and has no end token. The tokenizer bytes_utf8 has no end-of-text id.
+may be longer than a row. A text ends after --tokens, before a --stop, or when the model emits the
+tokenizer's end-of-text id, or one of those in a generation_config.json beside it. A model trained
+on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
+tokenizer bytes_utf8 has no end-of-text id.
+
+Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
+and each is what its prompt alone gives. The names of special tokens in a prompt are ordinary text,
+unless --special-tokens parses them. With --chat a prompt is a user's message: the tokenizer's chat
+template wraps it, its special tokens are parsed, and the answer alone is printed. It ends where the
+template ends an answer. Without a prompt, --chat reads messages from stdin, one per line, and keeps
+the conversation until stdin ends.
+
+Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, --top-p keeps
+the likeliest of these, up to this probability in total, and --min-p drops those with less than this
+part of the likeliest token's probability.
 
 Mesh. The weights are cast to bf16 and gathered over d once, so each device holds 1/t of them: raise
 t if the model is too large for one device, and d to generate many samples. t must divide the number
 of key-value heads (model.n_kv), model.d_ff and model.vocab; d * t must divide model.d_model. Any
-such mesh will do, whatever mesh the model was trained on. If d doesn't divide --samples, the batch
-is padded. The same seed gives the same text on any mesh, up to bf16 rounding.
+such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
+padded. The same seed gives the same text on any mesh, up to bf16 rounding.
 
 Evaluation. The tokens of the validation split, in order, packed into rows of the training's length.
 Attention doesn't cross documents. "Nats per token" is the mean loss over all tokens. "Bits per
@@ -35,7 +49,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -46,7 +60,7 @@ from jax import lax
 from tqdm import tqdm
 
 import train
-from data import flat_tokens, text
+from data import flat_tokens
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
@@ -73,6 +87,7 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
+from tools.texts import Continued, Text, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
 
@@ -263,36 +278,6 @@ def padded(rows: int) -> int:
     return -(-rows // parts) * parts
 
 
-# --- Text -----------------------------------------------------------------------------------------
-
-
-class Text:
-    """Converts between text and ids, with the tokenizer that the dataset was made with."""
-
-    def __init__(self, name: str):
-        self.tokenizer = text.Tokenizer(name)
-        self.is_bytes = name == "bytes_utf8"
-        self.ids = range(1, 257) if self.is_bytes else range(len(self.tokenizer.slow))
-        self.end = None if self.is_bytes else self.tokenizer.slow.eos_token_id  # of a text
-
-    def encode(self, prompt: str) -> list[int]:
-        import pyarrow
-
-        stored, _ = self.tokenizer(pyarrow.chunked_array([[prompt]]))
-        return flat_tokens.decode(stored)[0].tolist()
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.tokenizer.decode(np.array(ids, np.uint32))
-
-    def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
-        """Counts the UTF-8 bytes of the decoded documents. If tokens aren't bytes, a character cut
-        off at either end counts as the three bytes of a replacement character."""
-        if self.is_bytes:
-            return len(ids)
-        documents = np.split(ids, np.flatnonzero(is_start))
-        return sum(len(self.decode(document).encode()) for document in documents)
-
-
 # --- Program --------------------------------------------------------------------------------------
 
 
@@ -374,40 +359,99 @@ def evaluate(
     )
 
 
+def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
+    """Returns the prompts as ids, and none if a conversation is asked for. Raises UserError or
+    OSError if they can't be read, or aren't ids of the model."""
+    if args.special_tokens:
+        codec.parse_special_tokens()
+    if args.chat:
+        codec.start_chat()
+    texts = prompts_in(args.prompts) if args.prompts else {"the prompt": args.prompt or ""}
+    if args.chat and not args.prompts and args.prompt is None:
+        if args.samples > 1:
+            raise UserError("--samples: a conversation has one answer each; name a --prompt")
+        return []
+    prompts = []
+    for name, prompt in texts.items():
+        message = [{"role": "user", "content": prompt}]
+        chat, start = args.chat, config.model.start_token
+        prompts.append(codec.chat(message, start) if chat else codec.encode(prompt))
+        check_ids(name, max(prompts[-1], default=0), config)
+    return prompts
+
+
 @typechecked
-def write(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
-    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
-    prompt = codec.encode(args.prompt)
-    check_ids("the prompt", max(prompt, default=0), config)
+def write(
+    args: argparse.Namespace,
+    weights: Weights,
+    prompts: list[list[int]],
+    codec: Text,
+    config: train.Config,
+) -> list[str]:
+    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr. Returns
+    what follows each prompt."""
+    window = config.training.tokens.len
+    if (length := max(map(len, prompts)) + args.tokens) > window:
+        print(
+            f"note: texts have up to {length} tokens; a token attends to at most {window}, as many "
+            "as a row had in training",
+            file=sys.stderr,
+        )
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, args.min_p)
-    prompts, numbers = [prompt] * args.samples, list(range(args.samples))
-    rows = padded(args.samples)
-    steps = generate(weights, prompts, numbers, args.tokens, rows, args.seed, how, config)
-    texts, ended = [list(prompt) for _ in range(args.samples)], np.zeros(args.samples, bool)
-    one, printed = args.samples == 1, ""
-    times = [time.perf_counter()]
-    # The devices run a step ahead, so that they don't wait for the host.
-    for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-        new = np.asarray(ids)[: args.samples, 0]
-        times.append(time.perf_counter())
-        ended |= new == codec.end
-        for i in np.flatnonzero(~ended):
-            texts[i].append(int(new[i]))
-        # Holds back an incomplete character until the rest of it comes.
-        if one and not (now := codec.decode(texts[0])).endswith("\N{REPLACEMENT CHARACTER}"):
-            print(now[len(printed) :], end="", flush=True)
-            printed = now
-        if ended.all():
-            break
-    for number, full in enumerate(map(codec.decode, texts), 1):
-        print(full[len(printed) :] if one else f"--- sample {number}\n{full}")
-    later = len(times) - 2
-    rate = later * args.samples / max(times[-1] - times[1], 1e-9)
+    texts = [
+        Continued(codec, prompt, sample, args.stop, hides_prompt=args.chat)
+        for prompt in prompts
+        for sample in range(args.samples)
+    ]
+    one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
+    for first in range(0, len(texts), size):
+        part = texts[first : first + size]
+        these, numbers = [text.prompt for text in part], [text.sample for text in part]
+        steps = generate(weights, these, numbers, args.tokens, size, args.seed, how, config)
+        about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
+        hidden = True if one else None  # None: unless stderr is a terminal
+        with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:
+            # The devices run a step ahead, so that they don't wait for the host.
+            for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
+                for text, new in zip(part, np.asarray(ids)[: len(part), 0].tolist(), strict=True):
+                    text.add(new)
+                times.append(time.perf_counter())
+                bar.update()
+                if one and (news := part[0].news()):
+                    print(news, end="", flush=True)
+                if all(text.ended for text in part):
+                    break
+        for i, text in enumerate(part, first):
+            text.ended = True
+            if not one:
+                of = f"prompt {i // args.samples + 1}, " if len(prompts) > 1 else ""
+                print(f"--- {of}sample {text.sample + 1}")
+            print(text.news())
+    count = sum(len(text.new) for text in texts)
+    rate = max(count - min(size, len(texts)), 0) / max(times[-1] - times[1], 1e-9)
     print(
-        f"{later + 1} tokens: first after {times[1] - times[0]:.1f} s (including compilation), "
+        f"{count:,} tokens: first after {times[1] - times[0]:.1f} s (including compilation), "
         f"then {rate:,.0f} tokens/s",
         file=sys.stderr,
     )
+    return [text.read()[text.begin :] for text in texts]
+
+
+@typechecked
+def converse(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
+    """Answers messages, a line of stdin each, until it ends. Computes the whole conversation anew
+    for each."""
+    messages: list[dict[str, str]] = []
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            break
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        prompt = codec.chat(messages, config.model.start_token)
+        check_ids("the message", max(prompt, default=0), config)
+        (answer,) = write(args, weights, [prompt], codec, config)
+        messages.append({"role": "assistant", "content": answer})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -432,7 +476,12 @@ def run(args: argparse.Namespace) -> None:
                     "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
                 )
             codec = Text(named)
-            write(args, lay_out(checkpoints.restore("weights")), codec, config)
+            prompts = prompts_of(args, codec, config)
+            weights = lay_out(checkpoints.restore("weights"))
+            if prompts:
+                write(args, weights, prompts, codec, config)
+            else:
+                converse(args, weights, codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
 
@@ -449,6 +498,13 @@ def mesh(written: str) -> train.MeshConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def not_empty(written: str) -> str:
+    """Checks a text for argparse."""
+    if not written:
+        raise argparse.ArgumentTypeError("it must not be empty")
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate",
@@ -457,9 +513,15 @@ def main() -> None:
     )
     add, count, number = parser.add_argument, within(int, 1, 10**6), within(int, 0)
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
-    add("--prompt", default="", help="beginning of the text; default: the start of a document")
+    of_prompt = parser.add_mutually_exclusive_group().add_argument
+    of_prompt("--prompt", help="beginning of the text; default: the start of a document")
+    of_prompt("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
+    add("--special-tokens", action="store_true", help="parse their names in prompts")
+    add("--chat", action="store_true", help="prompts are messages to answer; default: from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add("--samples", type=count, default=1, help="texts to generate; default: %(default)s")
+    add("--stop", action="append", default=[], type=not_empty, metavar="TEXT", help="end before it")
+    add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
+    add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     add(
         "--temperature",
         type=within(float, 0, math.inf),
@@ -468,7 +530,12 @@ def main() -> None:
     )
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
-    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample from what is this likely")
+    add(
+        "--min-p",
+        type=within(float, 0, 1),
+        default=0.0,
+        help="at least this part of the likeliest's",
+    )
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")
