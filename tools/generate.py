@@ -15,11 +15,11 @@ on flat tokens rarely emits it: the format marks the starts of documents and has
 tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
-and each is what its prompt alone gives. The names of special tokens in a prompt are ordinary text,
-unless --special-tokens parses them. With --chat a prompt is a user's message: the tokenizer's chat
-template wraps it, its special tokens are parsed, and the answer alone is printed. It ends where the
-template ends an answer. Without a prompt, --chat reads messages from stdin, one per line, and keeps
-the conversation until stdin ends.
+and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
+tokens in a prompt are ordinary text, unless --special-tokens parses them. With --chat a prompt is a
+user's message: the tokenizer's chat template wraps it, special tokens are parsed, and the answer
+alone is printed. It also ends where the template ends an answer. Without a prompt, --chat reads a
+message from each line of stdin, and keeps the conversation until stdin ends.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, --top-p keeps
 the likeliest of these, up to this probability in total, and --min-p drops those with less than this
@@ -516,10 +516,19 @@ def main() -> None:
     of_prompt = parser.add_mutually_exclusive_group().add_argument
     of_prompt("--prompt", help="beginning of the text; default: the start of a document")
     of_prompt("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
-    add("--special-tokens", action="store_true", help="parse their names in prompts")
-    add("--chat", action="store_true", help="prompts are messages to answer; default: from stdin")
+    add(
+        "--special-tokens", action="store_true", help="parse the names of special tokens in prompts"
+    )
+    add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add("--stop", action="append", default=[], type=not_empty, metavar="TEXT", help="end before it")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        type=not_empty,
+        metavar="TEXT",
+        help="end before this",
+    )
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     add(
@@ -530,12 +539,7 @@ def main() -> None:
     )
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
-    add(
-        "--min-p",
-        type=within(float, 0, 1),
-        default=0.0,
-        help="at least this part of the likeliest's",
-    )
+    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample if this likely, see above")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")

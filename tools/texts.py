@@ -16,15 +16,18 @@ def prompts_in(path: str) -> dict[str, str]:
     """Returns the prompts in a file by the names of their lines: JSON strings if the file's name
     ends in .jsonl, else plain text. Raises UserError or OSError if it can't be read."""
     try:
-        lines = pathlib.Path(path).read_text("utf-8").removesuffix("\n").split("\n")
+        text = pathlib.Path(path).read_text("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
+    if not text:
+        raise UserError(f"{path} has no prompts")
+    lines = text.removesuffix("\n").split("\n")
     prompts = {f"{path}, line {number}": line for number, line in enumerate(lines, 1)}
     for name, line in prompts.items() if path.endswith(".jsonl") else ():
         try:
             prompts[name] = json.loads(line)
             prompts[name].encode()
-        except (ValueError, AttributeError):  # not JSON, not a string, or half a surrogate pair
+        except (ValueError, RecursionError, AttributeError):  # half a surrogate pair is no text
             raise UserError(f"{name} is not a JSON string") from None
     return prompts
 
@@ -68,8 +71,8 @@ class Text:
         self.ends |= {*after[:1]} & self.tokenizer.slow.added_tokens_decoder.keys()
 
     def chat(self, messages: list[dict[str, str]], start_token: int) -> list[int]:
-        """Returns the prompt for the answer to a conversation. It doesn't begin with the start
-        token, which all texts are put behind."""
+        """Returns the prompt for the next answer in a conversation, without a start token, which
+        generation puts in front."""
         ids = self.encode(self._render(messages, add_generation_prompt=True))
         return ids[1:] if ids[:1] == [self.tokenizer.slow.bos_token_id] == [start_token] else ids
 

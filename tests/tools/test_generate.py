@@ -493,6 +493,7 @@ def run(tmp_path_factory):
     save_chat_tokenizer(folder / "refusing", "{{ raise_exception('no such role') }}")
     save_chat_tokenizer(folder / "damaged_settings", settings="[1]")
     (folder / "wrong.jsonl").write_text('"a"\n["b"]\n')
+    (folder / "empty.txt").touch()
     (folder / "bytes.txt").write_bytes(b"\xff")
     (folder / "é.txt").write_text("e\né\n")
     with jax.set_mesh(mesh(4, 2)):
@@ -595,9 +596,11 @@ def test_a_conversation(run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(generate, "generate", answer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("What?\nAnd then?\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     options = "--chat", f"--tokenizer={name}"
-    out, _, message = call(capsys, monkeypatch, run, "bytes", *options)
+    out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
     assert out == "Snow. \nMore\n" and not message
+    assert error.count("> ") == 3
     first = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
     second = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
     assert asked == [first, f"{first}Snow. <|im_end|>\n{second}"]
@@ -661,6 +664,7 @@ WRONG = {
     "several answers in a conversation": ["bytes", "--chat", "--tokenizer=chat", "--samples=2"],
     "prompts that aren't JSON strings": ["bytes", "--prompts=wrong.jsonl"],
     "prompts that aren't text": ["bytes", "--prompts=bytes.txt"],
+    "no prompts": ["bytes", "--prompts=empty.txt"],
     "a file of prompts that isn't there": ["bytes", "--prompts=none.txt"],
     "a line of another tokenizer": ["nameless", "--tokenizer=bytes_utf8", "--prompts=é.txt"],
     "no checkpoint": ["none"],
