@@ -510,9 +510,11 @@ def forward(
 
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
-    """The number of targets in the loss, over all devices."""
+    """The number of targets in the loss, over all devices; 1 if there are none, as in a batch of
+    chats that are cut before the first reply."""
     mask = batch.loss_mask.astype(f32.dtype)
-    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
+    count = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
+    return jnp.maximum(count, 1)
 
 
 @typechecked

@@ -609,8 +609,8 @@ hidden = jax.nn.silu(gate) * up
         "https://github.com/Blaizzy/mlx-vlm/issues/1983",
         (
             (
-                "jnp.broadcast_to(position.astype(u32.dtype), inputs.shape)",
-                "jnp.broadcast_to((position - first).astype(u32.dtype), inputs.shape)",
+                "positions = position.astype(u32.dtype)",
+                "positions = jnp.broadcast_to(index - first, inputs.shape).astype(u32.dtype)",
             ),
         ),
         "tools/generate.py",
@@ -631,8 +631,8 @@ hidden = jax.nn.silu(gate) * up
         f"{MEGATRON}/pull/5983",
         (
             (
-                "(jax.random.key(seed), jnp.arange(rows))",
-                '(jax.random.key(seed), jnp.arange(rows) % (rows // mesh_shape()["s"]))',
+                "(jax.random.key(seed), jnp.array(numbers))",
+                '(jax.random.key(seed), jnp.array(numbers) % (rows // mesh_shape()["s"]))',
             ),
         ),
         "tools/generate.py",

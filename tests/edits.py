@@ -2257,9 +2257,9 @@ WRONG: dict[str, Edit] = {
             ),
             (
                 "decode_scores_centered_over_heads",
-                "        scores = jnp.where(visible, scores",
+                "        scores = jnp.where(visible[:, None, None], scores",
                 "        scores = scores - scores.mean(2, keepdims=True)\n"
-                "        scores = jnp.where(visible, scores",
+                "        scores = jnp.where(visible[:, None, None], scores",
             ),
             (
                 "decode_sink",
@@ -2295,8 +2295,8 @@ WRONG: dict[str, Edit] = {
             ),
             (
                 "samples_with_a_seed_by_mesh",
-                "jax.random.key(seed), jnp.arange(rows)",
-                'jax.random.key(seed + mesh_shape()["s"]), jnp.arange(rows)',
+                "jax.random.key(seed), jnp.array(numbers)",
+                'jax.random.key(seed + mesh_shape()["s"]), jnp.array(numbers)',
             ),
             (
                 "samples_colder_with_more_rows",

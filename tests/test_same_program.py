@@ -38,7 +38,7 @@ def validation(config):
 def generation(config, rows, tokens):
     """A step that computes some tokens of each row at a time."""
     cache = Stacked["layers", generate.Cache]
-    hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""], f32["B/d"]]
+    hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""], i32["B/d"], f32["B/d"]]
     hint = of_model(hint, config)
     how = generate.Sampling(1.0, None, 0.9, range(config.model.vocab))
     return generate.step, hint, {"B": rows, "L": tokens, "S": 24}, config, how

@@ -1,27 +1,44 @@
 """Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
+    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
+    python -m tools.generate runs/imported --tokenizer llama_folder --chat
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A token attends to at most as many tokens as a row had in training, so a text
-may be longer than a row. A text ends after --tokens, or when the model emits the tokenizer's
-end-of-text id. A model trained on flat tokens rarely emits it: the format marks the starts of
-documents and has no end token. The tokenizer bytes_utf8 has no end-of-text id.
+may be longer than a row. A text ends after --tokens, before a --stop, or when the model emits the
+tokenizer's end-of-text id, or one of those in a generation_config.json beside it. A model trained
+on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
+tokenizer bytes_utf8 has no end-of-text id.
 
-Mesh. The weights are cast to bf16 and gathered over d once, so each device holds 1/t of them: raise
+Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
+and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
+tokens in a prompt are ordinary text, unless --special-tokens parses them. With --chat a prompt is a
+user's message: the tokenizer's chat template wraps it, special tokens are parsed, and the answer
+alone is printed. It also ends where the template ends an answer. Without a prompt, --chat reads a
+message from each line of stdin, and keeps the conversation until stdin ends.
+
+Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, --top-p keeps
+the likeliest of these, up to this probability in total, and --min-p drops those with less than this
+part of the likeliest token's probability.
+
+Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them: raise
 t if the model is too large for one device, and d to generate many samples. t must divide the number
 of key-value heads (model.n_kv), model.d_ff and model.vocab; d * t must divide model.d_model. Any
-such mesh will do, whatever mesh the model was trained on. If d doesn't divide --samples, the batch
-is padded. The same seed gives the same text on any mesh, up to bf16 rounding.
+such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
+padded. The same seed gives the same text on any mesh, up to rounding.
 
 Evaluation. The tokens of the validation split, in order, packed into rows of the training's length.
 Attention doesn't cross documents. "Nats per token" is the mean loss over all tokens. "Bits per
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
+--length sets another length of the rows. --stride N lets rows overlap: each begins N tokens after
+the one before and predicts its last N tokens, so that a token sees at least length - N tokens
+before it, as far as its document has them. This takes length / N times as long.
 """
 
 import argparse
@@ -32,7 +49,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,16 +57,18 @@ import jax.numpy as jnp
 import numpy as np
 from hydra import compose, initialize_config_dir
 from jax import lax
+from tqdm import tqdm
 
 import train
-from data import flat_tokens, text
-from data.loader import TokenBatch, rows_of
+from data import flat_tokens
+from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
 from shardlib import devices, ops
 from shardlib.errors import UserError
 from shardlib.types import (
+    COMPUTE,
     ArrayType,
     Dim,
     Mapped,
@@ -58,6 +77,7 @@ from shardlib.types import (
     array_type,
     check,
     compute,
+    computing_in,
     f32,
     i32,
     make_shapes,
@@ -70,6 +90,7 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
+from tools.texts import Continued, Text, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
 
@@ -79,7 +100,7 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 
 
 def gathered(stored: ArrayType) -> ArrayType:
-    """The type of a weight during generation: bf16, and gathered over d, so that generating a token
+    """The type of a weight during generation: in the compute dtype, and gathered over d, so that generating a token
     gathers no weights."""
     dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
     return array_type(compute, Spec(tuple(dims)))
@@ -90,7 +111,7 @@ Weights = Mapped[gathered, train.Weights]
 
 @typechecked
 def lay_out(weights: train.Weights) -> Weights:
-    """Casts the weights to bf16 and gathers them over d."""
+    """Casts the weights to the compute dtype and gathers them over d."""
     narrow = jax.tree.map(lambda leaf: leaf.astype(compute.dtype), weights)
     return jax.device_put(narrow, make_shardings(Weights))
 
@@ -126,15 +147,20 @@ def extend(
     cache: Stacked["layers", Cache],
     inputs: u32["B/d L"],
     first: i32[""],
+    start: i32["B/d"],
     config: train.Config,
 ) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
-    """Computes the residual stream of inputs at positions from `first` on, given a cache of the
-    positions before. Returns it with the extended cache. Attention is causal over a window as long
-    as a training row."""
-    position = first + jnp.arange(inputs.shape[1])
-    age = position[:, None] - jnp.arange(cache.k.shape[2])
+    """Computes the residual stream of inputs at indices from `first` on, given a cache of the
+    indices before. Returns it with the extended cache. Attention is causal over a window as long as
+    a training row. A row's text begins at its `start`, with position 0: what is before is padding,
+    which the text doesn't see."""
+    index = first + jnp.arange(inputs.shape[1])
+    age = index[:, None] - jnp.arange(cache.k.shape[2])
     window = config.model.sliding_window or config.training.tokens.len
     visible = (age >= 0) & (age < min(window, config.training.tokens.len))
+    # Padding sees itself: a softmax over nothing is NaN, which would spread as 0 * NaN.
+    position = jnp.maximum(index - start[:, None], 0)
+    visible = visible & (age <= position[:, :, None])
 
     @typechecked
     def attend(
@@ -148,14 +174,14 @@ def extend(
         scores = ops.einsum_unreduced(
             "B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, layer.k, dtype=f32
         )
-        scores = jnp.where(visible, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+        scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(compute.dtype)
         mixed = ops.einsum_unreduced(
             "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", probabilities, layer.v
         )
         return mixed, new
 
-    positions = jnp.broadcast_to(position.astype(u32.dtype), inputs.shape)
+    positions = position.astype(u32.dtype)
     x, new = train.decoder(weights, inputs, positions, attend, cache, config.model, check_gathered)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
@@ -170,6 +196,7 @@ class Sampling:
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the ids of the tokenizer
+    min_p: float = 0  # sample from tokens with at least this part of the likeliest's probability
 
 
 @typechecked
@@ -177,13 +204,16 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
     """Samples an index from each row of logits by inverting the cumulative distribution, likeliest
     index first, at a draw that is above 0 and at most 1. Top-p keeps the indices before which the
     cumulative probability is below top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751,
-    section 3.1. It applies to what top-k keeps."""
+    section 3.1. It applies to what top-k keeps. Of these, min-p keeps the indices with at least
+    min_p times the largest probability: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082,
+    section 3. All probabilities are those at the given temperature."""
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     falling, indices = lax.top_k(logits, logits.shape[-1])
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / how.temperature, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
+    kept = (before < how.top_p) & (probabilities >= how.min_p * probabilities[:, :1])
+    upto = jnp.cumsum(jnp.where(kept, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
     return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
 
@@ -195,13 +225,14 @@ def step(
     cache: Stacked["layers", Cache],
     inputs: u32["B/d L"],
     first: i32[""],
+    start: i32["B/d"],
     draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
-    """Samples the ids that follow the inputs, which are at positions from `first` on. Returns them
-    with the extended cache."""
-    x, cache = extend(weights, cache, inputs, first, config)
+    """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
+    cache."""
+    x, cache = extend(weights, cache, inputs, first, start, config)
     output = train.output_weights(weights, check_gathered)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
@@ -213,32 +244,38 @@ def step(
 @typechecked
 def generate(
     weights: Weights,
-    prompt: list[int],
+    prompts: list[list[int]],
+    numbers: list[int],
     tokens: int,
-    samples: int,
+    rows: int,
     seed: int,
     how: Sampling,
     config: train.Config,
 ) -> Iterator[jax.Array]:
-    """Yields the next ids, u32[rows, 1], of texts that begin with the prompt. `rows` is `samples`,
-    rounded up to a multiple of d."""
-    rows = padded(samples)
-    inputs = np.tile(np.array([config.model.start_token, *prompt], np.uint32), (rows, 1))
-    length = inputs.shape[1]
+    """Yields the next ids, u32[rows, 1], of texts that begin with the prompts; further rows are
+    padding. A row draws by the seed and its entry in `numbers`, whatever the other rows are."""
+    longest = 1 + max(map(len, prompts))
+    # Few lengths, as each is compiled: powers of two, then multiples of PREFILL.
+    part = min(PREFILL, 1 << (longest - 1).bit_length())
+    length = -(-longest // part) * part
+    inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
+    for row, prompt in enumerate(prompts):
+        start[row] -= len(prompt)
+        inputs[row, start[row] :] = [config.model.start_token, *prompt]
     kind = Stacked["layers", Cache]
     shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": length + tokens})
     empty = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
     cache = jax.jit(empty, out_shardings=make_shardings(kind))()
-    # A key per row: what a row draws doesn't depend on the other rows or on their number.
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    numbers = numbers + [0] * (rows - len(numbers))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.array(numbers))
     draws = 1 - np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys))
-    for first in range(0, length, PREFILL):
-        part = inputs[:, first : first + PREFILL]
-        ids, cache = step(weights, cache, part, np.int32(first), draws[:, 0], config, how)
+    for first in range(0, length, part):
+        these = inputs[:, first : first + part]
+        ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
     yield ids
     for i in range(1, tokens):
         here = np.int32(length + i - 1)
-        ids, cache = step(weights, cache, ids, here, draws[:, i], config, how)
+        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
 
 
@@ -246,36 +283,6 @@ def padded(rows: int) -> int:
     """Rounds a number of rows up to one that splits over d."""
     parts = math.prod(mesh_shape()[axis] for axis in Dim("B", ("d",)).axes)
     return -(-rows // parts) * parts
-
-
-# --- Text -----------------------------------------------------------------------------------------
-
-
-class Text:
-    """Converts between text and ids, with the tokenizer that the dataset was made with."""
-
-    def __init__(self, name: str):
-        self.tokenizer = text.Tokenizer(name)
-        self.is_bytes = name == "bytes_utf8"
-        self.ids = range(1, 257) if self.is_bytes else range(len(self.tokenizer.slow))
-        self.end = None if self.is_bytes else self.tokenizer.slow.eos_token_id  # of a text
-
-    def encode(self, prompt: str) -> list[int]:
-        import pyarrow
-
-        stored, _ = self.tokenizer(pyarrow.chunked_array([[prompt]]))
-        return flat_tokens.decode(stored)[0].tolist()
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.tokenizer.decode(np.array(ids, np.uint32))
-
-    def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
-        """Counts the UTF-8 bytes of the decoded documents. If tokens aren't bytes, a character cut
-        off at either end counts as the three bytes of a replacement character."""
-        if self.is_bytes:
-            return len(ids)
-        documents = np.split(ids, np.flatnonzero(is_start))
-        return sum(len(self.decode(document).encode()) for document in documents)
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -298,6 +305,19 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     return Checkpoints(path, kinds, sizes, config.to_yaml(), 32, key="folder"), config
 
 
+def with_rows(config: train.Config, length: int) -> train.Config:
+    """Returns the config with rows of another length, and about as many tokens in a batch."""
+    tokens = config.training.tokens
+    size = {
+        "training.tokens.len": length,
+        "training.tokens.batch": max(1, tokens.batch * tokens.len // length),
+        # Logits of about 1,024 tokens at once, if that divides the row.
+        "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
+    }
+    # These divide the training's rows. Here rows aren't divided.
+    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+
+
 def check_ids(name: str, largest: int, config: train.Config) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
     last = config.model.vocab - 1
@@ -313,79 +333,158 @@ def evaluate(
     weights: train.Weights,
     data: flat_tokens.FlatTokens,
     batches: int | None,
+    stride: int | None,
     codec: Text | None,
     config: train.Config,
 ) -> str:
-    """Returns a line on how well the model predicts a split, or its first batches."""
+    """Returns a line on how well the model predicts a split, or its first batches. Raises UserError
+    if the rows don't fit the data or the model."""
     check_ids(data.name, data.max_token_id, config)
-    tokens = config.training.tokens
-    rows = padded(tokens.batch)
-    size, nats, targets, size_of_text = rows * tokens.len, 0.0, 0, 0
-    for first in range(0, data.token_count, size)[:batches]:
-        before, last = min(first, 1), min(first + size, data.token_count)
-        encoded, count = data.read_encoded(first - before, last), last - first
-        read = flat_tokens.decode(encoded[before:])
-        encoded = np.pad(encoded, (1 - before, size - count), constant_values=flat_tokens.FILL)
-        ids, starts = flat_tokens.decode(rows_of(encoded, tokens.len))
-        batch = TokenBatch.of(ids, starts, config.model.start_token)
+    length = config.training.tokens.len
+    stride = stride or length
+    if stride > length:
+        raise UserError(f"--stride={stride} would leave tokens out: a row has only {length}")
+    rows = padded(config.training.tokens.batch)
+    size, seen_before, nats, targets = rows * stride, length - stride, 0.0, 0
+    for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
+        begin, last = first - seen_before - 1, min(first + size, data.token_count)
+        encoded, count = data.read_encoded(max(begin, 0), last), last - first
+        fill = max(-begin, 0), size - count
+        encoded = np.pad(encoded, fill, constant_values=flat_tokens.FILL)
+        overlapping = np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::stride]
+        batch = TokenBatch.of(*flat_tokens.decode(overlapping), config.model.start_token)
+        batch.loss_mask[:, :seen_before] = False  # the row before predicts these
+        count = int(batch.loss_mask.sum())
         nats += count * float(train.validation_step(weights, batch, config))
         targets += count
-        size_of_text += codec.count_bytes(*read) if codec else 0
+    if not targets:
+        raise UserError(f"{data.name} has no targets in this part")
     bits = "bits per byte: name a --tokenizer to compute them"
+    size_of_text = 0
+    # In large parts, whatever the rows: what is cut at their ends is miscounted.
+    for i in range(0, last if codec else 0, 2**20):
+        ids, is_start = flat_tokens.decode(data.read_encoded(i, min(i + 2**20, last)))
+        are_targets = ids < flat_tokens.NOT_A_TARGET
+        size_of_text += codec.count_bytes(ids[are_targets], is_start[are_targets])
     if size_of_text:
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
-        f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
+        f"{data.name}, {targets:,} targets: {nats / targets:.4f} nats per token, "
         f"perplexity {math.exp(nats / targets):.4g}, {bits}"
     )
 
 
+def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
+    """Returns the prompts as ids, and none if a conversation is asked for. Raises UserError or
+    OSError if they can't be read, or aren't ids of the model."""
+    if args.special_tokens:
+        codec.parse_special_tokens()
+    if args.chat:
+        codec.start_chat()
+    texts = prompts_in(args.prompts) if args.prompts else {"the prompt": args.prompt or ""}
+    if args.chat and not args.prompts and args.prompt is None:
+        if args.samples > 1:
+            raise UserError("--samples: a conversation has one answer each; name a --prompt")
+        return []
+    prompts = []
+    for name, prompt in texts.items():
+        message = [{"role": "user", "content": prompt}]
+        chat, start = args.chat, config.model.start_token
+        prompts.append(codec.chat(message, start) if chat else codec.encode(prompt))
+        check_ids(name, max(prompts[-1], default=0), config)
+    return prompts
+
+
 @typechecked
-def write(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
-    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
-    prompt = codec.encode(args.prompt)
-    check_ids("the prompt", max(prompt, default=0), config)
-    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
-    steps = generate(weights, prompt, args.tokens, args.samples, args.seed, how, config)
-    texts, ended = [list(prompt) for _ in range(args.samples)], np.zeros(args.samples, bool)
-    one, printed = args.samples == 1, ""
-    times = [time.perf_counter()]
-    # The devices run a step ahead, so that they don't wait for the host.
-    for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-        new = np.asarray(ids)[: args.samples, 0]
-        times.append(time.perf_counter())
-        ended |= new == codec.end
-        for i in np.flatnonzero(~ended):
-            texts[i].append(int(new[i]))
-        # Holds back an incomplete character until the rest of it comes.
-        if one and not (now := codec.decode(texts[0])).endswith("\N{REPLACEMENT CHARACTER}"):
-            print(now[len(printed) :], end="", flush=True)
-            printed = now
-        if ended.all():
-            break
-    for number, full in enumerate(map(codec.decode, texts), 1):
-        print(full[len(printed) :] if one else f"--- sample {number}\n{full}")
-    later = len(times) - 2
-    rate = later * args.samples / max(times[-1] - times[1], 1e-9)
+def write(
+    args: argparse.Namespace,
+    weights: Weights,
+    prompts: list[list[int]],
+    codec: Text,
+    config: train.Config,
+) -> list[str]:
+    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr. Returns
+    what follows each prompt."""
+    window = config.training.tokens.len
+    if (length := max(map(len, prompts)) + args.tokens) > window:
+        print(
+            f"note: texts have up to {length} tokens; a token attends to at most {window}, as many "
+            "as a row had in training",
+            file=sys.stderr,
+        )
+    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, args.min_p)
+    texts = [
+        Continued(codec, prompt, sample, args.stop, hides_prompt=args.chat)
+        for prompt in prompts
+        for sample in range(args.samples)
+    ]
+    one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
+    for first in range(0, len(texts), size):
+        part = texts[first : first + size]
+        these, numbers = [text.prompt for text in part], [text.sample for text in part]
+        steps = generate(weights, these, numbers, args.tokens, size, args.seed, how, config)
+        about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
+        hidden = True if one else None  # None: unless stderr is a terminal
+        with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:
+            # The devices run a step ahead, so that they don't wait for the host.
+            for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
+                for text, new in zip(part, np.asarray(ids)[: len(part), 0].tolist(), strict=True):
+                    text.add(new)
+                times.append(time.perf_counter())
+                bar.update()
+                if one and (news := part[0].news()):
+                    print(news, end="", flush=True)
+                if all(text.ended for text in part):
+                    break
+        for i, text in enumerate(part, first):
+            text.ended = True
+            if not one:
+                of = f"prompt {i // args.samples + 1}, " if len(prompts) > 1 else ""
+                print(f"--- {of}sample {text.sample + 1}")
+            print(text.news())
+    count = sum(len(text.new) for text in texts)
+    rate = max(count - min(size, len(texts)), 0) / max(times[-1] - times[1], 1e-9)
     print(
-        f"{later + 1} tokens: first after {times[1] - times[0]:.1f} s (including compilation), "
+        f"{count:,} tokens: first after {times[1] - times[0]:.1f} s (including compilation), "
         f"then {rate:,.0f} tokens/s",
         file=sys.stderr,
     )
+    return [text.read()[text.begin :] for text in texts]
+
+
+@typechecked
+def converse(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
+    """Answers messages, a line of stdin each, until it ends. Computes the whole conversation anew
+    for each."""
+    messages: list[dict[str, str]] = []
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            break
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        prompt = codec.chat(messages, config.model.start_token)
+        check_ids("the message", max(prompt, default=0), config)
+        (answer,) = write(args, weights, [prompt], codec, config)
+        messages.append({"role": "assistant", "content": answer})
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
     axes = args.mesh.axes
     devices.have_cpu_devices(math.prod(axes.values()))
-    with jax.set_mesh(devices.make_mesh(axes)):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(devices.make_mesh(axes)))
         checkpoints, config = open_checkpoint(args.checkpoint)
+        stack.enter_context(computing_in(args.dtype or config.dtype))
         named = args.tokenizer
         if args.evaluate:
             named = named or flat_tokens.tokenizer_of(args.evaluate)
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            print(evaluate(checkpoints.restore("weights"), data, args.batches, codec, config))
+            config = with_rows(config, args.length) if args.length else config
+            weights = checkpoints.restore("weights")
+            print(evaluate(weights, data, args.batches, args.stride, codec, config))
         else:
             named = named or config.source().tokenizer_used()
             if not named:
@@ -394,7 +493,12 @@ def run(args: argparse.Namespace) -> None:
                     "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
                 )
             codec = Text(named)
-            write(args, lay_out(checkpoints.restore("weights")), codec, config)
+            prompts = prompts_of(args, codec, config)
+            weights = lay_out(checkpoints.restore("weights"))
+            if prompts:
+                write(args, weights, prompts, codec, config)
+            else:
+                converse(args, weights, codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
 
@@ -411,6 +515,13 @@ def mesh(written: str) -> train.MeshConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def not_empty(written: str) -> str:
+    """Checks a text for argparse."""
+    if not written:
+        raise argparse.ArgumentTypeError("it must not be empty")
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate",
@@ -419,9 +530,24 @@ def main() -> None:
     )
     add, count, number = parser.add_argument, within(int, 1, 10**6), within(int, 0)
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
-    add("--prompt", default="", help="beginning of the text; default: the start of a document")
+    of_prompt = parser.add_mutually_exclusive_group().add_argument
+    of_prompt("--prompt", help="beginning of the text; default: the start of a document")
+    of_prompt("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
+    add(
+        "--special-tokens", action="store_true", help="parse the names of special tokens in prompts"
+    )
+    add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add("--samples", type=count, default=1, help="texts to generate; default: %(default)s")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        type=not_empty,
+        metavar="TEXT",
+        help="end before this",
+    )
+    add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
+    add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     add(
         "--temperature",
         type=within(float, 0, math.inf),
@@ -430,10 +556,14 @@ def main() -> None:
     )
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
+    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample if this likely, see above")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
+    add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")
+    add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
+    add("--dtype", choices=COMPUTE, help="to compute in; default: the run's")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(parser.parse_args())

@@ -60,7 +60,8 @@ def generation(
     for one token after the other."""
 
     def extend(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
-        x, cache = generate.extend(weights, cache, inputs, first, config)
+        start = jnp.zeros(len(inputs), jnp.int32)
+        x, cache = generate.extend(weights, cache, inputs, first, start, config)
         output = train.output_weights(weights, generate.check_gathered)
         return cache, train.unembed(output, x, config.model)
 
@@ -106,8 +107,9 @@ def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tupl
     rows = state.weights, cache, whole.inputs
     yield "generation", generation, rows, config
     draws = random.random(shape[0]).astype(np.float32)
+    start = np.zeros(shape[0], np.int32)
     how = generate.Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
-    yield "generate.step", generate.step, (*rows, np.int32(0), draws), config, how
+    yield "generate.step", generate.step, (*rows, np.int32(0), start, draws), config, how
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:

@@ -2,6 +2,8 @@
 definition, and the tool's messages."""
 
 import dataclasses
+import io
+import json
 import re
 import shutil
 import socket
@@ -72,8 +74,9 @@ def oracle_logits(weights, inputs, window=10**9):
     return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, TIMESCALE))
 
 
-def cached_logits(tool, config, weights, inputs, on):
-    """The same through the cache: some tokens at once, then one at a time, then some at once."""
+def cached_logits(tool, config, weights, inputs, on, start=0):
+    """The same through the cache: some tokens at once, then one at a time, then some at once. The
+    text of each row begins at its `start`."""
 
     @jax.jit
     @typed_shard_map
@@ -82,8 +85,9 @@ def cached_logits(tool, config, weights, inputs, on):
         cache: Stacked["layers", tool.Cache],
         inputs: u32["B/d L"],
         first: i32[""],
+        start: i32["B/d"],
     ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
-        x, cache = tool.extend(weights, cache, inputs, first, config)
+        x, cache = tool.extend(weights, cache, inputs, first, start, config)
         output = tool.train.output_weights(weights, tool.check_gathered)
         return tool.train.unembed(output, x, config.model), cache
 
@@ -91,10 +95,11 @@ def cached_logits(tool, config, weights, inputs, on):
         kind = Stacked["layers", tool.Cache]
         sizes = train.dimensions(config) | {"S": 16}
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
-        parts, first = [], 0
+        parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
         for count in 4, 1, 1, 1, 1, 4:
             here = inputs[:, first : first + count]
-            actual, cache = step(placed(tool.Weights, weights), cache, here, np.int32(first))
+            where = np.int32(first), start
+            actual, cache = step(placed(tool.Weights, weights), cache, here, *where)
             parts.append(actual)
             first += count
         return np.concatenate(parts, axis=1)
@@ -114,6 +119,20 @@ def test_the_logits_are_those_of_the_oracles_full_forward_pass(in_f32, axes, len
     weights, inputs = random_weights(config), random_inputs()
     actual = cached_logits(in_f32, config, weights, inputs, mesh(*axes))
     assert_close(actual, oracle_logits(weights, inputs, length), 1e-5)
+
+
+def test_a_row_does_not_see_the_padding_before_its_start(in_f32):
+    """Rows begin at 0, in the middle of what is computed at once, and after it. Windows are of five
+    tokens."""
+    config = small_config("training.tokens.len=5")
+    weights, inputs = random_weights(config), random_inputs()
+    start = np.array([0, 1, 2, 3, 4, 5, 7, 11], np.int32)
+    actual = cached_logits(in_f32, config, weights, inputs, mesh(4, 2), start)
+    texts = np.stack([np.roll(row, -begin) for row, begin in zip(inputs, start, strict=True)])
+    for row, wanted in enumerate(oracle_logits(weights, texts, 5)):
+        begin = start[row]
+        assert_close(actual[row, begin:], wanted[: 12 - begin], 1e-5)
+    assert np.isfinite(actual).all()
 
 
 def test_an_edit_of_trains_block_is_an_edit_of_generation():
@@ -159,12 +178,26 @@ def test_bf16_is_close():
     assert_close(actual, oracle_logits(weights, inputs), 3e-2)
 
 
+def test_padding_does_not_change_the_rounding():
+    """Positions count from a row's start: in bf16, rotations by other angles differ by far more."""
+    config = small_config()
+    weights, inputs = random_weights(config), random_inputs()
+    inputs[1] = np.roll(inputs[0], 4)
+    actual = cached_logits(generate, config, weights, inputs, mesh(4, 2), [0, 4, *[0] * 6])
+    assert_close(actual[1, 4:], actual[0, :8], 1e-3)
+
+
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
     config = train.resized(small_config(), sizes, probe.shape, {})
     hint = tuple[
-        generate.Weights, Stacked["layers", generate.Cache], u32["B/d L"], i32[""], f32["B/d"]
+        generate.Weights,
+        Stacked["layers", generate.Cache],
+        u32["B/d L"],
+        i32[""],
+        i32["B/d"],
+        f32["B/d"],
     ]
     for how in GREEDY, generate.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
         with jax.sharding.use_abstract_mesh(probe):
@@ -177,8 +210,14 @@ GREEDY = generate.Sampling(0, None, 1, IDS)
 
 
 def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9, seed=0):
+    """The new ids of `rows` samples of a prompt."""
+    prompts, numbers = [prompt] * rows, list(range(rows))
+    return continued(tool, config, weights, on, prompts, numbers, rows, how, tokens, seed)
+
+
+def continued(tool, config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0):
     with jax.set_mesh(on):
-        args = prompt, tokens, rows, seed, how, config
+        args = prompts, numbers, tokens, rows, seed, how, config
         return np.concatenate(list(tool.generate(placed(tool.Weights, weights), *args)), axis=1)
 
 
@@ -196,6 +235,25 @@ def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
         actual = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
         assert (actual == inputs[0, length + 1 : length + 10]).all()
     assert len(np.unique(actual[0])) > 4
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_text_is_that_of_its_prompt_alone(in_f32, temperature, monkeypatch):
+    """Prompts of several lengths beside each other, two of which are computed in several parts. The
+    last rows are padding."""
+    monkeypatch.setattr(in_f32, "PREFILL", 4)
+    config = small_config("training.tokens.len=13")
+    weights, how = random_weights(config), generate.Sampling(temperature, None, 0.9, IDS)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 48, length).tolist() for length in (3, 10, 2, 9, 3)]
+    numbers = [0, 1, 2, 0, 1]
+    together = continued(in_f32, config, weights, mesh(4, 2), prompts, numbers, 8, how)
+    alone = [
+        continued(in_f32, config, weights, mesh(1, 1), [prompt], [number], 1, how)[0]
+        for prompt, number in zip(prompts, numbers, strict=True)
+    ]
+    assert (together[:5] == alone).all()
+    assert len(np.unique(alone, axis=0)) == 5
 
 
 def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
@@ -234,13 +292,13 @@ def test_ids_come_as_often_as_they_are_likely():
 
 
 def probabilities_kept(logits, how):
-    """The probabilities after top-k and top-p by definition, one id at a time."""
+    """The probabilities after top-k, top-p and min-p by definition, one id at a time."""
     logits = np.asarray(logits, np.float64)
     likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])[: how.top_k]
     raised = {i: np.exp(logits[i] / how.temperature) for i in likeliest}
     total, kept, so_far = sum(raised.values()), {}, 0.0
     for i in likeliest:
-        if not kept or so_far < how.top_p:
+        if not kept or (so_far < how.top_p and raised[i] >= how.min_p * raised[likeliest[0]]):
             kept[i] = raised[i]
         so_far += raised[i] / total
     return np.array([kept.get(i, 0) / sum(kept.values()) for i in range(len(logits))])
@@ -252,9 +310,12 @@ def sample(logits, draws, how):
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 99])
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (2.0, 0.9), (1.0, 0.3), (1, 0)])
-def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_p, top_k):
-    how = generate.Sampling(temperature, top_k, top_p, IDS)
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "min_p"),
+    [(0.5, 1.0, 0), (2.0, 0.9, 0), (1.0, 0.3, 0), (1, 0, 0), (2, 1, 0.2), (2, 0.6, 0.2), (1, 1, 1)],
+)
+def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_p, min_p, top_k):
+    how = generate.Sampling(temperature, top_k, top_p, IDS, min_p)
     logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
     logits[[3, 8]] = -np.inf
     draws = (np.arange(5000) + 0.5) / 5000
@@ -291,13 +352,59 @@ def save_tokenizer(folder):
 
 def test_a_tokenizers_ids_and_bytes(tmp_path):
     codec = generate.Text(save_tokenizer(tmp_path))
-    assert codec.end == 0 and codec.ids == range(len(codec.tokenizer.slow))
+    assert codec.ends == {0} and codec.ids == range(len(codec.tokenizer.slow))
     ids = np.array(codec.encode("the snow man"))
     assert codec.decode(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
     codec = generate.Text("bytes_utf8")
     assert codec.encode("é") == [0xC4, 0xAA]
-    assert codec.end is None and codec.ids == range(1, 257)
+    assert not codec.ends and codec.ids == range(1, 257)
+
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+END, BEGIN_TURN, END_TURN = range(3)
+
+
+def save_chat_tokenizer(folder, template=CHATML, settings="{}"):
+    """Saves a BPE of bytes with three special tokens, and a generation_config.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=263,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([__doc__], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(settings)
+    return str(folder)
+
+
+def test_special_tokens_in_a_text_and_a_conversation(tmp_path):
+    codec = generate.Text(save_chat_tokenizer(tmp_path, settings='{"eos_token_id": [0, 77]}'))
+    ordinary = codec.encode("a<|im_end|>")
+    assert codec.decode(ordinary) == "a<|im_end|>" and END_TURN not in ordinary
+    codec.parse_special_tokens()
+    assert codec.encode("a<|im_end|>") == [ordinary[0], END_TURN]
+    assert codec.ends == {END, 77}
+    codec.start_chat()
+    assert codec.ends == {END, 77, END_TURN}, "the template ends an answer with another one"
+    ids = codec.chat([{"role": "user", "content": "Hi"}], 0)
+    turn = [BEGIN_TURN, *codec.encode("user\nHi"), END_TURN, *codec.encode("\n")]
+    assert ids == [*turn, BEGIN_TURN, *codec.encode("assistant\n")]
+    codec.tokenizer.slow.bos_token = "<|im_start|>"
+    assert codec.chat([{"role": "user", "content": "Hi"}], BEGIN_TURN) == ids[1:]
+    assert codec.chat([{"role": "user", "content": "Hi"}], END) == ids
 
 
 def write_dataset(path, tokenizer="bytes_utf8", top=47, lengths=(30, 100, 2, 90)):
@@ -328,13 +435,48 @@ def test_the_loss_is_the_oracles_mean_over_all_tokens_of_the_split(in_f32, axes,
     )
     with jax.set_mesh(mesh(*axes)):
         placed_weights = placed(in_f32.train.Weights, weights)
-        actual = in_f32.evaluate(placed_weights, data, None, codec, config)
-        part = in_f32.evaluate(placed_weights, data, 2, codec, config)
+        actual = in_f32.evaluate(placed_weights, data, None, None, codec, config)
+        part = in_f32.evaluate(placed_weights, data, 2, None, codec, config)
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / 222 * np.log2(np.e):.4f} bits per byte"
     )
     assert ", 192 tokens: " in part
+
+
+def losses_of_windows(weights, ids, starts, length, stride):
+    """The oracle's loss of each token, predicted by itself: after the tokens before it from the
+    beginning of the one row in which it is among the last `stride` tokens."""
+    losses = []
+    for i in range(len(ids)):
+        begin = max(0, i // stride * stride + stride - length)
+        row, is_start = np.zeros(length, ids.dtype), np.zeros(length, bool)
+        row[: i + 1 - begin], is_start[: i + 1 - begin] = ids[begin : i + 1], starts[begin : i + 1]
+        before, position, sees = oracle.layout(row[None], is_start[None], ids[max(begin - 1, 0)])
+        logits = oracle.laid_out_logits(weights, before, position, sees, TIMESCALE)[0, i - begin]
+        losses.append(-jax.nn.log_softmax(logits)[ids[i]])
+    return np.array(losses)
+
+
+@pytest.mark.parametrize(("axes", "length", "stride"), [((4, 2), 17, 5), ((1, 1), 6, 1)])
+def test_each_token_is_predicted_once_after_what_its_row_has_before_it(
+    in_f32, axes, length, stride, tmp_path
+):
+    """Longer and shorter rows than the training's, which had microbatches and chunks."""
+    parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
+    config = small_config(*parts)
+    weights, codec = random_weights(config), generate.Text(save_tokenizer(tmp_path))
+    data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12, lengths=(3, 40, 1, 23)), "train")
+    ids, starts = data.read(0, 67)
+    nats = losses_of_windows(weights, ids, starts, length, stride).sum()
+    texts = np.split(ids, np.flatnonzero(starts)[1:])
+    size = len("".join(map(codec.decode, texts)).encode())
+    with jax.set_mesh(mesh(*axes)):
+        other = in_f32.with_rows(config, length)
+        placed_weights = placed(in_f32.train.Weights, weights)
+        actual = in_f32.evaluate(placed_weights, data, None, stride, codec, other)
+    assert f"67 tokens: {nats / 67:.4f} nats per token" in actual
+    assert f"{nats / np.log(2) / size:.4f} bits per byte" in actual
 
 
 # --- The program ----------------------------------------------------------------------------------
@@ -347,6 +489,13 @@ def run(tmp_path_factory):
     write_dataset(folder / "bytes.zarr", top=256)
     write_dataset(folder / "other.zarr", top=300)
     write_dataset(folder / "nameless.zarr", None)
+    save_chat_tokenizer(folder / "chat")
+    save_chat_tokenizer(folder / "refusing", "{{ raise_exception('no such role') }}")
+    save_chat_tokenizer(folder / "damaged_settings", settings="[1]")
+    (folder / "wrong.jsonl").write_text('"a"\n["b"]\n')
+    (folder / "empty.txt").touch()
+    (folder / "bytes.txt").write_bytes(b"\xff")
+    (folder / "é.txt").write_text("e\né\n")
     with jax.set_mesh(mesh(4, 2)):
         for name, vocab, n_kv in ("bytes", 264, 8), ("nameless", 128, 8), ("two_heads", 128, 2):
             model = f"model.vocab={vocab}", f"model.n_kv={n_kv}"
@@ -374,12 +523,103 @@ def call(capsys, monkeypatch, folder, *arguments):
 
 
 def test_a_text_from_a_checkpoint(run, capsys, monkeypatch):
-    greedy = "bytes", "--prompt=naïve ☃", "--tokens=9", "--temperature=0"
+    greedy = "bytes", "--prompt=☃", "--tokens=9", "--temperature=0"
     out, error, message = call(capsys, monkeypatch, run, *greedy)
-    assert out.startswith("naïve ☃") and out.endswith("\n") and not message
+    assert out.startswith("☃") and out.endswith("\n") and not message
     assert "bytes/00000003." in error and "9 tokens: " in error
-    out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=3", "--mesh=t=2,d=4,r=2")
+    assert "note: " not in error
+    several = "--samples=3", "--mesh=t=2,d=4,r=2", "--prompt=naïve"
+    out, error, _ = call(capsys, monkeypatch, run, "bytes", *several)
     assert re.findall("--- sample .", out) == [f"--- sample {i}" for i in (1, 2, 3)]
+    note = "note: texts have up to 134 tokens; a token attends to at most 12, as many as a row had"
+    assert note in error
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_prompts_in_a_file(name, run, tmp_path, capsys, monkeypatch):
+    """Three prompts with two samples each, in batches of four. A row goes on with its prompt's last
+    byte and its number. stderr is a terminal."""
+    prompts, asked = ["ab", "é\u2028", "an"], []
+    lines = map(json.dumps, prompts) if name.endswith("jsonl") else prompts
+    (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+
+    def echo(_, prompts, numbers, tokens, rows, *others):
+        asked.append((numbers, rows))
+        new = [[prompt[-1], 49 + n] for prompt, n in zip(prompts, numbers, strict=True)]
+        new += [[1, 1]] * (rows - len(new))
+        return list(np.array(new).T[:, :, None])
+
+    monkeypatch.setattr(generate, "generate", echo)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    options = f"--prompts={tmp_path / name}", "--samples=2", "--batch=4", "--stop=0"
+    out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
+    assert not message
+    assert asked == [([0, 1, 0, 1], 4), ([0, 1], 4)]
+    assert out == "".join(
+        f"--- prompt {i}, sample {j}\n{prompt}{last}{number}\n"
+        for i, (prompt, last) in enumerate(
+            zip(prompts, "b\N{REPLACEMENT CHARACTER}n", strict=True), 1
+        )
+        for j, number in ((1, ""), (2, "1"))
+    )
+    assert "texts 1-4 of 6" in error and "texts 5-6 of 6" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "pieces"),
+    [
+        ("one, more", ["wo", ", m"], ["two o", "n", "e"]),
+        ("aab", ["ab"], ["two ", "a"]),
+        ("aac", ["ab"], ["two ", "a", "ac"]),
+        ("one ☃!", [" ☃!"], ["two o", "n", "e"]),
+        ("ab", ["a", "b", "o a"], ["two "]),
+    ],
+)
+def test_a_text_ends_before_a_stop_string(text, stops, pieces, run, capsys, monkeypatch):
+    """What may still become a stop string is held back. The prompt may have one."""
+    new = [np.array([[i]]) for i in generate.Text("bytes_utf8").encode(text)]
+    monkeypatch.setattr(generate, "generate", lambda *_: new)
+    options = "--prompt=two ", *(f"--stop={stop}" for stop in stops)
+    printed = shown(capsys, monkeypatch, run, *options)
+    assert printed == [*pieces, ""]
+
+
+def test_a_conversation(run, tmp_path, capsys, monkeypatch):
+    """Each turn has the whole conversation before it, and prints the answer alone."""
+    name = save_chat_tokenizer(tmp_path)
+    codec, asked = generate.Text(name), []
+    answers = iter([[*codec.encode("Snow. "), END_TURN, 70], [*codec.encode("More"), END, 70]])
+
+    def answer(_, prompts, *others):
+        asked.append(codec.decode(prompts[0]))
+        return [np.array([[i]]) for i in next(answers)]
+
+    monkeypatch.setattr(generate, "generate", answer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What?\nAnd then?\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    options = "--chat", f"--tokenizer={name}"
+    out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
+    assert out == "Snow. \nMore\n" and not message
+    assert error.count("> ") == 3
+    first = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    second = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == [first, f"{first}Snow. <|im_end|>\n{second}"]
+    answers = iter([codec.encode("Snow")] * 2)
+    several = call(capsys, monkeypatch, run, "bytes", "--prompt=What?", *options)
+    assert several[0] == "Snow\n" and asked[2] == first
+
+
+def shown(capsys, monkeypatch, folder, *options):
+    """The pieces in which the tool prints a text to stdout."""
+    pieces = []
+
+    def show(piece, file=sys.stdout, **_):
+        if file is sys.stdout:
+            pieces.append(piece)
+
+    monkeypatch.setattr(generate, "print", show, raising=False)
+    assert not call(capsys, monkeypatch, folder, "bytes", *options)[2]
+    return pieces
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
@@ -393,15 +633,7 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
     prompt = generate.Text(name).encode("the")
     new = [np.array([[i]]) for i in ids[len(prompt) :]]
     monkeypatch.setattr(generate, "generate", lambda *_: new)
-    pieces = []
-
-    def show(piece, file=sys.stdout, **_):
-        if file is sys.stdout:
-            pieces.append(piece)
-
-    monkeypatch.setattr(generate, "print", show, raising=False)
-    options = "--prompt=the", f"--tokenizer={name}"
-    assert not call(capsys, monkeypatch, run, "bytes", *options)[2]
+    pieces = shown(capsys, monkeypatch, run, "--prompt=the", f"--tokenizer={name}")
     assert "".join(pieces) == text
     assert pieces.pop() == "" and len(pieces) == len(new) - waiting
 
@@ -410,7 +642,7 @@ def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     ids = iter([[[65], [66]], [[67], [5]], [[5], [66]]])
     monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
     text = generate.Text("bytes_utf8")
-    text.end = 5
+    text.ends = {5}
     monkeypatch.setattr(generate, "Text", lambda *_: text)
     out, _, _ = call(capsys, monkeypatch, run, "bytes", "--samples=2", "--tokens=4")
     assert out == "--- sample 1\n@B\n--- sample 2\nA\n"
@@ -425,6 +657,16 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
 
 
 WRONG = {
+    "a chat without a template": ["bytes", "--chat"],
+    "a template that refuses": ["bytes", "--chat", "--prompt=x", "--tokenizer=refusing"],
+    "special tokens of bytes": ["bytes", "--special-tokens"],
+    "a damaged generation_config.json": ["bytes", "--tokenizer=damaged_settings"],
+    "several answers in a conversation": ["bytes", "--chat", "--tokenizer=chat", "--samples=2"],
+    "prompts that aren't JSON strings": ["bytes", "--prompts=wrong.jsonl"],
+    "prompts that aren't text": ["bytes", "--prompts=bytes.txt"],
+    "no prompts": ["bytes", "--prompts=empty.txt"],
+    "a file of prompts that isn't there": ["bytes", "--prompts=none.txt"],
+    "a line of another tokenizer": ["nameless", "--tokenizer=bytes_utf8", "--prompts=é.txt"],
     "no checkpoint": ["none"],
     "a damaged chunk": ["damaged"],
     "no tokenizer": ["nameless"],
@@ -433,6 +675,7 @@ WRONG = {
     "a mesh that doesn't divide the heads": ["two_heads", "--mesh=t=4"],
     "no dataset": ["bytes", "--evaluate=none.zarr"],
     "a dataset of other ids": ["bytes", "--evaluate=other.zarr"],
+    "a stride beyond a row": ["bytes", "--evaluate=bytes.zarr", "--length=5", "--stride=6"],
 }
 
 
@@ -477,9 +720,11 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         ("--mesh=c=2", "no axis c: choose from d, t, r"),
         ("--tokens=0", "0 is not between 1 and 1000000"),
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
+        ("--prompts=x --prompt=y", "not allowed with argument"),
+        ("--stop=", "it must not be empty"),
         ("--temperature=nan", "nan is not between 0 and inf"),
     ],
 )
 def test_options_that_make_no_sense(option, problem, run, capsys, monkeypatch):
-    _, error, message = call(capsys, monkeypatch, run, "bytes", option)
+    _, error, message = call(capsys, monkeypatch, run, "bytes", *option.split())
     assert message == "2" and problem in error
