@@ -3,7 +3,7 @@
 from mypy.plugin import AnalyzeTypeContext, Plugin
 from mypy.types import AnyType, Type, TypeOfAny
 
-NAMES = ("f32", "bf16", "i32", "u32", "bool_", "floating", "integer")
+NAMES = ("f32", "bf16", "compute", "i32", "u32", "bool_", "floating", "integer")
 ARRAYS = {f"shardlib.types.{name}" for name in NAMES}
 
 

@@ -25,10 +25,10 @@ Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tok
 the likeliest of these, up to this probability in total, and --min-p drops those with less than this
 part of the likeliest token's probability.
 
-Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them: raise
-t if the model is too large for one device, and d to generate many samples. t must divide the number
-of key-value heads (model.n_kv), model.d_ff and model.vocab; d * t must divide model.d_model. Any
-such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
+Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them:
+raise t if the model is too large for one device, and d to generate many samples. t must divide the
+number of key-value heads (model.n_kv), model.d_ff and model.vocab; d * t must divide model.d_model.
+Any such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
 padded. The same seed gives the same text on any mesh, up to rounding.
 
 Evaluation. The tokens of the validation split, in order, packed into rows of the training's length.
@@ -100,8 +100,8 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 
 
 def gathered(stored: ArrayType) -> ArrayType:
-    """The type of a weight during generation: in the compute dtype, and gathered over d, so that generating a token
-    gathers no weights."""
+    """The type of a weight during generation: in the compute dtype, and gathered over d, so that
+    generating a token gathers no weights."""
     dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
     return array_type(compute, Spec(tuple(dims)))
 
@@ -360,16 +360,17 @@ def evaluate(
     if not targets:
         raise UserError(f"{data.name} has no targets in this part")
     bits = "bits per byte: name a --tokenizer to compute them"
-    size_of_text = 0
-    # In large parts, whatever the rows: what is cut at their ends is miscounted.
-    for i in range(0, last if codec else 0, 2**20):
-        ids, is_start = flat_tokens.decode(data.read_encoded(i, min(i + 2**20, last)))
+
+    def bytes_in(first: int, codec: Text) -> int:
+        ids, is_start = flat_tokens.decode(data.read_encoded(first, min(first + 2**20, last)))
         are_targets = ids < flat_tokens.NOT_A_TARGET
-        size_of_text += codec.count_bytes(ids[are_targets], is_start[are_targets])
-    if size_of_text:
+        return codec.count_bytes(ids[are_targets], is_start[are_targets])
+
+    # In large parts, whatever the rows: what is cut at their ends is miscounted.
+    if codec and (size_of_text := sum(bytes_in(i, codec) for i in range(0, last, 2**20))):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
-        f"{data.name}, {targets:,} targets: {nats / targets:.4f} nats per token, "
+        f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
         f"perplexity {math.exp(nats / targets):.4g}, {bits}"
     )
 
