@@ -169,6 +169,7 @@ class TrainingConfig(Section, key="training"):
     loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
     validation_interval: NonNegativeInt  # steps; 0 disables validation
     validation_batches: PositiveInt
+    validation_at_start: bool  # validate before the first step, too
     skip_steps: tuple[NonNegativeInt, ...]  # batches to leave out; later steps move up
     max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
 
@@ -704,6 +705,7 @@ TINY = {
     "training.skip_steps": [],
     "training.validation_interval": 0,
     "training.validation_batches": 1,
+    "training.validation_at_start": False,
     "training.max_skipped_updates": 0,
     "metrics.norms_interval": 1,
 }
@@ -882,10 +884,20 @@ def train(
         checkpoints.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
+    at_start = {}
+    if held_out and hyper.validation_at_start and run.first == 0:
+        at_start = {"validation_loss_at_start": validate(config, state.weights, held_out)}
+        say(
+            "validation loss before the first step: {validation_loss_at_start:.4f}".format(
+                **at_start
+            )
+        )
+
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
             state, metrics = step_once(state, batch)
-        run.log(step, vars(metrics), functools.partial(describe_failure, step, batch))
+        row = vars(metrics) | (at_start if step == 0 else {})
+        run.log(step, row, functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()
             run.flush(validation_loss=validate(config, state.weights, held_out))

@@ -37,6 +37,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
         start_token=config.model.start_token,
         io_threads=config.io.max_io_threads,
     )
-    open_split, validates = config.source().open, config.training.validation_interval
-    train = open_split(dataclasses.replace(spec, skip=config.training.skip_steps), "train")
+    open_split, hyper = config.source().open, config.training
+    validates = hyper.validation_interval or hyper.validation_at_start
+    train = open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train")
     return train, open_split(spec, "validation") if validates else None

@@ -90,7 +90,7 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
-from tools.texts import Continued, Text, prompts_in
+from tools.texts import Continued, Text, kept_by_import, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
 
@@ -477,7 +477,9 @@ def run(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(devices.make_mesh(axes)))
         checkpoints, config = open_checkpoint(args.checkpoint)
-        stack.enter_context(computing_in(args.dtype or config.dtype))
+        # CPUs would widen all weights at every token.
+        on_cpu = jax.default_backend() == "cpu" and not args.evaluate
+        stack.enter_context(computing_in(args.dtype or ("f32" if on_cpu else config.dtype)))
         named = args.tokenizer
         if args.evaluate:
             named = named or flat_tokens.tokenizer_of(args.evaluate)
@@ -487,6 +489,8 @@ def run(args: argparse.Namespace) -> None:
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, args.stride, codec, config))
         else:
+            path = checkpoints.newest.path
+            named = named or kept_by_import(path, config.paths.clone_from)
             named = named or config.source().tokenizer_used()
             if not named:
                 raise UserError(
@@ -564,7 +568,7 @@ def main() -> None:
     add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
-    add("--dtype", choices=COMPUTE, help="to compute in; default: the run's")
+    add("--dtype", choices=COMPUTE, help="default: the run's; on CPUs, f32 for texts")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(parser.parse_args())

@@ -20,21 +20,25 @@ the layers that a chunk of the checkpoint spans, and both embeddings.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any, cast
 
+import huggingface_hub
 import jax
 import numpy as np
 import safetensors.numpy
 from einops import rearrange
-from huggingface_hub import split_state_dict_into_shards_factory
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
@@ -48,7 +52,13 @@ from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import present, type_tree
+from tools.texts import kept_by_import
 
+# The files of a tokenizer, and what generation needs to know.
+SETTINGS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "generation_config.json"),
+)
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
@@ -213,6 +223,31 @@ def check_empty(path: str) -> None:
         raise UserError(f"{path} isn't empty: choose a new or empty folder")
 
 
+def copy_settings(name: str, folder: pathlib.Path, *more: str) -> dict[str, Any]:
+    """Copies the tokenizer's files, chat template and generation_config.json, and what is in
+    `more`, from a folder or hub repository. Returns the ids that end a text and that pad a batch.
+    Raises UserError if there is no tokenizer."""
+    import transformers  # takes two seconds
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if not os.path.isdir(name):
+            name = huggingface_hub.snapshot_download(
+                name, allow_patterns=[*SETTINGS, "config.json"]
+            )
+    except Exception as error:  # what tokenizers raises is a plain Exception
+        raise UserError(f"{name} has no tokenizer: {error}".split("\n")[0]) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in {
+        file for pattern in (*SETTINGS, *more) for file in pathlib.Path(name).glob(pattern)
+    }:
+        shutil.copyfile(file, folder / file.name)
+    ids = {key: getattr(tokenizer, key) for key in ("eos_token_id", "pad_token_id")}
+    config = pathlib.Path(name, "config.json")  # it may name several that end a text
+    theirs = json.loads(config.read_text()) if config.is_file() else {}
+    return ids | {key: theirs[key] for key in ids if theirs.get(key) is not None}
+
+
 # --- Export ---------------------------------------------------------------------------------------
 
 
@@ -241,7 +276,7 @@ def write_weights(
     """Writes safetensors files, and an index if there are several. Returns their total number of
     bytes."""
     nbytes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in wanted}
-    files = split_state_dict_into_shards_factory(
+    files = huggingface_hub.split_state_dict_into_shards_factory(
         nbytes,
         get_storage_size=int,
         filename_pattern="model{suffix}.safetensors",
@@ -261,9 +296,9 @@ def write_weights(
     return files.metadata["total_size"]
 
 
-def export_weights(path: str, output: str, dtype: str) -> None:
-    """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no Llama config can
-    express the model, or if the output can't be written."""
+def export_weights(path: str, output: str, dtype: str, tokenizer: str) -> None:
+    """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no family of
+    transformers has the model, or if the output can't be written."""
     if "://" in output:
         raise UserError(f"{output}: the output must be a local folder")
     check_empty(output)
@@ -272,7 +307,10 @@ def export_weights(path: str, output: str, dtype: str) -> None:
     if model.d_model % (model.n_q_per_kv * model.n_kv):
         raise UserError("transformers needs model.d_model to be a multiple of the query heads")
     family, wanted = family_of(model), tensors(model)
+    paths = source.settings.get("paths") or {}
+    kept = tokenizer or kept_by_import(source.path, str(paths.get("clone_from", "")))
     folder.mkdir(parents=True, exist_ok=True)
+    ends = copy_settings(kept, folder) if kept else {"eos_token_id": None}
     try:
         total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:
@@ -283,6 +321,7 @@ def export_weights(path: str, output: str, dtype: str) -> None:
         "architectures": [FAMILIES[family][0]],
         "model_type": family,
         "bos_token_id": model.start_token,
+        **ends,
         "dtype": dtype,
         # The names of transformers 4, which other programs read.
         "torch_dtype": dtype,
@@ -294,6 +333,8 @@ def export_weights(path: str, output: str, dtype: str) -> None:
     unfinished.replace(folder / "config.json")
     step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
+    if not kept:
+        print("without a tokenizer, and no id ends a text: name a --tokenizer to add them")
 
 
 # --- Import ---------------------------------------------------------------------------------------
@@ -395,11 +436,43 @@ def open_tensors(
     return model, opened
 
 
-def import_weights(path: str, output: str) -> None:
-    """Imports a folder. Raises UserError or OSError if it can't be read, if train.py's model can't
+@contextlib.contextmanager
+def unpacked(path: str) -> Iterator[pathlib.Path]:
+    """Yields a folder with a model as transformers saves it: `path`, or what is in a .gguf file,
+    which is removed afterwards."""
+    if not path.endswith(".gguf"):
+        yield pathlib.Path(path)
+        return
+    import transformers
+
+    folder, name = os.path.split(os.path.abspath(path))
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+            tokenizer.save_pretrained(made)
+            read = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)
+            del read.config.quantization_config
+            # It can't be saved itself, although its weights are plain numbers by now.
+            plain = transformers.AutoModelForCausalLM.from_config(read.config)
+            plain.load_state_dict(read.state_dict())
+            plain.save_pretrained(made)
+        except Exception as error:  # of the libraries below
+            problem = str(error).strip().split("\n")[0]
+            raise UserError(f"transformers can't read {path}: {problem}") from None
+        yield pathlib.Path(made)
+
+
+def import_weights(path: str, output: str, config_file: str) -> None:
+    """Imports a model. Raises UserError or OSError if it can't be read, if train.py's model can't
     represent it, or if the output can't be written."""
     check_empty(output)
-    folder = pathlib.Path(path)
+    if config_file and os.path.exists(config_file):
+        raise UserError(f"{config_file} exists already")
+    with unpacked(path) as folder:
+        import_folder(folder, output, config_file)
+
+
+def import_folder(folder: pathlib.Path, output: str, config_file: str) -> None:
     model, length = model_in(folder)
     model, opened = open_tensors(folder, model)
     wanted = tensors(model)
@@ -421,7 +494,34 @@ def import_weights(path: str, output: str) -> None:
             checkpoint.write(group, tensor.array, tensor.index, values)
         checkpoint.report(group, 0, len(wanted), None, None)
         checkpoint.complete(group, [None])
-    print(f"# Start a run with paths.clone_from={output} and this config:\n{section}", end="")
+    if "://" not in output and [*folder.glob("tokenizer*")]:
+        copy_settings(str(folder), pathlib.Path(output, "huggingface"), "config.json")
+    if not config_file:
+        print(f"# Start a run with paths.clone_from={output} and this config:\n{section}", end="")
+        return
+    pathlib.Path(config_file).write_text(run_config(section, model, length, output))
+    place, name = os.path.split(os.path.abspath(config_file))
+    print(
+        f"wrote {config_file}: python -m train --config-dir={place} --config-name="
+        f"{name.removesuffix('.yaml')} flat_tokens.filespec=DATASET paths.model_name=NAME"
+    )
+
+
+def run_config(section: str, model: train.ModelConfig, length: int, output: str) -> str:
+    """Returns a config that continues the training of an imported model, on 8 devices if that
+    divides its width."""
+    settings = {
+        "mesh": {"d": math.gcd(8, model.d_model), "t": 1},
+        "training": {
+            "tokens": {"batch": 8, "len": min(length, 2048)},
+            "steps": 1000,
+            "warmup_steps": 100,
+            "learning_rate": 1e-5,
+        },
+        "paths": {"clone_from": os.path.abspath(output) if "://" not in output else output},
+    }
+    head = "# Continues the training of a model imported from Hugging Face's format."
+    return f"{head}\ndefaults:\n  - base\n  - _self_\n\n{section}\n{OmegaConf.to_yaml(settings)}"
 
 
 # --- The program ----------------------------------------------------------------------------------
@@ -438,15 +538,19 @@ def main() -> None:
     out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")
     out.add_argument("output", help="folder to create")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    out.add_argument(
+        "--tokenizer", default="", help="folder or hub repository; default: as imported"
+    )
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
-    into.add_argument("folder", help="folder with config.json and safetensors files")
+    into.add_argument("model", help="folder with config.json and safetensors files, or .gguf file")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
+    into.add_argument("--config", default="", metavar="FILE", help="write the config of a run")
     with user_errors():
         args = parser.parse_args()
         if args.command == "export":
-            export_weights(args.checkpoint, args.output, args.dtype)
+            export_weights(args.checkpoint, args.output, args.dtype, args.tokenizer)
         else:
-            import_weights(args.folder, args.output)
+            import_weights(args.model, args.output, args.config)
 
 
 if __name__ == "__main__":
