@@ -1,0 +1,154 @@
+"""A chat model goes the whole circle: imported, evaluated, chatted with, trained on, exported, and
+loaded in two other engines, which need PyTorch: make test-torch. With SMOLLM=FOLDER it is the real
+model in that folder, such as SmolLM2-135M-Instruct; without, a small random one."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from runtime.config import ROOT
+from tests.data.test_text import write_tokenizer
+from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
+
+REAL = os.environ.get("SMOLLM")
+QUESTION, PROMPT = "What is two and two?", "The sum of two and two"
+
+
+def run(*arguments):
+    """Runs a program. Returns what it printed, without the newline at the end."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.removesuffix("\n")
+
+
+def stand_in(folder):
+    """Writes a random model that answers with more than one token."""
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    vocabulary = len(transformers.AutoTokenizer.from_pretrained(write_tokenizer(folder, **special)))
+    config = SMOLLM_2 | {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2}
+    config |= {"max_position_embeddings": 128}
+    tensors = random_tensors(config)
+    tensors["model.embed_tokens.weight"][2] = 0  # an end of text isn't likely
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def chats(folder):
+    """Writes 300 chats about sums."""
+    rows = []
+    for i in range(300):
+        question = f"what is the sum of {i} and {i + 1}?"
+        pair = ("user", question), ("assistant", f"it is {2 * i + 1}")
+        rows.append({"messages": [{"role": role, "content": content} for role, content in pair]})
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "chats.jsonl"
+
+
+@pytest.mark.slow
+def test_the_whole_circle(tmp_path):
+    source = REAL or stand_in(tmp_path / "source")
+    ours, data, config = tmp_path / "ours", tmp_path / "chats.zarr", tmp_path / "mine.yaml"
+    run("tools.huggingface_weights", "import", source, ours, f"--config={config}")
+    run(
+        "tools.huggingface_to_flat_tokens", "--config-name=chats", f"tokenizer={source}",
+        f"load_dataset.data_files={chats(tmp_path)}", f"output={data}",
+        "validation_share=0.2",
+    )  # fmt: skip
+    exact = ["--dtype=f32", "--length=256", "--stride=128"]  # a token sees all of its chat
+    measured = run("tools.generate", ours, f"--evaluate={data}", f"--tokenizer={source}", *exact)
+    loss = float(measured.split("tokens: ")[1].split(" nats")[0])
+    greedy = ["--dtype=f32", "--temperature=0", "--tokens=24"]
+    answer = run("tools.generate", ours, "--chat", f"--prompt={QUESTION}", *greedy)
+    assert answer
+
+    run(
+        "train", f"--config-dir={tmp_path}", "--config-name=mine", f"flat_tokens.filespec={data}",
+        "paths.model_name=tuned", f"paths.root_working_dir={tmp_path}", "simulate_devices=true",
+        "training.tokens={batch: 8, len: 128}", "training.steps=20", "training.warmup_steps=2",
+        "training.learning_rate=1e-4", "training.validation_at_start=true", "check=types",
+        "training.validation_batches=1", "training.validation_interval=20",
+    )  # fmt: skip
+    lines = (tmp_path / "tuned/metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert len(lines) == 20 and last["validation_loss"] < first["validation_loss_at_start"]
+    assert abs(first["validation_loss_at_start"] - loss) < 0.1 * loss  # of fewer rows, in bf16
+
+    trained, exported = tmp_path / "tuned/checkpoints", tmp_path / "exported"
+    run("tools.huggingface_weights", "export", trained, exported)
+    before, after = (
+        json.loads((path / "config.json").read_text()) for path in (ours / "huggingface", exported)
+    )
+    same = "bos_token_id", "eos_token_id", "tie_word_embeddings", "vocab_size"
+    assert [after[key] for key in same] == [before[key] for key in same]
+    text = run("tools.generate", trained, f"--prompt={PROMPT}", *greedy)
+    assert text.startswith(PROMPT) and text != PROMPT
+
+    torch = pytest.importorskip("torch")
+    compare(
+        torch,
+        source if not REAL else ours / "huggingface",
+        exported,
+        data,
+        loss,
+        answer,
+        text,
+        REAL or source,
+    )
+
+
+def compare(torch, settings, exported, data, loss, answer, text, original):
+    """Compares with transformers before training and, with ctranslate2 too, after it."""
+    import ctranslate2
+
+    from data import flat_tokens
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        model = load(original, dtype=torch.float32)
+        chat = [{"role": "user", "content": QUESTION}]
+        asked = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        made = model.generate(**asked, do_sample=False, max_new_tokens=24)[0]
+        made = made[asked["input_ids"].shape[1] :]
+        assert tokenizer.decode(made, skip_special_tokens=True) == answer
+
+        dataset = flat_tokens.FlatTokens(str(data), "validation")
+        ids, _ = flat_tokens.decode(dataset.read_encoded(0, dataset.token_count))
+        starts = dataset.starts(0, dataset.sequence_count).tolist()
+        nats, count = 0.0, 0
+        for begin, end in itertools.pairwise(starts):
+            row = ids[begin:end]
+            counts = row < flat_tokens.NOT_A_TARGET
+            plain = flat_tokens.without_flag(row).astype(np.int64)
+            inputs = torch.tensor([[model.config.bos_token_id, *plain[:-1]]])
+            logits = torch.log_softmax(model(inputs).logits[0], -1)
+            nats -= logits[np.arange(len(plain)), plain].numpy()[counts].sum()
+            count += counts.sum()
+        assert math.isclose(nats / count, loss, abs_tol=2e-4)
+
+        tuned = load(exported, dtype=torch.float32)
+        prompt = [tuned.config.bos_token_id, *tokenizer(PROMPT, add_special_tokens=False).input_ids]
+        made = tuned.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0]
+    ends = tuned.config.eos_token_id
+    wanted = [id for id in made[1:].tolist() if id != ends]
+    assert tokenizer.decode(wanted) == text
+
+    folder = str(exported) + "_ctranslate2"
+    ctranslate2.converters.TransformersConverter(str(exported)).convert(folder)
+    (result,) = ctranslate2.Generator(folder).generate_batch(
+        [tokenizer.convert_ids_to_tokens(prompt)], max_length=24, include_prompt_in_result=False
+    )
+    assert tokenizer.decode([*prompt[1:], *result.sequences_ids[0]]) == text
