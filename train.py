@@ -802,14 +802,15 @@ def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], st
 def step_flops(config: Config) -> tuple[int, int]:
     """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
     attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
-    attention's two products. Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B.
-    """
+    attention's two products, fewer with a window. Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311, appendix B."""
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
     per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size["F"])
     weights = size["layers"] * per_layer + size["V"] * size["M"]
-    tokens = size["B"] * size["L"]
-    return 6 * weights * tokens, 6 * size["layers"] * size["L"] * heads * tokens
+    seen = min(config.model.sliding_window or size["L"], size["L"])  # tokens, at most
+    pairs = size["B"] * seen * (2 * size["L"] - seen)
+    return 6 * weights * size["B"] * size["L"], 6 * size["layers"] * heads * pairs
 
 
 @typechecked

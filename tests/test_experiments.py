@@ -4,7 +4,6 @@ Loss and gradients are compared with those of the oracle, with the same change i
 import contextlib
 import functools
 import importlib
-import math
 import re
 import shlex
 import shutil
@@ -24,7 +23,6 @@ from tests.helpers import (
     assert_close,
     compose_config,
     edited,
-    of_model,
     rows,
     token_batch,
     train_here,
@@ -169,17 +167,19 @@ def loss_and_grads(tree, *overrides):
             return module.loss_and_grads(weights, batch, config)
 
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            shapes = module.make_shapes(of_model(module.Weights, config), module.dimensions(config))
+            shapes = module.make_shapes(
+                module.present(module.Weights, config.model.parts), module.dimensions(config)
+            )
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
         flops = module.step_flops(config)
         return flops, loss, plain(grads), plain(weights), targets, is_start
 
 
-def assert_equals(oracle, flops, loss, grads, weights, targets, is_start, window=math.inf):
+def assert_equals(oracle, flops, loss, grads, weights, targets, is_start, window=10**6):
     """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed."""
     mean_loss = functools.partial(
-        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100
+        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100, window=window
     )
     oracle_loss, oracle_grads = jax.device_get(jax.value_and_grad(mean_loss)(weights))
     np.testing.assert_allclose(loss, oracle_loss, rtol=1e-6)
@@ -209,12 +209,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("window", [40, pytest.param(192, marks=SLOW)])
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window):
     """Rows of 192 tokens are three blocks of queries. A window of a whole row changes nothing."""
-    apply("window", tree)
-    shell(f"sed -i.bak 's/^WINDOW = 256/WINDOW = {window}/' train.py", tree)
-    narrow = "sees[row, i, begin : i + 1]", f"sees[row, i, max(begin, i + 1 - {window}) : i + 1]"
-    model = oracle if window == 192 else edited("tests/oracle.py", narrow)
-    results = loss_and_grads(tree, "training.tokens.len=192")
-    assert_equals(model, *results, window=window)
+    settings = "training.tokens.len=192", f"model.sliding_window={window}"
+    results = loss_and_grads(tree, *settings)
+    assert_equals(oracle, *results, window=window)
 
 
 EIGHT_BITS = """\
@@ -274,6 +271,8 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
             'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
         ),
     )
+    rounds = "s/if compute.dtype == f32.dtype:/if False:/"  # although the test computes in f32
+    shell(f"sed -i.bak '{rounds}' train.py", tree)
     # With narrow_backward, the scales are those of a microbatch.
     microbatches = 1 if "narrow_backward" in variants else 2
     assert_equals(model, *loss_and_grads(tree, f"training.microbatches={microbatches}"))
