@@ -22,9 +22,9 @@ The model sees the ids that lm-eval's own model `hf` gives the exported folder:
   As in `hf`, an answer and the context before it share a row, which must be longer than the answer.
 
 Log-probabilities are over the whole vocabulary, in f32. An answer is greedy unless the task samples
-(do_sample); a sample depends on its index among the task's requests. Chat templates aren't applied.
-The options --mesh, --dtype and --tokenizer are those of tools.generate. Each device also keeps its
-part of the f32 weights, and tasks with answers add tools.generate's copy.
+(do_sample); a sample depends on its place among all requests, not on the batch or the mesh. Chat
+templates aren't applied. The options --mesh, --dtype and --tokenizer are those of tools.generate.
+Each device holds its part of the f32 weights, and for tasks with answers tools.generate's copy too.
 """
 
 import argparse
@@ -236,8 +236,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
 def cut(rows: list[list[int]], room: int) -> list[list[int]]:
     """Cuts rows on the left, and says so."""
     if long := sum(len(row) > room for row in rows):
-        note = f"note: {long} of {len(rows)} texts are longer than a row in training"
-        print(f"{note}: cut on the left, to {room} tokens", file=sys.stderr)
+        note = f"note: {long} of {len(rows)} texts are longer than a row in training, and cut"
+        print(f"{note} on the left", file=sys.stderr)
     return [row[-room:] for row in rows]
 
 
