@@ -49,7 +49,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -241,6 +241,13 @@ def step(
     return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
 
 
+def round_up(length: int) -> int:
+    """Rounds up to one of few lengths, as each is compiled: powers of two, then multiples of
+    PREFILL."""
+    part = min(PREFILL, 1 << (length - 1).bit_length())
+    return -(-length // part) * part
+
+
 @typechecked
 def generate(
     weights: Weights,
@@ -252,16 +259,15 @@ def generate(
     how: Sampling,
     config: train.Config,
 ) -> Iterator[jax.Array]:
-    """Yields the next ids, u32[rows, 1], of texts that begin with the prompts; further rows are
-    padding. A row draws by the seed and its entry in `numbers`, whatever the other rows are."""
-    longest = 1 + max(map(len, prompts))
-    # Few lengths, as each is compiled: powers of two, then multiples of PREFILL.
-    part = min(PREFILL, 1 << (longest - 1).bit_length())
-    length = -(-longest // part) * part
+    """Yields the next ids, u32[rows, 1], of texts that begin with the prompts, which include the
+    start token; further rows are padding. A row draws by the seed and its entry in `numbers`,
+    whatever the other rows are."""
+    length = round_up(max(map(len, prompts)))
+    part = min(PREFILL, length)
     inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
-        start[row] -= len(prompt)
-        inputs[row, start[row] :] = [config.model.start_token, *prompt]
+        start[row] = length - len(prompt)
+        inputs[row, start[row] :] = prompt
     kind = Stacked["layers", Cache]
     shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": length + tokens})
     empty = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
@@ -277,6 +283,17 @@ def generate(
         here = np.int32(length + i - 1)
         ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
+
+
+def extended(steps: Iterator[jax.Array], texts: Sequence[Continued]) -> Iterator[None]:
+    """Adds the ids of each step to the texts, and yields, until all texts have ended. The devices
+    run a step ahead, so that they don't wait for the host."""
+    for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
+        for text, new in zip(texts, np.asarray(ids)[: len(texts), 0].tolist(), strict=True):
+            text.add(new)
+        yield
+        if all(text.ended for text in texts):
+            break
 
 
 def padded(rows: int) -> int:
@@ -303,6 +320,18 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
         raise UserError(f"{error}; choose a --mesh whose axes divide it, see --help") from None
     kinds = present(train.State, config.model.parts)
     return Checkpoints(path, kinds, sizes, config.to_yaml(), 32, key="folder"), config
+
+
+def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> Text:
+    """Opens the tokenizer of this name, else the one that an import kept, else that of the run's
+    dataset. Raises UserError if there is none."""
+    named = named or kept_by_import(checkpoint, config.paths.clone_from)
+    if not (named := named or config.source().tokenizer_used()):
+        raise UserError(
+            "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
+            "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
+        )
+    return Text(named)
 
 
 def with_rows(config: train.Config, length: int) -> train.Config:
@@ -422,21 +451,17 @@ def write(
     one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
     for first in range(0, len(texts), size):
         part = texts[first : first + size]
-        these, numbers = [text.prompt for text in part], [text.sample for text in part]
+        these = [[config.model.start_token, *text.prompt] for text in part]
+        numbers = [text.sample for text in part]
         steps = generate(weights, these, numbers, args.tokens, size, args.seed, how, config)
         about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
         hidden = True if one else None  # None: unless stderr is a terminal
         with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:
-            # The devices run a step ahead, so that they don't wait for the host.
-            for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-                for text, new in zip(part, np.asarray(ids)[: len(part), 0].tolist(), strict=True):
-                    text.add(new)
+            for _ in extended(steps, part):
                 times.append(time.perf_counter())
                 bar.update()
                 if one and (news := part[0].news()):
                     print(news, end="", flush=True)
-                if all(text.ended for text in part):
-                    break
         for i, text in enumerate(part, first):
             text.ended = True
             if not one:
@@ -489,15 +514,7 @@ def run(args: argparse.Namespace) -> None:
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, args.stride, codec, config))
         else:
-            path = checkpoints.newest.path
-            named = named or kept_by_import(path, config.paths.clone_from)
-            named = named or config.source().tokenizer_used()
-            if not named:
-                raise UserError(
-                    "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
-                    "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
-                )
-            codec = Text(named)
+            codec = open_tokenizer(named, config, checkpoints.newest.path)
             prompts = prompts_of(args, codec, config)
             weights = lay_out(checkpoints.restore("weights"))
             if prompts:

@@ -220,7 +220,8 @@ def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9, seed=0):
 
 def continued(tool, config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0):
     with jax.set_mesh(on):
-        args = prompts, numbers, tokens, rows, seed, how, config
+        started = [[config.model.start_token, *prompt] for prompt in prompts]
+        args = started, numbers, tokens, rows, seed, how, config
         return np.concatenate(list(tool.generate(placed(tool.Weights, weights), *args)), axis=1)
 
 
@@ -594,7 +595,7 @@ def test_a_conversation(run, tmp_path, capsys, monkeypatch):
     answers = iter([[*codec.encode("Snow. "), END_TURN, 70], [*codec.encode("More"), END, 70]])
 
     def answer(_, prompts, *others):
-        asked.append(codec.decode(prompts[0]))
+        asked.append(codec.decode(prompts[0][1:]))
         return [np.array([[i]]) for i in next(answers)]
 
     monkeypatch.setattr(generate, "generate", answer)
