@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_TPU ?= .venv-tpu
+VENV_TORCH ?= .venv-torch
 BIN = $(VENV)/bin
 
-.PHONY: train test test-all test-long test-gpu test-tpu torture faults mutations lint format size
+.PHONY: train test test-all test-long test-gpu test-tpu test-torch torture faults mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -57,6 +58,14 @@ test-tpu:
 	$(MAKE) VENV=$(VENV_TPU) $(VENV_TPU)/dev
 	$(VENV_TPU)/bin/pip install --quiet --requirement requirements-tpu.txt
 	JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu -rP
+
+# Five minutes: our weights in transformers and ctranslate2, and their harness, lm-eval, on ours.
+# SMOLLM=FOLDER tries the real model in that folder, too.
+test-torch:
+	$(MAKE) VENV=$(VENV_TORCH) $(VENV_TORCH)/dev
+	$(VENV_TORCH)/bin/pip install --quiet --group torch
+	JAX_PLATFORMS=cpu $(VENV_TORCH)/bin/python -m pytest -m "not long and not gpu and not tpu" \
+		tests/test_circle.py tests/tools/test_huggingface_weights.py tests/tools/test_lm_eval.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check

@@ -885,14 +885,10 @@ def train(
         checkpoints.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
-    at_start = {}
+    at_start: dict[str, jax.Array] = {}
     if held_out and hyper.validation_at_start and run.first == 0:
-        at_start = {"validation_loss_at_start": validate(config, state.weights, held_out)}
-        say(
-            "validation loss before the first step: {validation_loss_at_start:.4f}".format(
-                **at_start
-            )
-        )
+        at_start["validation_loss_at_start"] = loss = validate(config, state.weights, held_out)
+        say(f"validation loss before the first step: {float(loss):.4f}")
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
