@@ -260,9 +260,9 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    """The f32 master weights as they are stored: matrices and norm gains split over all mesh axes,
-    and so are their gradients and Adam's moments. `weights_type` leaves out what the config does.
-    """
+    """The f32 master weights as they are stored, and so are their gradients and Adam's moments.
+    Matrices, and gains of the residual stream's norms, are split over all mesh axes. What may be
+    None is there if `ModelConfig.parts` names it."""
 
     embed: f32["V/t M/c/d"]
     layers: Stacked["layers", Layer]
@@ -408,7 +408,8 @@ def decoder(
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
     # and feed-forward, gate and up, and in kernels.attention its result. The backward pass
-    # recomputes the rest: norms, RoPE, SwiGLU and the gathers of weights and x.
+    # recomputes the rest: norms, and before norms of q and k their matmuls, RoPE, SwiGLU and the
+    # gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
