@@ -26,14 +26,15 @@ from typing import Any
 import jax
 import numpy as np
 
+import train
 from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh, simulate_cpu_devices
-from shardlib.types import make_shapes, make_shardings
-from train import State
+from shardlib.types import make_shapes, make_shardings, present
 
 THREADS = 32  # as in base.yaml
 TIMES = ("save", "save to disk", "restore from disk", "restore from memory")
 CONFIG = "model: {}\n"
+KINDS = present(train.State, ("attention_norm", "mlp_norm", "unembed"))  # a Llama's
 
 
 def sizes(total: int) -> dict[str, int]:
@@ -43,7 +44,7 @@ def sizes(total: int) -> dict[str, int]:
     return {"M": m, "Q": 1, "K": 8, "D": m // 8, "F": 4 * m, "V": vocab * m, "layers": layers}
 
 
-def make_state(size: dict[str, int]) -> State:
+def make_state(size: dict[str, int]) -> train.State:
     """A state of random numbers: orbax would compress zeros."""
     rng = np.random.default_rng(0)
 
@@ -51,10 +52,10 @@ def make_state(size: dict[str, int]) -> State:
         values = rng.standard_normal(shape.shape, np.float32).astype(shape.dtype)
         return jax.device_put(values, sharding)
 
-    return jax.tree.map(make, make_shapes(State, size), make_shardings(State))
+    return jax.tree.map(make, make_shapes(KINDS, size), make_shardings(KINDS))
 
 
-def parts(state: State) -> list[np.ndarray]:
+def parts(state: train.State) -> list[np.ndarray]:
     shards = (s for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards)
     return [np.asarray(shard.data) for shard in shards if shard.replica_id == 0]
 
@@ -62,7 +63,7 @@ def parts(state: State) -> list[np.ndarray]:
 class Plain:
     """Plain files, each written and read by a thread. Restores NumPy arrays."""
 
-    def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
+    def __init__(self, folder: pathlib.Path, state: train.State, size: dict[str, int]):
         self.files = [(folder / str(i), part) for i, part in enumerate(parts(state))]
         self.threads = ThreadPoolExecutor(THREADS)
 
@@ -89,8 +90,8 @@ class Plain:
 
 
 class Ours:
-    def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
-        self.settings, self.state = (str(folder), State, size, CONFIG, THREADS), state
+    def __init__(self, folder: pathlib.Path, state: train.State, size: dict[str, int]):
+        self.settings, self.state = (str(folder), KINDS, size, CONFIG, THREADS), state
         self.checkpoints = Checkpoints(*self.settings, say=lambda _: None)
 
     def save(self) -> None:
@@ -99,12 +100,12 @@ class Ours:
     def wait(self) -> None:
         self.checkpoints.wait()
 
-    def restore(self) -> State:
+    def restore(self) -> train.State:
         return Checkpoints(*self.settings).restore()
 
 
 class Orbax:
-    def __init__(self, folder: pathlib.Path, state: State, size: dict[str, int]):
+    def __init__(self, folder: pathlib.Path, state: train.State, size: dict[str, int]):
         import orbax.checkpoint
 
         self.path, self.state = folder / "orbax", state
@@ -117,7 +118,7 @@ class Orbax:
     def wait(self) -> None:
         self.checkpointer.wait_until_finished()
 
-    def restore(self) -> State:
+    def restore(self) -> train.State:
         return self.checkpointer.restore(self.path, self.shapes)
 
 
@@ -132,7 +133,9 @@ def forget(file: pathlib.Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(kind: Any, folder: pathlib.Path, state: State, size: dict[str, int]) -> list[float]:
+def measure(
+    kind: Any, folder: pathlib.Path, state: train.State, size: dict[str, int]
+) -> list[float]:
     """Returns the seconds that a save blocks its caller, and those that TIMES names."""
     folder.mkdir()
     method, threads = kind(folder, state, size), ThreadPoolExecutor(THREADS)
@@ -161,12 +164,12 @@ def check(restored: list[np.ndarray], saved: list[np.ndarray]) -> None:
         assert same, "the restored state differs from the saved one"
 
 
-def memory_of_save(folder: pathlib.Path, state: State, size: dict[str, int]) -> int:
+def memory_of_save(folder: pathlib.Path, state: train.State, size: dict[str, int]) -> int:
     """Returns how many more bytes are in use at the peak of a save that runs during steps which
     update the state in place. Consumes the state."""
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     state = jax.block_until_ready(step(state))
-    checkpoints = Checkpoints(str(folder), State, size, CONFIG, THREADS, say=lambda _: None)
+    checkpoints = Checkpoints(str(folder), KINDS, size, CONFIG, THREADS, say=lambda _: None)
     ctypes.CDLL(None).malloc_trim(0)  # so that memory freed earlier doesn't count
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")

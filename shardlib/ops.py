@@ -359,7 +359,7 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
-    """Like `reduce_sum`, with each sum divided by the number of its terms on all devices.
+    """Averages like `reduce_sum` sums: over all that the devices have.
 
     ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
     """

@@ -20,7 +20,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -108,9 +108,20 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
 
 
 def mutations(
-    axes: tuple[str, ...] = ("d", "s", "c", "t"), file: str = "train.py"
+    axes: tuple[str, ...] = ("d", "s", "c", "t"),
+    file: str = "train.py",
+    parts: Collection[str] = ("attention_norm", "mlp_norm"),
 ) -> Iterator[Mutation]:
+    """Yields edits of ops that a model with these optional `parts` runs."""
     source = (ROOT / file).read_text()
+    unused = {
+        node
+        for branch in ast.walk(ast.parse(source))
+        if isinstance(branch, ast.If)
+        and (part := re.fullmatch(r"w\.(\w+) is not None", ast.unparse(branch.test)))
+        and part[1] not in parts
+        for node in range(branch.lineno, (branch.end_lineno or 0) + 1)
+    }
     offsets = [0]
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
@@ -127,6 +138,8 @@ def mutations(
 
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: node.lineno):
+        if call.lineno in unused:
+            continue
         name = ast.unparse(call.func)
         arguments = [source[slice(*span(a))] for a in call.args]
         whole = source[slice(*span(call))]
@@ -279,6 +292,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("settings", nargs="*", help="of the config, in addition")
+    # train.py, which knows them, isn't loaded in this process.
+    default = "attention_norm mlp_norm"
+    parser.add_argument("--parts", default=default, help="optional arrays that the settings choose")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
     args = parser.parse_args()
@@ -298,7 +314,7 @@ def main() -> None:
             kind = "not promised" if name in bugs.NOT_PROMISED else group
             tried.append((kind, name, edit.file, edits.edited_source(edit)))
     for file in FILES:
-        for op in mutations(file=file):
+        for op in mutations(file=file, parts=args.parts.split()):
             tried.append(("op", f"{file}:{op.line} {op.what}", file, op.source))
     chosen = [t for t in tried[1:] if re.search(args.only, f"{t[0]}: {t[1]}")]
     tried = [tried[0], *chosen[:: args.every]]

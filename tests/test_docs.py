@@ -55,7 +55,7 @@ def test_sentences_name_functions_and_no_line_numbers(page):
 
 PROGRAMS = sorted(p for folder in ("tools", "benchmarks") for p in (ROOT / folder).glob("*.py"))
 SHOWN = [*PAGES, *(str(p.relative_to(ROOT)) for p in PROGRAMS)]
-HYDRAS = {"config-name", "multirun"}
+HYDRAS = {"config-dir", "config-name", "multirun"}
 
 
 @pytest.mark.parametrize("page", SHOWN)

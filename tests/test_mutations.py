@@ -14,13 +14,40 @@ PASSES = re.compile(r"save_for_backward deleted|(einsum_unreduced|reduce_max|all
 
 
 def test_a_sample_of_the_edits_is_refused():
-    edits = list(mutations.mutations())
-    assert len(edits) > 450 and len({edit.source for edit in edits}) > 450
+    for after in "false", "true":
+        names = *SMALL, f"model.norms_after={after}", "paths.model_name=x", "mesh.d=2"
+        config = compose_config("local_test_synthetic", *names)
+        edits = list(mutations.mutations(parts=config.model.parts))
+        assert len(edits) > 450 and len({edit.source for edit in edits}) > 450
+        passed = [edit for edit in edits[::22] if not mutations.probe(edit.source, config)[0]]
+        assert len(passed) < 5 and all(PASSES.fullmatch(edit.what) for edit in passed)
+
+
+# In rms_norm and gather_replica, whose strings are made of others.
+WRONG = {
+    "a norm of each part": ('squares = ops.psum(f"{kept} {{U:t}} -> {kept}", squares)\n', "\n"),
+    "a norm whose gradient isn't summed": (
+        'squares = ops.broadcast(f"{kept} -> {kept}", squares)\n',
+        'squares = ops.varying(squares, ("t",))\n',
+    ),
+    "a gain whose gradient isn't summed": ("ops.broadcast if stored", "(lambda _, w: w) if stored"),
+    "a mean of a part's own size": (
+        'squares = ops.reduce_mean(f"{spec} -> {kept} {{U:t}}", jnp.square(x32))\n',
+        'squares = ops.reduce_sum(f"{spec} -> {kept} {{U:t}}", jnp.square(x32) / gain.size)\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_norms_and_gains_are_refused(case):
     parts = "model.norms_after=true", "model.qkv_bias=true", "model.qk_norm=all"
-    names = *SMALL, *parts, "paths.model_name=x", "mesh.d=2"
+    names = *SMALL, *parts, "paths.model_name=x", "mesh={d: 2, t: 2}"
+    old, new = WRONG[case]
+    source = (ROOT / "train.py").read_text()
+    assert source.count(old) == 1
     config = compose_config("local_test_synthetic", *names)
-    passed = [edit for edit in edits[::11] if not mutations.probe(edit.source, config)[0]]
-    assert len(passed) < 5 and all(PASSES.fullmatch(edit.what) for edit in passed)
+    assert not mutations.probe(source, config)[0]
+    assert mutations.probe(source.replace(old, new), config)[0]
 
 
 def test_the_strings_that_are_tried():

@@ -102,7 +102,7 @@ def test_the_start_token_stands_for_the_tokenizers_own(tmp_path):
 
 
 def test_fields_that_arrow_adds_to_a_message_are_not_there(tmp_path):
-    """It gives each message the fields of the others, as None, which transformers leaves out."""
+    """Arrow gives each message the fields of the others, as None. transformers leaves them out."""
     template = "{% for m in messages %}{{ m | length }}{% endfor %}"
     opened = text.Tokenizer(write_tokenizer(tmp_path, template), chat=True)
     messages = chat("hi", "hello")

@@ -119,7 +119,7 @@ def test_what_should_be_equal_on_devices_and_is_not_differs():
 
 
 def test_the_compute_dtype_is_that_of_the_context():
-    """In f32 a matmul is exact; a jitted function is traced for each dtype."""
+    """Checks that in f32 a matmul is exact, and that a function is traced for each dtype."""
 
     @jax.jit
     @typed_shard_map

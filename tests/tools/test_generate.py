@@ -580,7 +580,7 @@ def test_prompts_in_a_file(name, run, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_a_text_ends_before_a_stop_string(text, stops, pieces, run, capsys, monkeypatch):
-    """What may still become a stop string is held back. The prompt may have one."""
+    """Text that may still become a stop string is held back. The prompt may have one."""
     new = [np.array([[i]]) for i in generate.Text("bytes_utf8").encode(text)]
     monkeypatch.setattr(generate, "generate", lambda *_: new)
     options = "--prompt=two ", *(f"--stop={stop}" for stop in stops)
