@@ -407,9 +407,9 @@ def decoder(
     sin, cos = rotation(position, config)
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
-    # and feed-forward, gate and up, and in kernels.attention its result. The backward pass
-    # recomputes the rest: norms, and before norms of q and k their matmuls, RoPE, SwiGLU and the
-    # gathers of weights and x.
+    # and feed-forward, gate and up, what a norm after takes, and in kernels.attention its result.
+    # The backward pass recomputes the rest: norms, and before norms of q and k their matmuls, RoPE,
+    # SwiGLU and the gathers of weights and x.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
@@ -442,7 +442,7 @@ def decoder(
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.attention_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.attention_post_norm)
-            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
+            y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         x = save_for_backward(x + y)
 
         # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
@@ -461,7 +461,7 @@ def decoder(
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
-            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
+            y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         return x + y, new_cache
 
     return lax.scan(block, x, (weights.layers, caches))

@@ -81,6 +81,11 @@ class Tokenizer:
             self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
         )
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
+        if chat and end_token:
+            raise UserError(
+                "end_token=true with chat=true: the chat template says where a reply ends; leave "
+                "end_token=false"
+            )
         if None in self.end:
             raise UserError(
                 f"end_token=true: tokenizer={name} names no end-of-text token; choose a folder or "
@@ -124,11 +129,12 @@ class Tokenizer:
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
     @checked
-    def decode(self, ids: UInt32[np.ndarray, " tokens"]) -> str:
-        """Returns the text of ids of a dataset."""
+    def decode(self, ids: UInt32[np.ndarray, " tokens"], without_special: bool = False) -> str:
+        """Returns the text of ids of a dataset, with or without the names of special tokens."""
         if self.name == "bytes_utf8":
             return (ids - 1).astype(np.uint8).tobytes().decode(errors="replace")
-        return str(self.slow.decode(ids.tolist(), clean_up_tokenization_spaces=False))
+        options = {"skip_special_tokens": without_special, "clean_up_tokenization_spaces": False}
+        return str(self.slow.decode(ids.tolist(), **options))
 
     @functools.cached_property
     def digest(self) -> str:

@@ -66,7 +66,7 @@ RESULT = """\
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
-            y = rms_norm("B/d L/c M/t", y, gain, config.norm_eps)
+            y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         return x + y, new_cache"""
 # Before the block:
 EMBEDDED = '    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)'

@@ -342,6 +342,11 @@ def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
 # --- A roofline -----------------------------------------------------------------------------------
 
 
+def check_rates(config: train.Config) -> None:
+    """Raises UserError if the dtype isn't that of the chips' rates."""
+    config.require(config.dtype == "bf16", "dtype", "rates of chips are known in bf16 alone")
+
+
 def chip_of(config: AuditConfig) -> devices.Chip | None:
     """The chip that audit.chip names, if any. Raises UserError if devices.CHIPS lacks it, or if it
     lacks a link in audit.links."""
@@ -350,6 +355,7 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
         return None
     if name not in devices.CHIPS:
         raise UserError(f"audit.chip={name!r}: choose one of {', '.join(devices.CHIPS)}")
+    check_rates(config)
     chip, axes = devices.CHIPS[name], config.mesh.axes
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:

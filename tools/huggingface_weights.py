@@ -304,9 +304,9 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str) -> None:
     check_empty(output)
     source, folder = checkpoint.newest(path), pathlib.Path(output)
     model, length = model_of(source)
-    if model.d_model % (model.n_q_per_kv * model.n_kv):
-        raise UserError("transformers needs model.d_model to be a multiple of the query heads")
     family, wanted = family_of(model), tensors(model)
+    if family == "llama" and model.d_model % (model.n_q_per_kv * model.n_kv):
+        raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
     paths = source.settings.get("paths") or {}
     kept = tokenizer or kept_by_import(source.path, str(paths.get("clone_from", "")))
     folder.mkdir(parents=True, exist_ok=True)
@@ -362,8 +362,9 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
     if min(length, config.num_key_value_heads) < 1:
         raise UserError(f"{path}: max_position_embeddings and num_key_value_heads must be positive")
     # Families without a token that starts a text put one that ends it between texts.
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    start = ends[0] if config.bos_token_id is None else config.bos_token_id
+    end = config.eos_token_id
+    end = next(iter(end), None) if isinstance(end, list) else end
+    start = end if config.bos_token_id is None else config.bos_token_id
     if not (isinstance(start, int) and 0 <= start < vocab):
         raise UserError(
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of the token that "
@@ -393,7 +394,7 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
     # The models compute the same if exporting ours would give the same config.json.
     wanted = described(model, length) | {"quantization_config": None}
     if "sliding_window" not in options:
-        wanted["sliding_window"] = None
+        wanted |= {"sliding_window": None, "layer_types": ["full_attention"] * model.layers}
     for key, ours in wanted.items():
         theirs = getattr(config, key, ours)
         if theirs != ours:
@@ -466,8 +467,13 @@ def import_weights(path: str, output: str, config_file: str) -> None:
     """Imports a model. Raises UserError or OSError if it can't be read, if train.py's model can't
     represent it, or if the output can't be written."""
     check_empty(output)
-    if config_file and os.path.exists(config_file):
-        raise UserError(f"{config_file} exists already")
+    if config_file:
+        named = config_file.endswith(".yaml") and os.path.basename(config_file) != "base.yaml"
+        if not named or os.path.exists(config_file) or not os.path.isdir(place_of(config_file)):
+            raise UserError(
+                f"--config={config_file}: name a new file NAME.yaml, other than base.yaml, in a "
+                "folder that exists"
+            )
     with unpacked(path) as folder:
         import_folder(folder, output, config_file)
 
@@ -500,11 +506,15 @@ def import_folder(folder: pathlib.Path, output: str, config_file: str) -> None:
         print(f"# Start a run with paths.clone_from={output} and this config:\n{section}", end="")
         return
     pathlib.Path(config_file).write_text(run_config(section, model, length, output))
-    place, name = os.path.split(os.path.abspath(config_file))
+    name = os.path.basename(config_file).removesuffix(".yaml")
     print(
-        f"wrote {config_file}: python -m train --config-dir={place} --config-name="
-        f"{name.removesuffix('.yaml')} flat_tokens.filespec=DATASET paths.model_name=NAME"
+        f"wrote {config_file}: python -m train --config-dir={place_of(config_file)} "
+        f"--config-name={name} flat_tokens.filespec=DATASET paths.model_name=NAME"
     )
+
+
+def place_of(file: str) -> str:
+    return os.path.dirname(os.path.abspath(file))
 
 
 def run_config(section: str, model: train.ModelConfig, length: int, output: str) -> str:

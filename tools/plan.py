@@ -31,7 +31,7 @@ from shardlib import devices
 from shardlib.activations import save_for_backward
 from shardlib.errors import UserError
 from tools import memory
-from tools.audit import NOT_USED, Probed, audit_step, probe
+from tools.audit import NOT_USED, Probed, audit_step, check_rates, probe
 from tools.ledger import ledger
 from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
@@ -207,6 +207,7 @@ def worth(config: PlanConfig, chip: devices.Chip) -> str:
 
 @program(PlanConfig, "configs", NOT_USED | {"mesh": {"d": 1, "t": 1}})
 def main(config: PlanConfig) -> None:
+    check_rates(config)
     chip, count = chips_of(config.chips)
     found = list(itertools.islice(plans(config, chip, count), SHOWN))
     tokens = config.training.tokens

@@ -104,12 +104,14 @@ class Text:
         return self.tokenizer.decode(np.array(ids, np.uint32))
 
     def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
-        """Counts the UTF-8 bytes of the decoded documents. If tokens aren't bytes, a character cut
-        off at either end counts as the three bytes of a replacement character."""
+        """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
+        bytes, a character cut off at either end counts as the three bytes of a replacement
+        character."""
         if self.is_bytes:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
-        return sum(len(self.decode(document).encode()) for document in documents)
+        decode = self.tokenizer.decode
+        return sum(len(decode(document, without_special=True).encode()) for document in documents)
 
 
 class Continued:

@@ -90,7 +90,7 @@ def test_replies_without_special_tokens_around_them(tmp_path, question, reply):
 
 def test_chats_without_a_reply_have_no_tokens(tmp_path):
     path = write_tokenizer(tmp_path, eos_token=SPECIAL[0])
-    opened = text.Tokenizer(path, end_token=True, chat=True)
+    opened = text.Tokenizer(path, chat=True)
     chats = [chat("hi"), [], None, chat("hi", roles=["assistant"]), chat("hi", "hello")]
     assert [len(ids) > 0 for ids, _ in tokenized(opened, chats)] == [False] * 4 + [True]
 
@@ -116,8 +116,6 @@ def test_the_end_token_is_a_target(tmp_path):
     (ids, is_target), (nothing, _) = tokenized(opened, ["<|endoftext|>", ""])
     assert ids[-1] == END_OF_TEXT and END_OF_TEXT not in ids[:-1] and is_target.all()
     assert not len(nothing)
-    opened = text.Tokenizer(path, end_token=True, chat=True)
-    assert texts(opened, chat("hi", "hello"))[1] == "hello<|im_end|>\n<|endoftext|>"
     plain = text.Tokenizer(path)
     ((ids, _),) = tokenized(plain, ["hello"])
     assert END_OF_TEXT not in ids
@@ -125,9 +123,9 @@ def test_the_end_token_is_a_target(tmp_path):
 
 def test_the_digest_tells_what_a_document_becomes(tmp_path):
     path = write_tokenizer(tmp_path / "a", eos_token=SPECIAL[0])
-    kinds = [{}, {"end_token": True}, {"chat": True}, {"end_token": True, "chat": True}]
+    kinds = [{}, {"end_token": True}, {"chat": True}]
     digests = [text.Tokenizer(path, **kind).digest for kind in kinds]
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 3
     other = write_tokenizer(tmp_path / "b", PLAIN, eos_token=SPECIAL[0])
     assert text.Tokenizer(other).digest == digests[0], "plain text doesn't depend on the template"
     assert text.Tokenizer(other, chat=True).digest != digests[2]
@@ -140,6 +138,7 @@ LAST = "{{ messages[-1].role }}:{{ messages[-1].content }}"
 REFUSED = {
     "an end token of bytes": (None, {"end_token": True}),
     "an end token that isn't named": (CHATML, {"end_token": True}),
+    "an end token after chats": (CHATML, {"end_token": True, "chat": True}),
     "chats as bytes": (None, {"chat": True}),
     "chats without a template": ("", {"chat": True}),
     "a template that refuses a chat": (STRICT, {"chat": True}),

@@ -611,8 +611,8 @@ def chats(tmp_path):
 
 
 def test_chats_become_documents_with_targets(chats, tmp_path, capsys, monkeypatch):
-    path, end = write_tokenizer(tmp_path / "tokenizer", eos_token=SPECIAL[0]), "end_token=true"
-    given = ["--config-name=chats", f"load_dataset.data_files={chats}", f"tokenizer={path}", end]
+    path = write_tokenizer(tmp_path / "tokenizer", eos_token=SPECIAL[0])
+    given = ["--config-name=chats", f"load_dataset.data_files={chats}", f"tokenizer={path}"]
     for output, processes in ("x", 1), ("y", 2):
         more = f"output={tmp_path / output}.zarr", f"processes={processes}"
         out, message = train_here(capsys, monkeypatch, *given, *more, program=tool.main)
@@ -624,7 +624,7 @@ def test_chats_become_documents_with_targets(chats, tmp_path, capsys, monkeypatc
         ids, is_start = decode(dataset.read_encoded(0, dataset.token_count))
         for document in np.split(ids, np.flatnonzero(is_start)[1:]):
             said.append(tokenizer.decode(document[document < NOT_A_TARGET]))
-            number = said[-1][2:].removesuffix("<|im_end|>\n<|endoftext|>")
+            number = said[-1][2:].removesuffix("<|im_end|>\n")
             question = f"<|im_start|>user\nwhat is {number}?<|im_end|>\n"
             whole = f"{question}<|im_start|>assistant\n{said[-1]}"
             assert tokenizer.decode(document % NOT_A_TARGET) == whole
