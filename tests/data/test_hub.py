@@ -69,7 +69,7 @@ PROGRAM = """
 import json, sys
 from data.text import Source, start
 from shardlib.errors import UserError
-source, _ = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", 7).check()
+source, _ = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", documents=7).check()
 position = json.loads(sys.argv[1])
 try:
     units = [(len(texts), after) for texts, after in source.read(range(2), position or start(2))]
