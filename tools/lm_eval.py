@@ -144,7 +144,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             yield
 
     @functools.cached_property
-    def gathered(self) -> generate.Weights:
+    def gathered(self) -> Any:
         return generate.lay_out(self.weights)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:

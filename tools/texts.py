@@ -110,8 +110,9 @@ class Text:
         if self.is_bytes:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
-        decode = self.tokenizer.decode
-        return sum(len(decode(document, without_special=True).encode()) for document in documents)
+        parts = (np.asarray(document, np.uint32) for document in documents)
+        texts = (self.tokenizer.decode(part, without_special=True) for part in parts)
+        return sum(len(text.encode()) for text in texts)
 
 
 class Continued:
