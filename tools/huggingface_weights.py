@@ -296,7 +296,7 @@ def write_weights(
     return files.metadata["total_size"]
 
 
-def export_weights(path: str, output: str, dtype: str, tokenizer: str) -> None:
+def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> None:
     """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no family of
     transformers has the model, or if the output can't be written."""
     if "://" in output:
@@ -463,7 +463,7 @@ def unpacked(path: str) -> Iterator[pathlib.Path]:
         yield pathlib.Path(made)
 
 
-def import_weights(path: str, output: str, config_file: str) -> None:
+def import_weights(path: str, output: str, config_file: str = "") -> None:
     """Imports a model. Raises UserError or OSError if it can't be read, if train.py's model can't
     represent it, or if the output can't be written."""
     check_empty(output)
