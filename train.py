@@ -16,6 +16,8 @@ Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
+    E  experts                N  groups of a row's tokens           C  an expert's places in a group
+    G  an expert's F          S  tokens of a group                  k  experts of a token
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
@@ -44,6 +46,7 @@ targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,6 +83,7 @@ from shardlib.types import (
     compute,
     computing_in,
     f32,
+    i32,
     make_shapes,
     make_shardings,
     present,
@@ -105,6 +109,29 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
 
 
 @dataclasses.dataclass(unsafe_hash=True)
+class ExpertsConfig(Section, key="model.experts"):
+    """Experts, of which each token takes a few. See `mixture`."""
+
+    count: PositiveInt
+    per_token: PositiveInt
+    d_ff: PositiveInt  # of each expert
+    score: str = "softmax"  # over all experts, or sigmoid of each
+    renormalize: bool = True  # makes the scores of a token's experts add up to one
+    capacity_factor: NonNegativeFloat | None = 1.25  # places, for each that is needed; None: enough
+    group: PositiveInt | None = None  # tokens that share places; None: those of a row
+    # What keeps the loads even: the bias of DeepSeek-V3 moves this much a step; and costs.
+    bias_rate: NonNegativeFloat = 0.001
+    balance_cost: NonNegativeFloat = 0.0
+    z_cost: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.per_token <= self.count, "per_token", "there are fewer experts")
+        self.require(self.score in ("softmax", "sigmoid"), "score", "softmax or sigmoid")
+        self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
+
+
+@dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig(Section, key="model"):
     d_model: PositiveInt
     n_q_per_kv: PositiveInt
@@ -112,7 +139,7 @@ class ModelConfig(Section, key="model"):
     d_head: PositiveInt
     layers: PositiveInt
     vocab: PositiveInt
-    d_ff: PositiveInt
+    d_ff: NonNegativeInt  # beside experts, that of one that all tokens take; 0: none
     rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
     norm_eps: NonNegativeFloat
@@ -123,16 +150,18 @@ class ModelConfig(Section, key="model"):
     qk_norm: str | None = None  # of queries and keys, over each head or all heads: head or all
     tied_embeddings: bool = False
     sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
         self.require(self.qk_norm in (None, "head", "all"), "qk_norm", "null, head or all")
+        self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
 
     @property
     def parts(self) -> frozenset[str]:
-        """The optional arrays of Weights that the model has."""
+        """The optional arrays of Weights and Sums that the model has."""
         there = {
             "attention_norm mlp_norm": not self.norms_after,
             "attention_post_norm mlp_post_norm": self.norms_after,
@@ -140,6 +169,10 @@ class ModelConfig(Section, key="model"):
             "q_norm k_norm": self.qk_norm == "head",
             "all_q_norm all_k_norm": self.qk_norm == "all",
             "unembed": not self.tied_embeddings,
+            "w_gate w_up w_down": self.d_ff > 0,
+            "w_router e_gate e_up e_down": self.experts is not None,
+            "b_router": self.experts is not None and self.experts.bias_rate > 0,
+            "load dropped": self.experts is not None,
         }
         return frozenset(name for names in there if there[names] for name in names.split())
 
@@ -213,7 +246,16 @@ class Config(RunConfig, DataConfig):
         self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
         problem = f"it must divide training.tokens.len/mesh.c={length}"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
+        if experts := self.model.experts:
+            piece, parts = length // (2 if mesh.c > 1 else 1), hyper.microbatches
+            fits = piece % (experts.group or hyper.tokens.len) == 0
+            problem = f"it must divide {piece}, a device's tokens in sequence"
+            self.require(fits, "model.experts.group", problem)
+            problem = "it needs training.microbatches=1, as it isn't a sum over them"
+            self.require(parts == 1 or not experts.balance_cost, BALANCE, problem)
 
+
+BALANCE = "model.experts.balance_cost"
 
 # The config key with the size of each dimension in the type strings.
 DIMENSIONS = {
@@ -225,12 +267,19 @@ DIMENSIONS = {
     "D": "model.d_head",
     "F": "model.d_ff",
     "V": "model.vocab",
+    "E": "model.experts.count",
+    "G": "model.experts.d_ff",
     "layers": "model.layers",
 }
 
 
 def dimensions(config: Config) -> dict[str, int]:
-    return {name: operator.attrgetter(key)(config) for name, key in DIMENSIONS.items()}
+    """The size of each dimension that the model has."""
+
+    def value(key: str) -> Any:
+        return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
+
+    return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
 
 
 # --- Model ----------------------------------------------------------------------------------------
@@ -252,9 +301,14 @@ class Layer:
     w_o: f32["M/c/d Q K/t D"]
     attention_post_norm: f32["M/t/c/d"] | None
     mlp_norm: f32["M/t/c/d"] | None
-    w_gate: f32["M/c/d F/t"]
-    w_up: f32["M/c/d F/t"]
-    w_down: f32["M/c/d F/t"]
+    w_gate: f32["M/c/d F/t"] | None
+    w_up: f32["M/c/d F/t"] | None
+    w_down: f32["M/c/d F/t"] | None
+    w_router: f32["M/t/c/d E"] | None
+    b_router: f32["E"] | None
+    e_gate: f32["E/t M/c/d G"] | None
+    e_up: f32["E/t M/c/d G"] | None
+    e_down: f32["E/t M/c/d G"] | None
     mlp_post_norm: f32["M/t/c/d"] | None
 
 
@@ -271,9 +325,10 @@ class Weights:
 
 
 def of_replica(stored: ArrayType) -> ArrayType:
-    """The type of a weight during a step: in the compute dtype, and whole along r."""
+    """The type of a weight during a step: whole along r, and in the compute dtype unless it is so
+    small that it isn't split over d."""
     dims = (Dim(dim.name, tuple(a for a in dim.axes if a != "r")) for dim in stored.spec.dims)
-    return array_type(compute, Spec(tuple(dims)))
+    return array_type(compute if "s" in stored.spec.axes else f32, Spec(tuple(dims)))
 
 
 ReplicaWeights = Mapped[of_replica, Weights]
@@ -289,7 +344,8 @@ def init_weights(config: Config) -> Weights:
     residual_scale = (2 * size["layers"]) ** -0.5
     deviation = {
         "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
-        "w_down": residual_scale * size["F"] ** -0.5,
+        "w_down": residual_scale * size.get("F", 1) ** -0.5,
+        "e_down": residual_scale * size.get("G", 1) ** -0.5,
     }
     kinds = present(Weights, config.model.parts)
     shapes, tree = jax.tree.flatten_with_path(make_shapes(kinds, size))
@@ -311,16 +367,17 @@ def init_weights(config: Config) -> Weights:
 @typechecked
 def gather_replica(weights: Weights) -> ReplicaWeights:
     """Gathers all weights over r. The cast comes first, so that here and in each layer weights, and
-    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small and
-    not split over r, s and c: their gradients are added up here, once a step."""
+    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small: they
+    aren't split over r, s and c, stay in f32, and their gradients are added up here, once a step.
+    """
 
-    def gather(stored: ArrayType, wanted: ArrayType, weight: jax.Array | None) -> jax.Array | None:
-        if weight is None:
-            return None
+    def gather(path: Any, stored: ArrayType, wanted: ArrayType, weight: Any) -> Any:
+        if weight is None or path[-1].name == "b_router":  # which has no gradient
+            return weight
         op = ops.broadcast if stored.spec == wanted.spec else ops.all_gather
-        return op(f"{stored.spec} -> {wanted.spec}", weight.astype(compute.dtype))
+        return op(f"{stored.spec} -> {wanted.spec}", weight.astype(wanted.dtype))
 
-    return jax.tree.map(gather, type_tree(Weights), ReplicaWeights, weights)
+    return jax.tree_util.tree_map_with_path(gather, type_tree(Weights), ReplicaWeights, weights)
 
 
 def rms_norm(spec: str, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -379,6 +436,94 @@ def rope(
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
+@pytree_dataclass
+class Routing:
+    """Sums over the tokens of a group."""
+
+    load: f32["B/d N/c E"]  # tokens that chose an expert
+    likely: f32["B/d N/c E"]  # scores, as parts of one
+    z: f32["B/d N/c"]  # squares of the logarithms of the softmax's denominators
+    dropped: f32["B/d N/c"]  # choices that found no place
+
+
+@typechecked
+def mixture(
+    h: compute["B/d L/c M"], w: Any, config: ExpertsConfig, gather: Callable[..., jax.Array]
+) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
+    """Each token goes to the experts with the highest scores, and gets the sum of their results,
+    weighted by scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Experts are whole,
+    and split over t. Each device has all tokens of its rows, so it picks those of its experts, and
+    nothing is sent but the sum over t.
+
+    In a group of tokens an expert has a number of places, which the first tokens that choose it
+    get; for others it adds nothing: Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668. So what
+    is dropped depends on earlier documents of the group, but not on the mesh.
+
+    A bias takes part in the choice, not in the weights: Wang et al. 2024,
+    https://arxiv.org/abs/2408.15664."""
+    w_router = gather("M/t/c/s E -> M/t E", w.w_router)
+    part = ops.split("B/d L/c M -> B/d L/c M/t", h)
+    logits = ops.einsum_unreduced(
+        "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
+    )
+    # All devices along t choose the same, and so does the backward pass, to the bit.
+    logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
+    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    biased = scores if w.b_router is None else scores + w.b_router
+    chosen = save_for_backward(lax.top_k(lax.stop_gradient(biased), config.per_token)[1])
+    score = jnp.take_along_axis(scores, chosen, -1)
+    if config.renormalize:
+        score = score / score.sum(-1, keepdims=True)
+
+    # The places of a group are numbered expert by expert. The number after the last means none.
+    (_, length, count), experts = chosen.shape, scores.shape[-1]
+    size = config.group or length
+    places = size
+    if config.capacity_factor is not None:
+        places = min(size, math.ceil(config.capacity_factor * count * size / experts))
+    choices = rearrange(chosen, "B (N S) k -> B N (S k)", S=size)
+    one_hot = jax.nn.one_hot(choices, experts, dtype=i32.dtype)
+    place = (jnp.cumsum(one_hot, axis=2) * one_hot).sum(-1) - 1
+    place = jnp.where(place < places, choices * places + place, experts * places)
+    nobody = jnp.full((*place.shape[:2], experts * places), size * count)
+    taker = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(jnp.arange(size * count), mode="drop")))(
+        nobody, place
+    )
+    taker = ops.split("B/d N/c P -> B/d N/c P/t", taker)
+
+    tokens = rearrange(h, "B (N S) M -> B N S M", S=size)
+    x = ops.index_unreduced(
+        "B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", tokens, taker // count
+    )
+    x = rearrange(x, "B N (E C) M -> B N E C M", C=places)
+    score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
+    score = rearrange(score, "B (N S) k -> B N (S k)", S=size)
+    score = ops.index_unreduced("B/d N/c [A], B/d N/c P/t -> B/d N/c P/t", score, taker)
+    score = rearrange(score, "B N (E C) -> B N E C 1", C=places)
+    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
+    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
+    gate = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_gate)
+    up = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_up)
+    gate, up = save_for_backward(gate), save_for_backward(up)
+    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
+    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype) * score
+    hidden = hidden.astype(compute.dtype)
+    y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", hidden, w_down)
+    y = rearrange(y, "B N E C M -> B N (E C) M")
+    y = ops.index_unreduced("B/d N/c [P/t] M, B/d N/c A -> B/d N/c A M {U:t}", y, place)
+    y = rearrange(y, "B N (S k) M -> B (N S) k M", k=count)
+    y = ops.reduce_sum("B/d L/c k M {U:t} -> B/d L/c M {U:t}", y)
+
+    likely = rearrange(scores / scores.sum(-1, keepdims=True), "B (N S) E -> B N S E", S=size)
+    z = rearrange(jnp.square(jax.nn.logsumexp(logits, -1)), "B (N S) -> B N S", S=size)
+    return y, Routing(
+        ops.reduce_sum("B/d N/c A E -> B/d N/c E", one_hot.astype(f32.dtype)),
+        ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
+        ops.reduce_sum("B/d N/c S -> B/d N/c", z),
+        ops.reduce_sum("B/d N/c A -> B/d N/c", (place == experts * places).astype(f32.dtype)),
+    )
+
+
 @typechecked
 def decoder(
     weights: Any,
@@ -395,9 +540,10 @@ def decoder(
     gather: gathers a weight where it is used, norm gains over t too. Generation passes
         weights that are gathered already, and a `gather` that does nothing.
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
-        this layer's slice of `caches`, and the new caches are the second result; training passes
-        (). All mixing between positions must happen in `attend`, because generation computes one
-        position at a time."""
+        this layer's slice of `caches`; training passes (). All mixing between positions must happen
+        in `attend`, because generation computes one position at a time.
+
+    Returns the residual stream, and for each layer the new cache and the Routing, if any."""
     embed = gather("V/t M/c/s -> V/t M", weights.embed)
     x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)
     # Between blocks the residual stream is split over t, to save memory: a reduce-scatter here and
@@ -425,7 +571,9 @@ def decoder(
         k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
         if w.b_q is not None:
-            q, k, v = q + w.b_q, k + w.b_k, v + w.b_v
+            q, k, v = (
+                (x + bias).astype(x.dtype) for x, bias in ((q, w.b_q), (k, w.b_k), (v, w.b_v))
+            )
         if w.q_norm is not None:  # over each head: Qwen3
             q = rms_norm("B/d L/c Q K/t D", q, w.q_norm, config.norm_eps)
             k = rms_norm("B/d L/c K/t D", k, w.k_norm, config.norm_eps)
@@ -450,19 +598,26 @@ def decoder(
         if w.mlp_norm is not None:
             gain = gather("M/t/c/s -> M", w.mlp_norm)
             h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
-        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
-        w_up = gather("M/c/s F/t -> M F/t", w.w_up)
-        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate))
-        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up))
-        w_down = gather("M/c/s F/t -> M F/t", w.w_down)
-        hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-        hidden = hidden.astype(compute.dtype)
-        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
-        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        owed, routing = [], None  # what is unreduced over t, and is reduced at once
+        if w.w_up is not None:
+            w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
+            w_up = gather("M/c/s F/t -> M F/t", w.w_up)
+            gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
+            up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
+            gate, up = save_for_backward(gate), save_for_backward(up)
+            w_down = gather("M/c/s F/t -> M F/t", w.w_down)
+            hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+            hidden = hidden.astype(compute.dtype)
+            y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
+            owed.append(y)
+        if config.experts:
+            y, routing = mixture(h, w, config.experts, gather)
+            owed.append(y)
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", sum(owed[1:], start=owed[0]))
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        return x + y, new_cache
+        return x + y, (new_cache, routing)
 
     return lax.scan(block, x, (weights.layers, caches))
 
@@ -490,9 +645,10 @@ def unembed(
 @typechecked
 def forward(
     weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig
-) -> compute["B/d L/c M/t"]:
-    """The residual stream after the last layer. At position l, which predicts target l, it depends
-    only on the tokens before that target in the same document and row."""
+) -> tuple[compute["B/d L/c M/t"], Any]:
+    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
+    which predicts target l, it depends only on the tokens before that target in the same document
+    and row, but for what experts drop."""
     key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
     start = batch.start
     if window := config.sliding_window:
@@ -507,7 +663,8 @@ def forward(
         )  # fmt: skip
         return mixed, ()
 
-    return decoder(weights, batch.inputs, batch.position, attend, (), config)[0]
+    x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)
+    return x, routing
 
 
 @typechecked
@@ -519,10 +676,22 @@ def target_count(batch: TokenBatch) -> f32[""]:
     return jnp.maximum(count, 1)
 
 
+@pytree_dataclass
+class Sums:
+    """What a step adds up over all devices."""
+
+    nats: f32[""]
+    load: f32["layers E"] | None  # tokens that chose an expert
+    dropped: f32[""] | None  # choices of an expert that found no place, in all layers
+
+
 @typechecked
-def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f32[""]:
-    """Cross-entropy in nats, summed over all targets on all devices. The vocabulary stays split:
-    only the logits' maximum, the sum of their exponentials and the target's logit are reduced."""
+def total_loss(
+    weights: ReplicaWeights, batch: TokenBatch, config: Config
+) -> tuple[f32[""], Sums]:
+    """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
+    vocabulary stays split: only the logits' maximum, the sum of their exponentials and the target's
+    logit are reduced."""
     unembedding = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
@@ -545,10 +714,24 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f3
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
 
-    x = forward(weights, batch, config.model)
+    x, routing = forward(weights, batch, config.model)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
-    return sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+    nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+    if not (experts := config.model.experts):
+        return nats, Sums(nats, None, None)
+
+    def whole(kept: str, x: jax.Array) -> jax.Array:
+        x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
+        return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
+
+    load, likely = whole("E", routing.load), whole("E", routing.likely)
+    z, dropped = whole("", routing.z), whole("", routing.dropped)
+    # Added up over layers. Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4, which
+    # is 1 for even loads; and Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
+    balance = jnp.sum(load / load.mean() * likely / likely.sum(-1, keepdims=True))
+    costs = experts.balance_cost * balance * target_count(batch) + experts.z_cost * z.sum()
+    return nats + costs, Sums(nats, load, dropped.sum())
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -569,6 +752,9 @@ class Metrics:
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
     norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
+    loads: f32["layers E"] | None = None  # of experts, as multiples of an even load
+    max_load: f32[""] | None = None
+    dropped: f32[""] | None = None  # the part of the choices of experts that found no place
 
 
 @typechecked
@@ -598,34 +784,38 @@ def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
 
 
 @typechecked
-def loss_and_grads(weights: Weights, batch: TokenBatch, config: Config) -> tuple[f32[""], Weights]:
-    """The mean loss over all targets, and its gradient. Gradients come out of jax.grad added up
-    over the devices of a replica and split like the weights, because the backward pass of a
-    weight's all_gather is a reduce-scatter, in bf16 like the gather. Each microbatch gathers the
-    weights anew and reduce-scatters its gradients. These are added up in f32. What is sent over r
-    is sent once for all microbatches. The sum is divided by the number of targets in the batch."""
+def loss_and_grads(
+    weights: Weights, batch: TokenBatch, config: Config
+) -> tuple[f32[""], Sums, Weights]:
+    """The mean loss over all targets, the sums, and the gradient of the objective's mean. Gradients
+    come out of jax.grad added up over the devices of a replica and split like the weights, because
+    the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
+    microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
+    f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
+    targets in the batch."""
     replica, scatter = jax.vjp(gather_replica, weights)
-    value_and_grads = functools.partial(jax.value_and_grad(total_loss), replica, config=config)
+    grad = functools.partial(jax.grad(total_loss, has_aux=True), replica, config=config)
     microbatches = config.training.microbatches
     if microbatches == 1:
-        total = value_and_grads(batch)
+        total = grad(batch)
     else:
 
         def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
             # Without the barrier libtpu 0.0.50's compiler crashes.
-            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
+            part = jax.tree.map(lax.optimization_barrier, grad(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
         # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
         wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
-        zeros = jnp.float32(0), jax.tree.map(wide, replica)
+        sums = make_shapes(present(Sums, config.model.parts), dimensions(config))
+        zeros = jax.tree.map(wide, (replica, sums))
         total, () = lax.scan(add, zeros, parts)
-    loss, grads = total
+    grads, sums = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
-    (grads,) = scatter(jax.tree.map(lambda g: g.astype(compute.dtype), grads))
+    (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     count = target_count(batch)
-    return jax.tree.map(lambda x: x / count, (loss, grads))
+    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -636,7 +826,7 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
     isn't finite leaves weights and moments as they were, and still advances `step`."""
     hyper, tree_map = config.training, jax.tree.map
-    loss, raw_grads = loss_and_grads(state.weights, batch, config)
+    loss, sums, raw_grads = loss_and_grads(state.weights, batch, config)
     # One all-reduce of a scalar, as the types of all weights name the same axes.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
@@ -654,6 +844,14 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
 
     weights = tree_map(update, state.weights, mu, nu)
+    loads = None
+    if sums.load is not None:
+        loads = sums.load / sums.load.mean(-1, keepdims=True)
+    if weights.layers.b_router is not None:  # it has no gradient
+        towards = config.model.experts.bias_rate * jnp.sign(1 - loads)
+        bias = state.weights.layers.b_router + towards
+        layers = dataclasses.replace(weights.layers, b_router=bias)
+        weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
     # Elementwise, so that the new state overwrites the old one, which is donated.
@@ -665,6 +863,11 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
     metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)
+    if loads is not None:
+        dropped = sums.dropped / sums.load.sum()
+        metrics = dataclasses.replace(
+            metrics, loads=loads, max_load=loads.max(), dropped=dropped
+        )
     return State(step, weights, mu, nu), metrics
 
 
@@ -678,16 +881,22 @@ def norm_names(config: Config) -> list[str]:
     return [f"{what}_norm/{name}" for what in ("grad", "weight", "update") for name in names]
 
 
+def load_names(config: Config) -> list[str]:
+    experts = config.model.experts.count if config.model.experts else 0
+    return [f"load/{i}/{expert}" for i in range(config.model.layers) for expert in range(experts)]
+
+
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
-    return total_loss(gather_replica(weights), batch, config) / target_count(batch)
+    _, sums = total_loss(gather_replica(weights), batch, config)
+    return sums.nats / target_count(batch)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
-    return loss_and_grads(weights, batch, config)[1]
+    return loss_and_grads(weights, batch, config)[2]
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -724,6 +933,9 @@ def resized(
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
+        if config.model.experts:
+            values["model.experts.per_token"] = 3
+            values["model.experts.group"] = sizes["L"] // (2 * axes["c"])
     try:
         return config.changed(values | others)
     except UserError as error:
@@ -783,6 +995,8 @@ def tiny(config: Config) -> list[Config]:
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
     parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
+    if config.model.experts:
+        parts["model.experts.group"] = 3
     sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
@@ -807,7 +1021,9 @@ def step_flops(config: Config) -> tuple[int, int]:
     https://arxiv.org/abs/2204.02311, appendix B."""
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
-    per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size["F"])
+    per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size.get("F", 0))
+    if experts := config.model.experts:
+        per_layer += size["M"] * (experts.count + 3 * experts.d_ff * experts.per_token)
     weights = size["layers"] * per_layer + size["V"] * size["M"]
     seen = min(config.model.sliding_window or size["L"], size["L"])  # tokens, at most
     pairs = size["B"] * seen * (2 * size["L"] - seen)
@@ -878,7 +1094,7 @@ def train(
         tokens=tokens,
         flops=sum(step_flops(config)),
         max_skipped=hyper.max_skipped_updates,
-        vectors={"norms": norm_names(config)},
+        vectors={"norms": norm_names(config), "loads": load_names(config)},
         origin=origin,
     )
 
@@ -894,7 +1110,8 @@ def train(
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
             state, metrics = step_once(state, batch)
-        row = vars(metrics) | (at_start if step == 0 else {})
+        row = {name: x for name, x in vars(metrics).items() if x is not None}
+        row |= at_start if step == 0 else {}
         run.log(step, row, functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from omegaconf import MISSING
 
 from runtime import hlo
@@ -352,7 +353,7 @@ class Run:
             if name not in self.vectors:
                 row[name] = float(value)
             elif due(self.config.metrics.norms_interval, int(row["step"]), self.steps):
-                row |= zip(self.vectors[name], value.tolist(), strict=True)
+                row |= zip(self.vectors[name], np.ravel(value).tolist(), strict=True)
         now = time.perf_counter()
         self.seconds.append(now - self.since)
         self.since = now

@@ -100,10 +100,10 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 
 
 def gathered(stored: ArrayType) -> ArrayType:
-    """The type of a weight during generation: in the compute dtype, and gathered over d, so that
-    generating a token gathers no weights."""
+    """The type of a weight during generation: gathered over d, so that generating a token gathers
+    no weights, and in the dtype that it has in training."""
     dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
-    return array_type(compute, Spec(tuple(dims)))
+    return array_type(train.of_replica(stored).element, Spec(tuple(dims)))
 
 
 Weights = Mapped[gathered, train.Weights]
@@ -111,9 +111,12 @@ Weights = Mapped[gathered, train.Weights]
 
 @typechecked
 def lay_out(weights: train.Weights) -> Weights:
-    """Casts the weights to the compute dtype and gathers them over d."""
-    narrow = jax.tree.map(lambda leaf: leaf.astype(compute.dtype), weights)
-    return jax.device_put(narrow, make_shardings(Weights))
+    """Casts the weights and gathers them over d."""
+
+    def cast(kind: ArrayType, leaf: jax.Array | None) -> jax.Array | None:
+        return None if leaf is None else leaf.astype(kind.dtype)
+
+    return jax.device_put(jax.tree.map(cast, Weights, weights), make_shardings(Weights))
 
 
 def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
@@ -124,6 +127,14 @@ def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
         weight = ops.split(f"{whole} -> {result}", weight)
     check(weight, result, f"tools.generate's copy of a weight that train.py gathers {signature}")
     return weight
+
+
+def without_drops(model: train.ModelConfig) -> train.ModelConfig:
+    """The model whose experts take all tokens that choose them."""
+    experts = model.experts and dataclasses.replace(
+        model.experts, capacity_factor=None, group=None
+    )
+    return dataclasses.replace(model, experts=experts)
 
 
 @pytree_dataclass
@@ -182,7 +193,8 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    x, new = train.decoder(weights, inputs, positions, attend, cache, config.model, check_gathered)
+    model = without_drops(config.model)
+    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, model, check_gathered)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
 

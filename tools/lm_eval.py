@@ -99,7 +99,8 @@ def scores(
         return logit - jnp.log(sum_exp), logit == 0
 
     parts = max(1, batch.targets.shape[1] // generate.PREFILL)
-    whole = train.forward(replica, batch, config), batch.targets
+    x, _ = train.forward(replica, batch, generate.without_drops(config))
+    whole = x, batch.targets
     split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
     nats, best = lax.map(lambda part: score(*part), split)
     join = "parts B l -> B (parts l)"
