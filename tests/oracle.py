@@ -1,6 +1,9 @@
 """The model and its loss, unsharded, written from the papers. Attention masks are made token by
 token, and RoPE is a complex multiplication. Shares no code with the project."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,26 +67,87 @@ def attend(x, layer, position, sees, max_timescale):
     return out
 
 
-def mean_loss(weights, targets, is_start, max_timescale, preceding=0, window=None):
+def swiglu(x, gate, up, down):
+    gate, up = x @ gate, x @ up
+    return (gate / (1 + jnp.exp(-gate)) * up) @ down.T
+
+
+def mix(x, layer, experts):
+    """Experts of x[B, L, M]: each does all tokens, and token after token says whether it counts.
+    Returns what they add, and, of each expert, the tokens that chose it and their probabilities,
+    the square of the logarithm of the softmax's denominator, and the choices without a place."""
+    (_, length, _), count = x.shape, experts.per_token
+    size = experts.group or length
+    places = size
+    if experts.capacity_factor is not None:
+        places = math.ceil(experts.capacity_factor * count * size / experts.count)
+    powers = jnp.exp(x @ layer["w_router"])
+    likely = scores = powers / powers.sum(-1, keepdims=True)
+    if experts.score == "sigmoid":
+        scores = powers / (1 + powers)
+        likely = scores / scores.sum(-1, keepdims=True)
+    chosen = jnp.argsort(-scores - layer.get("b_router", 0), axis=-1)[..., :count]
+    hits = chosen[..., None] == jnp.arange(experts.count)  # [B, L, k, E]
+    kept = []
+    for i in range(length):
+        if i % size == 0:
+            taken = jnp.zeros_like(hits[:, 0, 0], int)
+        for j in range(count):
+            kept.append(jnp.sum(taken * hits[:, i, j], -1) < places)
+            taken = taken + hits[:, i, j]
+    kept = jnp.stack(kept, 1).reshape(chosen.shape)
+    weights = scores[:, :, None] * hits
+    if experts.renormalize:
+        weights = weights / weights.sum((-2, -1), keepdims=True)
+    added = 0
+    for e in range(experts.count):
+        done = swiglu(x, *(layer[name][e] for name in ("e_gate", "e_up", "e_down")))
+        added += done * jnp.sum(weights[..., e] * kept, -1, keepdims=True)
+    z = jnp.sum(jnp.log(powers.sum(-1)) ** 2)
+    return added, (hits.sum((0, 1, 2)), likely.sum((0, 1)), z, jnp.sum(~kept))
+
+
+def mean_loss(weights, *args, **options):
     """The mean loss in nats over all targets[B, L] except 0; is_start is a numpy array. With a
     window, a token sees that many tokens, itself included."""
+    return objective(weights, *args, **options)[0]
+
+
+def objective(weights, targets, is_start, max_timescale, preceding=0, window=None, experts=None):
+    """The mean loss as `mean_loss` has it, plus costs of experts, and (the mean loss, each layer's
+    tokens that chose an expert, the part of the choices that found no place)."""
     before, position, sees = layout(np.asarray(targets), np.asarray(is_start), preceding)
     if window:
         sees &= ~np.tri(targets.shape[1], k=-window, dtype=bool)
-    return laid_out_loss(weights, targets, before, position, sees, max_timescale)
+    return laid_out_objective(weights, targets, before, position, sees, max_timescale, experts)
 
 
-@jax.jit
-def laid_out_loss(weights, targets, before, position, sees, max_timescale):
-    likelihood = jax.nn.softmax(laid_out_logits(weights, before, position, sees, max_timescale))
-    likelihood = jnp.take_along_axis(likelihood, targets[..., None].astype(int), -1)[..., 0]
-    return -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood), 0)) / jnp.sum(targets != 0)
+@functools.partial(jax.jit, static_argnames="experts")
+def laid_out_objective(weights, targets, before, position, sees, max_timescale, experts):
+    logits, routed = decode(weights, before, position, sees, max_timescale, experts)
+    likelihood = jnp.take_along_axis(jax.nn.softmax(logits), targets[..., None].astype(int), -1)
+    count = jnp.sum(targets != 0)
+    loss = -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood[..., 0]), 0)) / count
+    if not experts:
+        return loss, None
+    cost = 0
+    for load, likely, z, _ in routed:  # of each layer
+        parts = load / load.sum(), likely / targets.size
+        cost += experts.balance_cost * experts.count * jnp.dot(*parts) + experts.z_cost * z / count
+    loads, _, _, dropped = zip(*routed, strict=True)
+    loads = jnp.stack(loads)
+    return loss + cost, (loss, loads, sum(dropped) / loads.sum())
 
 
-@jax.jit
-def laid_out_logits(weights, before, position, sees, max_timescale):
-    x = weights["embed"][before]
-    for i in range(len(weights["layers"]["w_up"])):
+def laid_out_logits(*args):
+    return decode(*args)[0]
+
+
+@functools.partial(jax.jit, static_argnames="experts")
+def decode(weights, before, position, sees, max_timescale, experts=None):
+    """The logits, and what `mix` returns of each layer."""
+    x, routed = weights["embed"][before], []
+    for i in range(len(weights["layers"]["w_q"])):
         layer = {name: value[i] for name, value in weights["layers"].items()}
 
         def norm(x, name, gains=layer):  # which a layer may lack
@@ -93,7 +157,12 @@ def laid_out_logits(weights, before, position, sees, max_timescale):
         y = attend(h, layer, position, sees, max_timescale)
         x = x + norm(y, "attention_post_norm")
         h = norm(x, "mlp_norm")
-        gate, up = h @ layer["w_gate"], h @ layer["w_up"]
-        y = (gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T
+        y = 0
+        if "w_up" in layer:
+            y = swiglu(h, layer["w_gate"], layer["w_up"], layer["w_down"])
+        if experts:
+            added, sums = mix(h, layer, experts)
+            y, routed = y + added, [*routed, sums]
         x = x + norm(y, "mlp_post_norm")
-    return normalize(x, weights["final_norm"]) @ weights.get("unembed", weights["embed"]).T
+    x = normalize(x, weights["final_norm"])
+    return x @ weights.get("unembed", weights["embed"]).T, routed

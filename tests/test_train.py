@@ -63,7 +63,8 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
     @jax.jit
     @typed_shard_map
     def run(weights: module.Weights, batch: batch_type) -> tuple[module.f32[""], module.Weights]:
-        return module.loss_and_grads(weights, batch, config)
+        loss, _, grads = module.loss_and_grads(weights, batch, config)
+        return loss, grads
 
     with jax.set_mesh(on):
         weights = module.init_state(config).weights

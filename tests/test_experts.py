@@ -1,0 +1,102 @@
+"""Tests the mixture of experts against an oracle that goes token by token, on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib.kernels import balanced
+from shardlib.types import make_shardings, typed_shard_map
+from tests import oracle
+from tests.helpers import (
+    IN_F32,
+    MESHES,
+    assert_close,
+    edited,
+    mesh,
+    of_model,
+    slow_but_for,
+    small_config,
+    token_batch,
+)
+from tests.test_train import plain, random_rows
+
+EXPERTS = "model.experts={count: 8, per_token: 2, d_ff: 24"
+COSTS = "balance_cost: 0.5, z_cost: 0.1"
+# The experts, and whether they drop choices.
+VARIANTS = {
+    "dropping": (["model.d_ff=0", EXPERTS + ", capacity_factor: 0.75, " + COSTS + "}"], True),
+    "in groups": ([EXPERTS + ", capacity_factor: 1, group: 3, " + COSTS + "}"], True),
+    "enough places": ([EXPERTS + ", capacity_factor: 4, bias_rate: 0, " + COSTS + "}"], False),
+    "dropless": (["model.d_ff=0", EXPERTS + ", capacity_factor: null, renormalize: false}"], False),
+    "sigmoid": (["model.d_ff=0", EXPERTS + ", score: sigmoid, " + COSTS + "}"], True),
+}
+
+
+@pytest.fixture(scope="module")
+def in_f32():
+    return edited("train.py", IN_F32)
+
+
+def losses(module, config, on):
+    """The loss, what else is summed, gradients and weights, as NumPy arrays."""
+    targets, is_start = random_rows()
+
+    @jax.jit
+    @typed_shard_map
+    def run(
+        weights: module.Weights, batch: module.TokenBatch
+    ) -> tuple[module.f32[""], module.Sums, module.Weights]:
+        return module.loss_and_grads(weights, batch, config)
+
+    with jax.set_mesh(on):
+        weights = module.init_state(config).weights
+        order = balanced(targets.shape[1], on.shape["c"])
+        batch = jax.tree.map(
+            lambda x: x[:, order], token_batch(module.TokenBatch, targets, is_start)
+        )
+        keys = iter(jax.random.split(jax.random.key(1), 100))
+        weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
+        weights = jax.device_put(weights, make_shardings(of_model(module.Weights, config)))
+        batch = jax.device_put(batch, make_shardings(module.TokenBatch))
+        loss, sums, grads = jax.device_get(run(weights, batch))
+        return float(loss), sums, plain(grads), plain(jax.device_get(weights))
+
+
+@functools.cache
+def expected(name):
+    config = small_config(*VARIANTS[name][0])
+    targets, is_start = random_rows()
+    *_, weights = losses(edited("train.py", IN_F32), config, mesh(1, 1))
+    objective = functools.partial(
+        oracle.objective,
+        targets=targets,
+        is_start=is_start,
+        max_timescale=100,
+        experts=config.model.experts,
+    )
+    (_, others), grads = jax.value_and_grad(objective, has_aux=True)(weights)
+    return jax.device_get((others, grads))
+
+
+# (d, t, r, c)
+LAYOUTS = [*MESHES, (4, 2, 2), (2, 2, 1, 2)]
+
+
+@pytest.mark.parametrize("axes", slow_but_for([(2, 4), (2, 2, 1, 2)], LAYOUTS))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, name, axes):
+    overrides, drops = VARIANTS[name]
+    config = small_config(*overrides)
+    if len(axes) == 4 and axes[3] > 1 and "group" not in overrides[-1]:
+        pytest.skip("a group is a whole row")
+    loss, sums, grads, _ = losses(in_f32, config, mesh(*axes))
+    (expected_loss, loads, dropped), expected_grads = expected(name)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_array_equal(sums.load, loads)
+    np.testing.assert_allclose(sums.dropped / sums.load.sum(), dropped, rtol=1e-6)
+    assert (dropped > 0.05) if drops else dropped == 0
+    assert grads.keys() == expected_grads.keys()
+    assert_close(grads, expected_grads, 2e-5)
