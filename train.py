@@ -55,6 +55,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
+from jax.typing import ArrayLike
 
 from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
@@ -436,6 +437,13 @@ def rope(
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
+def swiglu(gate: jax.Array, up: jax.Array, factor: ArrayLike = 1) -> jax.Array:
+    """SwiGLU's hidden layer: Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+    gate, up = save_for_backward(gate), save_for_backward(up)
+    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype) * factor
+    return hidden.astype(compute.dtype)
+
+
 @pytree_dataclass
 class Routing:
     """Sums over the tokens of a group."""
@@ -448,79 +456,71 @@ class Routing:
 
 @typechecked
 def mixture(
-    h: compute["B/d L/c M"], w: Any, config: ExpertsConfig, gather: Callable[..., jax.Array]
-) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
+    h: compute["B/d N/c S M"], w: Any, config: ExpertsConfig, gather: Callable[..., jax.Array]
+) -> tuple[compute["B/d N/c S M {U:t}"], Routing]:
     """Each token goes to the experts with the highest scores, and gets the sum of their results,
     weighted by scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Experts are whole,
-    and split over t. Each device has all tokens of its rows, so it picks those of its experts, and
-    nothing is sent but the sum over t.
+    and split over t. A device has all tokens of its rows, so it picks those of its experts, and
+    nothing is sent but the scores' and the results' sums over t.
 
-    In a group of tokens an expert has a number of places, which the first tokens that choose it
-    get; for others it adds nothing: Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668. So what
-    is dropped depends on earlier documents of the group, but not on the mesh.
+    In a group of tokens an expert has a number of places, for the first tokens that choose it. To
+    others it adds nothing: Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668. So what is
+    dropped depends on earlier documents of the group, but not on the mesh.
 
-    A bias takes part in the choice, not in the weights: Wang et al. 2024,
+    A bias takes part in the choice, and not in the weights: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
     w_router = gather("M/t/c/s E -> M/t E", w.w_router)
-    part = ops.split("B/d L/c M -> B/d L/c M/t", h)
+    part = ops.split("B/d N/c S M -> B/d N/c S M/t", h)
     logits = ops.einsum_unreduced(
-        "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
+        "B/d N/c S M/t, M/t E -> B/d N/c S E {U:t}", part, w_router, dtype=f32
     )
-    # All devices along t choose the same, and so does the backward pass, to the bit.
-    logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
+    # What is chosen is the same along t by its type, and is saved, so that nothing near a tie is
+    # another expert elsewhere or in the backward pass.
+    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
-    biased = scores if w.b_router is None else scores + w.b_router
-    chosen = save_for_backward(lax.top_k(lax.stop_gradient(biased), config.per_token)[1])
-    score = jnp.take_along_axis(scores, chosen, -1)
+    biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)
+    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])
+    score = jnp.take_along_axis(scores, chosen, axis=-1)
     if config.renormalize:
         score = score / score.sum(-1, keepdims=True)
 
-    # The places of a group are numbered expert by expert. The number after the last means none.
-    (_, length, count), experts = chosen.shape, scores.shape[-1]
-    size = config.group or length
-    places = size
-    if config.capacity_factor is not None:
-        places = min(size, math.ceil(config.capacity_factor * count * size / experts))
-    choices = rearrange(chosen, "B (N S) k -> B N (S k)", S=size)
-    one_hot = jax.nn.one_hot(choices, experts, dtype=i32.dtype)
-    place = (jnp.cumsum(one_hot, axis=2) * one_hot).sum(-1) - 1
-    place = jnp.where(place < places, choices * places + place, experts * places)
-    nobody = jnp.full((*place.shape[:2], experts * places), size * count)
-    taker = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(jnp.arange(size * count), mode="drop")))(
-        nobody, place
-    )
-    taker = ops.split("B/d N/c P -> B/d N/c P/t", taker)
+    # Numbers the places of a group expert by expert; the number after the last means none. A is the
+    # choices of a group, P its places.
+    (_, _, size, count), experts = chosen.shape, scores.shape[-1]
+    needed = (config.capacity_factor or experts) * count * size / experts
+    places = min(math.ceil(needed), size)
+    chosen = rearrange(chosen, "B N S k -> B N (S k)")
+    one_hot = jax.nn.one_hot(chosen, experts, dtype=f32.dtype)
+    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)
+    place = jnp.where(place < places, chosen * places + place, experts * places)
+    nobody = jnp.full((*chosen.shape[:2], experts * places), size * count)
+    order = jnp.arange(size * count)
+    taker = jnp.put_along_axis(nobody, place, order, axis=2, inplace=False, mode="drop")
 
-    tokens = rearrange(h, "B (N S) M -> B N S M", S=size)
-    x = ops.index_unreduced(
-        "B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", tokens, taker // count
-    )
-    x = rearrange(x, "B N (E C) M -> B N E C M", C=places)
-    score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
-    score = rearrange(score, "B (N S) k -> B N (S k)", S=size)
+    taker = ops.split("B/d N/c P -> B/d N/c P/t", taker)
+    x = ops.index_unreduced("B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", h, taker // count)
+    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)
+    score = rearrange(score, "B N S k -> B N (S k)")
     score = ops.index_unreduced("B/d N/c [A], B/d N/c P/t -> B/d N/c P/t", score, taker)
-    score = rearrange(score, "B N (E C) -> B N E C 1", C=places)
+    x, score = (rearrange(x, "B N (E C) ... -> B N E C ...", C=places) for x in (x, score))
     w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
     w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     gate = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_gate)
     up = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_up)
-    gate, up = save_for_backward(gate), save_for_backward(up)
+    hidden = swiglu(gate, up, score[..., None])
     w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
-    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype) * score
-    hidden = hidden.astype(compute.dtype)
     y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", hidden, w_down)
     y = rearrange(y, "B N E C M -> B N (E C) M")
     y = ops.index_unreduced("B/d N/c [P/t] M, B/d N/c A -> B/d N/c A M {U:t}", y, place)
-    y = rearrange(y, "B N (S k) M -> B (N S) k M", k=count)
-    y = ops.reduce_sum("B/d L/c k M {U:t} -> B/d L/c M {U:t}", y)
+    y = rearrange(y, "B N (S k) M -> B N S k M", k=count)
+    y = ops.reduce_sum("B/d N/c S k M {U:t} -> B/d N/c S M {U:t}", y)
 
-    likely = rearrange(scores / scores.sum(-1, keepdims=True), "B (N S) E -> B N S E", S=size)
-    z = rearrange(jnp.square(jax.nn.logsumexp(logits, -1)), "B (N S) -> B N S", S=size)
+    likely = scores / scores.sum(-1, keepdims=True)
     return y, Routing(
-        ops.reduce_sum("B/d N/c A E -> B/d N/c E", one_hot.astype(f32.dtype)),
-        ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
-        ops.reduce_sum("B/d N/c S -> B/d N/c", z),
-        ops.reduce_sum("B/d N/c A -> B/d N/c", (place == experts * places).astype(f32.dtype)),
+        load=ops.reduce_sum("B/d N/c A E -> B/d N/c E", one_hot),
+        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
+        z=ops.reduce_sum("B/d N/c S -> B/d N/c", jnp.square(jax.nn.logsumexp(logits, -1))),
+        dropped=(place == experts * places).sum(-1, dtype=f32.dtype),
     )
 
 
@@ -593,27 +593,26 @@ def decoder(
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         x = save_for_backward(x + y)
 
-        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         if w.mlp_norm is not None:
             gain = gather("M/t/c/s -> M", w.mlp_norm)
             h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
-        owed, routing = [], None  # what is unreduced over t, and is reduced at once
+        parts, routing = [], None
         if w.w_up is not None:
             w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
             w_up = gather("M/c/s F/t -> M F/t", w.w_up)
             gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
             up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-            gate, up = save_for_backward(gate), save_for_backward(up)
+            hidden = swiglu(gate, up)
             w_down = gather("M/c/s F/t -> M F/t", w.w_down)
-            hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-            hidden = hidden.astype(compute.dtype)
             y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
-            owed.append(y)
+            parts.append(y)
         if config.experts:
-            y, routing = mixture(h, w, config.experts, gather)
-            owed.append(y)
-        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", sum(owed[1:], start=owed[0]))
+            groups = rearrange(h, "B (N S) M -> B N S M", S=config.experts.group or h.shape[1])
+            y, routing = mixture(groups, w, config.experts, gather)
+            parts.append(rearrange(y, "B N S M -> B (N S) M"))
+        y = functools.reduce(operator.add, parts)
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
@@ -686,9 +685,7 @@ class Sums:
 
 
 @typechecked
-def total_loss(
-    weights: ReplicaWeights, batch: TokenBatch, config: Config
-) -> tuple[f32[""], Sums]:
+def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tuple[f32[""], Sums]:
     """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
     vocabulary stays split: only the logits' maximum, the sum of their exponentials and the target's
     logit are reduced."""
@@ -752,9 +749,8 @@ class Metrics:
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
     norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
-    loads: f32["layers E"] | None = None  # of experts, as multiples of an even load
-    max_load: f32[""] | None = None
-    dropped: f32[""] | None = None  # the part of the choices of experts that found no place
+    loads: f32["layers E"] | None  # of experts, as multiples of an even load
+    dropped: f32[""] | None  # the part of the choices of experts that found no place
 
 
 @typechecked
@@ -844,14 +840,14 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
 
     weights = tree_map(update, state.weights, mu, nu)
-    loads = None
-    if sums.load is not None:
+    loads = dropped = None
+    if experts := config.model.experts:
         loads = sums.load / sums.load.mean(-1, keepdims=True)
-    if weights.layers.b_router is not None:  # it has no gradient
-        towards = config.model.experts.bias_rate * jnp.sign(1 - loads)
-        bias = state.weights.layers.b_router + towards
-        layers = dataclasses.replace(weights.layers, b_router=bias)
-        weights = dataclasses.replace(weights, layers=layers)
+        dropped = sums.dropped / sums.load.sum()
+        if experts.bias_rate:
+            bias = state.weights.layers.b_router + experts.bias_rate * jnp.sign(1 - loads)
+            layers = dataclasses.replace(weights.layers, b_router=bias)
+            weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
     # Elementwise, so that the new state overwrites the old one, which is donated.
@@ -862,12 +858,8 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
-    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)
-    if loads is not None:
-        dropped = sums.dropped / sums.load.sum()
-        metrics = dataclasses.replace(
-            metrics, loads=loads, max_load=loads.max(), dropped=dropped
-        )
+    skipped = 1 - finite.astype(u32.dtype)
+    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)
     return State(step, weights, mu, nu), metrics
 
 

@@ -131,9 +131,7 @@ def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
 
 def without_drops(model: train.ModelConfig) -> train.ModelConfig:
     """The model whose experts take all tokens that choose them."""
-    experts = model.experts and dataclasses.replace(
-        model.experts, capacity_factor=None, group=None
-    )
+    experts = model.experts and dataclasses.replace(model.experts, capacity_factor=None, group=None)
     return dataclasses.replace(model, experts=experts)
 
 
