@@ -65,7 +65,8 @@ test-torch:
 	$(MAKE) VENV=$(VENV_TORCH) $(VENV_TORCH)/dev
 	$(VENV_TORCH)/bin/pip install --quiet --group torch
 	JAX_PLATFORMS=cpu $(VENV_TORCH)/bin/python -m pytest -m "not long and not gpu and not tpu" \
-		tests/test_circle.py tests/tools/test_huggingface_weights.py tests/tools/test_lm_eval.py
+		tests/test_circle.py tests/tools/test_huggingface_weights.py tests/tools/test_lm_eval.py \
+		tests/test_experiments.py::test_gemma_3_is_that_of_transformers
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check

@@ -13,9 +13,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from shardlib.devices import abstract_mesh, make_mesh
-from tests import compiled, mutations, oracle, pages
+from tests import compiled, helpers, mutations, oracle, pages
 from tests.helpers import (
     IN_F32,
     ROOT,
@@ -28,6 +29,8 @@ from tests.helpers import (
     train_here,
 )
 from tests.test_train import plain
+from tests.tools import test_generate
+from tools import huggingface_weights as weights_tool
 
 PAGE = ROOT / "docs/experiments.md"
 HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
@@ -123,17 +126,22 @@ def test_figures_in_sentences_are_those_of_the_outputs(section):
     assert not pages.unknown(pages.prose(SECTION[section]), "".join(blocks))
 
 
+PIPELINE = "mesh={d: 4, t: 2, r: 2, p: 2}", "training.pipeline_parts=2"
+GEMMA = (
+    *("model.norms_after=true", "model.qk_norm=head", "model.tied_embeddings=true"),
+    *("model.sliding_window=5", "model.layers=7"),  # the sixth is global
+)
+
+
 @pytest.mark.long
-def test_with_all_edits_it_trains(tree, tmp_path, capsys, monkeypatch):
-    for section in SECTION:
+@pytest.mark.parametrize(
+    "sections, settings", [(list(SECTION)[:3], PIPELINE), (["Gemma 3"], GEMMA)]
+)
+def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, monkeypatch):
+    for section in sections:
         apply_all(section, tree)
-    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8"]
-    arguments += [
-        "mesh={d: 4, t: 2, r: 2, p: 2}",
-        "training.pipeline_parts=2",
-        "paths.model_name=run",
-    ]
-    arguments += [f"paths.root_working_dir={tmp_path}"]
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8", *settings]
+    arguments += ["paths.model_name=run", f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
         _, message = train_here(capsys, monkeypatch, *arguments, program=program)
@@ -176,8 +184,11 @@ def loss_and_grads(tree, *overrides, seed=0):
         return flops, loss, plain(grads), plain(weights), targets, is_start
 
 
-def assert_equals(oracle, flops, loss, grads, weights, targets, is_start, window=10**6):
-    """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed."""
+def assert_equals(
+    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None
+):
+    """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed.
+    Layers whose windows differ are the oracle's own, and `windows` lists them for the count."""
     mean_loss = functools.partial(
         oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100, window=window
     )
@@ -188,9 +199,11 @@ def assert_equals(oracle, flops, loss, grads, weights, targets, is_start, window
     # with the token itself counted as a half, as is customary.
     factors = [w for name, w in weights["layers"].items() if name.startswith("w_")]
     batch, length = targets.shape
-    seen = np.minimum(np.arange(length) + 0.5, window).sum()
-    queries = weights["layers"]["w_q"][:, 0].size
-    assert flops[0] == 6 * targets.size * sum(w.size for w in [*factors, weights["unembed"]])
+    windows = windows or [window] * len(weights["layers"]["w_q"])
+    seen = sum(np.minimum(np.arange(length) + 0.5, size).sum() for size in windows)
+    queries = weights["layers"]["w_q"][0, 0].size
+    factors.append(weights.get("unembed", weights["embed"]))
+    assert flops[0] == 6 * targets.size * sum(w.size for w in factors)
     assert flops[1] == 12 * queries * batch * seen
 
 
@@ -359,3 +372,112 @@ def test_the_check_refuses_wrong_pipelines(tree):
         (tree / "train.py").write_text(source.replace(old, new))
         checked = check_pipeline(tree)
         assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr
+
+
+@pytest.fixture
+def gemma_oracle():
+    """The oracle with 5 local layers to a global one."""
+    return edited(
+        "tests/oracle.py",
+        ('weights["embed"][before]', 'weights["embed"][before] * weights["embed"].shape[1] ** 0.5'),
+        ("axis=-1, keepdims=True) + 1e-6) * gain", "axis=-1, keepdims=True) + 1e-6) * (1 + gain)"),
+        ("/ np.sqrt(d_head)", "/ 16"),
+        (
+            "y = attend(h, layer, position, sees, max_timescale)",
+            "near = sees & ~np.tri(sees.shape[1], k=-5, dtype=bool)\n"
+            "        shown = (sees, max_timescale) if i % 6 == 5 else (near, 10_000)\n"
+            "        y = attend(h, layer, position, *shown)",
+        ),
+        (
+            "(gate / (1 + jnp.exp(-gate)) * up)",
+            "(gate / 2 * (1 + jnp.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up)",
+        ),
+    )
+
+
+@pytest.mark.parametrize("mesh", ["{d: 1, t: 1}", "{d: 2, t: 4}"])
+def test_gemma_3_is_the_oracles(tree, mesh, gemma_oracle):
+    apply_all("Gemma 3", tree)
+    results = loss_and_grads(tree, *GEMMA, f"mesh={mesh}")
+    assert_equals(gemma_oracle, *results, windows=[5, 5, 5, 5, 5, 10**6, 5])
+
+
+@pytest.mark.slow
+def test_the_check_accepts_gemma_3(tree):
+    apply_all("Gemma 3", tree)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", *GEMMA]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+def gemma_modules(tree):
+    """train.py and tools/generate.py with the edit, in f32, and a config."""
+    apply_all("Gemma 3", tree)
+    module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
+    source = (tree / "tools/generate.py").read_text().replace(*IN_F32)
+    tool = mutations.load(source.replace("import train\n", f"import {module.__name__} as train\n"))
+    overrides = *SMALL, "model.vocab=48", "paths.model_name=x", *GEMMA
+    config = compose_config("local_test_synthetic", *overrides, schema=module.Config)
+    return module, tool, config
+
+
+def test_gemma_3_1b_has_as_many_weights_as_googles(tree):
+    module, *_ = gemma_modules(tree)
+    overrides = "model=gemma3_1b", "flat_tokens.filespec=x", "paths.model_name=x"
+    config = compose_config("pretrain", *overrides, folder=tree / "configs", schema=module.Config)
+    with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh.axes)):
+        kinds = module.present(module.Weights, config.model.parts)
+        shapes = module.make_shapes(kinds, module.dimensions(config))
+    assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 999_885_952
+
+
+def gemma_logits(oracle, weights, inputs):
+    """The oracle's, for one document per row."""
+    position = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    sees = np.broadcast_to(np.tri(inputs.shape[1], dtype=bool), (*inputs.shape, inputs.shape[1]))
+    return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, 100))
+
+
+def test_gemma_3_generates_by_the_oracles_logits(tree, gemma_oracle):
+    module, tool, config = gemma_modules(tree)
+    weights = test_generate.random_weights(config, module)
+    del weights["unembed"]  # None
+    inputs = test_generate.random_inputs()
+    actual = test_generate.cached_logits(tool, config, weights, inputs, helpers.mesh(2, 4))
+    assert_close(actual, gemma_logits(gemma_oracle, weights, inputs), 1e-5)
+
+
+def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
+    """Random weights of Gemma3ForCausalLM give the oracle's logits."""
+    torch = pytest.importorskip("torch")
+    module, _, config = gemma_modules(tree)
+    kinds = {"sliding_attention": 10_000.0, "full_attention": 100.0}
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM._from_config(
+        transformers.Gemma3TextConfig(
+            **{name: getattr(config.model, ours) for name, ours in weights_tool.MODEL.items()},
+            num_attention_heads=16,
+            head_dim=4,
+            query_pre_attn_scalar=256,
+            sliding_window=5,
+            rope_parameters={k: {"rope_type": "default", "rope_theta": kinds[k]} for k in kinds},
+        ),
+        attn_implementation="eager",
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.2)
+    monkeypatch.setattr(weights_tool, "train", module)
+    norm = "model.layers.{}.pre_feedforward_layernorm.weight", "layers M"
+    monkeypatch.setitem(weights_tool.TENSORS, "weights/layers/mlp_norm", norm)
+    names, state = {}, model.state_dict()
+    for tensor in weights_tool.tensors(config.model):
+        names.setdefault(tensor.array, []).append(tensor.to_ours(state.pop(tensor.name).numpy()))
+    assert state.keys() == {"lm_head.weight"}  # the embedding
+    layers = {k.split("/")[2]: np.stack(v) for k, v in names.items() if "/layers/" in k}
+    (embed,), (final_norm,) = names["weights/embed"], names["weights/final_norm"]
+    weights = {"embed": embed, "layers": layers, "final_norm": final_norm}
+    inputs = test_generate.random_inputs()
+    with torch.no_grad():
+        logits = model(torch.tensor(inputs.astype(int))).logits.numpy()
+    assert_close(gemma_logits(gemma_oracle, weights, inputs), logits, 1e-5)
