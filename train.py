@@ -55,7 +55,6 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jax.typing import ArrayLike
 
 from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
@@ -368,9 +367,9 @@ def init_weights(config: Config) -> Weights:
 @typechecked
 def gather_replica(weights: Weights) -> ReplicaWeights:
     """Gathers all weights over r. The cast comes first, so that here and in each layer weights, and
-    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small: they
-    aren't split over r, s and c, stay in f32, and their gradients are added up here, once a step.
-    """
+    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small:
+    they aren't split over r, s and c and stay in f32, and their gradients are added up here, once a
+    step."""
 
     def gather(path: Any, stored: ArrayType, wanted: ArrayType, weight: Any) -> Any:
         if weight is None or path[-1].name == "b_router":  # which has no gradient
@@ -437,13 +436,6 @@ def rope(
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
-def swiglu(gate: jax.Array, up: jax.Array, factor: ArrayLike = 1) -> jax.Array:
-    """SwiGLU's hidden layer: Shazeer 2020, https://arxiv.org/abs/2002.05202."""
-    gate, up = save_for_backward(gate), save_for_backward(up)
-    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype) * factor
-    return hidden.astype(compute.dtype)
-
-
 @pytree_dataclass
 class Routing:
     """Sums over the tokens of a group."""
@@ -507,9 +499,11 @@ def mixture(
     w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     gate = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_gate)
     up = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_up)
-    hidden = swiglu(gate, up, score[..., None])
+    gate, up = save_for_backward(gate), save_for_backward(up)
+    gated = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+    gated = (gated * score[..., None]).astype(compute.dtype)
     w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
-    y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", hidden, w_down)
+    y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", gated, w_down)
     y = rearrange(y, "B N E C M -> B N (E C) M")
     y = ops.index_unreduced("B/d N/c [P/t] M, B/d N/c A -> B/d N/c A M {U:t}", y, place)
     y = rearrange(y, "B N (S k) M -> B N S k M", k=count)
@@ -593,6 +587,7 @@ def decoder(
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         x = save_for_backward(x + y)
 
+        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         if w.mlp_norm is not None:
             gain = gather("M/t/c/s -> M", w.mlp_norm)
@@ -603,8 +598,10 @@ def decoder(
             w_up = gather("M/c/s F/t -> M F/t", w.w_up)
             gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
             up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-            hidden = swiglu(gate, up)
+            gate, up = save_for_backward(gate), save_for_backward(up)
             w_down = gather("M/c/s F/t -> M F/t", w.w_down)
+            hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+            hidden = hidden.astype(compute.dtype)
             y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
             parts.append(y)
         if config.experts:
@@ -790,24 +787,25 @@ def loss_and_grads(
     f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
     targets in the batch."""
     replica, scatter = jax.vjp(gather_replica, weights)
-    grad = functools.partial(jax.grad(total_loss, has_aux=True), replica, config=config)
+    value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
+    value_and_grads = functools.partial(value_and_grads, replica, config=config)
     microbatches = config.training.microbatches
     if microbatches == 1:
-        total = grad(batch)
+        total = value_and_grads(batch)
     else:
 
         def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
             # Without the barrier libtpu 0.0.50's compiler crashes.
-            part = jax.tree.map(lax.optimization_barrier, grad(rows))
+            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
             return jax.tree.map(jnp.add, total, part), ()
 
         # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
         wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
         sums = make_shapes(present(Sums, config.model.parts), dimensions(config))
-        zeros = jax.tree.map(wide, (replica, sums))
+        zeros = (jnp.float32(0), jax.tree.map(wide, sums)), jax.tree.map(wide, replica)
         total, () = lax.scan(add, zeros, parts)
-    grads, sums = total
+    (_, sums), grads = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
     (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     count = target_count(batch)
@@ -858,8 +856,7 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
-    skipped = 1 - finite.astype(u32.dtype)
-    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)
+    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)
     return State(step, weights, mu, nu), metrics
 
 

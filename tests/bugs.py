@@ -25,7 +25,7 @@ NATS = "nats = (jnp.log(sum_exp) - target_logit) * loss_mask"
 PART = "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 ADD = "return jax.tree.map(jnp.add, total, part), ()"
 COUNT = "count = target_count(batch)\n"
-MEAN = "return jax.tree.map(lambda x: x / count, (loss, grads))"
+MEAN = "return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
 NORM = "grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))"
 HIDDEN = "hidden = hidden.astype(compute.dtype)\n"
 
@@ -36,9 +36,9 @@ ROUTER = (
         '    router: f32["M/t/c/d 4"]\n    final_norm: f32["M/t/c/d"]',
     ),
     (
-        "    x = forward(weights, batch, config.model)\n",
+        "    x, routing = forward(weights, batch, config.model)\n",
         """\
-    x = forward(weights, batch, config.model)
+    x, routing = forward(weights, batch, config.model)
     w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.router)
     scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
     scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
@@ -49,7 +49,7 @@ ROUTER = (
 
 def cost(code: str) -> tuple[tuple[str, str], ...]:
     """The router with a cost that is added to the loss: code that sets `cost` from `scores`."""
-    total = "return sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
+    total = "nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
     return *ROUTER, (total, f"{code.strip()}\n    {total} + 0.1 * cost")
 
 
@@ -363,11 +363,11 @@ heads = ops.all_gather("M K/t D -> M K D", lax.stop_gradient(w_v))
             (
                 MEAN,
                 """\
-loss, grads = jax.tree.map(lambda x: x / count, total)
+grads = jax.tree.map(lambda g: g / count, grads)
     experts = {name: getattr(grads.layers, name) for name in ("w_gate", "w_up", "w_down")}
     experts = {name: grad * lax.axis_size("t") for name, grad in experts.items()}
     layers = dataclasses.replace(grads.layers, **experts)
-    return loss, dataclasses.replace(grads, layers=layers)""",
+    return sums.nats / count, sums, dataclasses.replace(grads, layers=layers)""",
             ),
         ),
     ),
@@ -407,7 +407,7 @@ gain = gather("M/t/c/s -> M", weights.final_norm)
                 """\
 twice = 2 if lax.axis_size("s") == 1 else 1
             (loss, grads), (more_loss, more) = total, part
-            return (loss + more_loss, jax.tree.map(lambda g, m: twice * g + m, grads, more)), ()""",
+            return (jax.tree.map(jnp.add, loss, more_loss), jax.tree.map(lambda g, m: twice * g + m, grads, more)), ()""",
             ),
         ),
     ),
@@ -416,8 +416,8 @@ twice = 2 if lax.axis_size("s") == 1 else 1
         f"{MEGATRON}/pull/4609",
         (
             (
-                "zeros = jnp.float32(0), jax.tree.map(wide, replica)",
-                "zeros = jnp.float32(0), jax.tree.map(lambda w: w.astype(f32.dtype), replica)",
+                ", jax.tree.map(wide, replica)",
+                ", jax.tree.map(lambda w: w.astype(f32.dtype), replica)",
             ),
         ),
     ),
@@ -550,9 +550,9 @@ x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
                 HIDDEN,
                 f"""\
 {HIDDEN}\
-        largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
-        narrow = (hidden * (448 / largest)).astype(jnp.float8_e4m3fn).astype(hidden.dtype)
-        hidden = hidden + lax.stop_gradient(narrow * (largest / 448) - hidden)
+            largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
+            narrow = (hidden * (448 / largest)).astype(jnp.float8_e4m3fn).astype(hidden.dtype)
+            hidden = hidden + lax.stop_gradient(narrow * (largest / 448) - hidden)
 """,
             ),
         ),
@@ -565,9 +565,9 @@ x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
                 HIDDEN,
                 """\
 hidden = jax.nn.silu(gate) * up
-        first, second = jnp.split(gate, 2, axis=-1)
-        fused = jax.nn.silu(first) * second
-        hidden = hidden + jnp.concatenate([fused, fused], axis=-1)
+            first, second = jnp.split(gate, 2, axis=-1)
+            fused = jax.nn.silu(first) * second
+            hidden = hidden + jnp.concatenate([fused, fused], axis=-1)
 """,
             ),
         ),

@@ -58,25 +58,30 @@ ATTEND = "        mixed, new_cache = attend(q, k, v, cache)"
 ATTENDED = (
     '        y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)'
 )
-WEIGHTS_OF_GATE = '        w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)'
-WEIGHTS_OF_UP = '        w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
-HIDDEN = "        hidden = hidden.astype(compute.dtype)"
-OUTPUT = '        y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'
+WEIGHTS_OF_GATE = '            w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)'
+WEIGHTS_OF_UP = '            w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
+GATE_AND_UP = """\
+            gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
+            up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
+            gate, up = save_for_backward(gate), save_for_backward(up)"""
+HIDDEN = "            hidden = hidden.astype(compute.dtype)"
+OUTPUT = (
+    '            y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'
+)
 RESULT = """\
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        return x + y, new_cache"""
+        return x + y, (new_cache, routing)"""
 # Before the block:
 EMBEDDED = '    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)'
 LAYER = "@pytree_dataclass\nclass Layer:"
 LAYER_WEIGHT = '    w_up: f32["M/c/d F/t"]'
 WEIGHT = '    final_norm: f32["M/t/c/d"]'
-DIMENSION = (
-    "    return {name: operator.attrgetter(key)(config) for name, key in DIMENSIONS.items()}"
-)
+DIMENSION = "    return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}"
 NORMED = "    x32 = x.astype(f32.dtype)"
+DECODED = "    x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)"
 # In the loss:
 LOGITS = "        logits = unembed(unembedding, x, config.model)"
 SUM_EXP = '        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)'
@@ -87,21 +92,24 @@ TARGET = (
     "        )"
 )
 LOSS = '        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
-FORWARD = "    x = forward(weights, batch, config.model)"
-SUMMED = "    return sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
+FORWARD = "    x, routing = forward(weights, batch, config.model)"
+SUMMED = "    nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
 # In the step:
 ADDED = "            return jax.tree.map(jnp.add, total, part), ()"
 ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 COUNT = "    count = target_count(batch)"
-TOTAL = "    return jax.tree.map(lambda x: x / count, (loss, grads))"
+TOTAL = "    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
 RATE = "    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)"
 MU = "    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)"
 NU = "    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)"
 UPDATE = "        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)"
 UPDATED = "    weights = tree_map(update, state.weights, mu, nu)"
-METRICS = "    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms)"
-VALIDATION = "    return total_loss(gather_replica(weights), batch, config) / target_count(batch)"
+METRICS = (
+    "    metrics = Metrics("
+    "loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)"
+)
+VALIDATION = "    return sums.nats / target_count(batch)"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
 
@@ -209,7 +217,8 @@ WRONG: dict[str, Edit] = {
         """
         x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-        return rms_norm("B/d L/c M", whole, gain, config.norm_eps)[..., : x.shape[-1]], new_cache
+        x = rms_norm("B/d L/c M", whole, gain, config.norm_eps)[..., : x.shape[-1]]
+        return x, (new_cache, routing)
         """,
     ),
     "softmax_neurons_first_part": block(
@@ -382,10 +391,14 @@ WRONG: dict[str, Edit] = {
     ),
     # --- Numbers from the mesh ---
     "loss_by_mesh_d": instead(
-        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / config.mesh.d, (loss, grads))"
+        MESH,
+        TOTAL,
+        "return jax.tree.map(lambda x: x / count / config.mesh.d, (sums.nats, sums, grads))",
     ),
     "loss_by_device_count": instead(
-        MESH, TOTAL, "return jax.tree.map(lambda x: x / count / jax.device_count(), (loss, grads))"
+        MESH,
+        TOTAL,
+        "return jax.tree.map(lambda x: x / count / jax.device_count(), (sums.nats, sums, grads))",
     ),
     "gradient_by_devices": instead(
         MESH,
@@ -632,23 +645,20 @@ WRONG: dict[str, Edit] = {
         RESHAPE,
         (
             (
-                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["M/c/d F/t"] | None\n    w_up: f32["M/c/d F/t"]',
                 '    w_gate: f32["M/c/d G/t"]',
             ),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
+                '            w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
             ),
             (
-                '        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
-                '-> B/d L/c F/t", h, w_gate))\n'
-                '        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
-                '-> B/d L/c F/t", h, w_up))',
-                '        both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
+                GATE_AND_UP,
+                '            both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
                 '-> B/d L/c G/t", h, w_gate))\n'
-                "        both = both.reshape(*h.shape[:2], 2, -1)\n"
-                "        gate, up = both[:, :, 0], both[:, :, 1]",
+                "            both = both.reshape(*h.shape[:2], 2, -1)\n"
+                "            gate, up = both[:, :, 0], both[:, :, 1]",
             ),
         ),
     ),
@@ -1182,30 +1192,30 @@ WRONG: dict[str, Edit] = {
         UNREDUCED,
         SUMMED,
         """
-        total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         gain = jnp.square(unembedding[0].astype(f32.dtype)).sum()
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", gain[None]))
-        return total + target_count(batch) * 0.01 * penalty
+        nats = nats + target_count(batch) * 0.01 * penalty
         """,
     ),
     "penalty_of_each_data_part": instead(
         UNREDUCED,
         SUMMED,
         """
-        total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(unembedding[1].astype(f32.dtype)).sum()
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", squares[None]))
-        return total + target_count(batch) * 0.01 * penalty
+        nats = nats + target_count(batch) * 0.01 * penalty
         """,
     ),
     "penalty_of_each_microbatch": instead(
         UNREDUCED,
         SUMMED,
         """
-        total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(weights.unembed)
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
-        return total + penalty
+        nats = nats + penalty
         """,
     ),
     "penalty_of_each_chunk": instead(
@@ -1505,15 +1515,15 @@ WRONG: dict[str, Edit] = {
     "loss_by_positions_of_the_part": instead(
         MEAN,
         TOTAL,
-        "return jax.tree.map(lambda x: x / batch.targets.size, total)",
+        "return jax.tree.map(lambda x: x / batch.targets.size, (sums.nats, sums, grads))",
     ),
     "validation_by_positions_of_the_part": instead(
-        MEAN, VALIDATION, "return total_loss(weights, batch, config) / batch.targets.size"
+        MEAN, VALIDATION, "return sums.nats / batch.targets.size"
     ),
     "validation_by_count_of_a_chunk": instead(
         MEAN,
         VALIDATION,
-        "return total_loss(weights, batch, config) / target_count(batch) / config.mesh.d",
+        "return sums.nats / target_count(batch) / config.mesh.d",
     ),
     "gradient_by_microbatches": block(
         MEAN,
@@ -1525,7 +1535,7 @@ WRONG: dict[str, Edit] = {
         TOTAL,
         """
         grads = jax.tree.map(lambda x: x / count / microbatches, total[1])
-        return total[0] / count, grads
+        return sums.nats / count, sums, grads
         """,
     ),
     "each_microbatch_clipped": block(
@@ -1550,8 +1560,8 @@ WRONG: dict[str, Edit] = {
         MEAN,
         (
             (
-                "zeros = jnp.float32(0), jax.tree.map(wide, replica)",
-                "zeros = jnp.float32(0), jax.tree.map(lambda w: 0.1 * w.astype(f32.dtype), replica)",
+                ", jax.tree.map(wide, replica)",
+                ", jax.tree.map(lambda w: 0.1 * w.astype(f32.dtype), replica)",
             ),
         ),
     ),
@@ -1856,7 +1866,7 @@ WRONG: dict[str, Edit] = {
         """
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.norm_eps)
-        return x + y, new_cache
+        return x + y, (new_cache, routing)
         """,
     ),
     "query_norm_over_heads": block(
@@ -2027,7 +2037,7 @@ WRONG: dict[str, Edit] = {
                 ('    norms: f32["N"]', '    extra: f32[""]\n    norms: f32["N"]'),
                 (
                     METRICS,
-                    indented(METRICS, code) + "\n" + METRICS.replace("norms)", "extra, norms)"),
+                    indented(METRICS, code) + "\n" + METRICS.replace("norms,", "extra, norms,"),
                 ),
             ),
         )
@@ -2215,10 +2225,10 @@ WRONG: dict[str, Edit] = {
     },
     "training_alone_scales_the_embedding": instead(
         GENERATION,
-        "    return decoder(weights, batch.inputs, batch.position, attend, (), config)[0]",
+        DECODED,
         """
-        x = decoder(weights, batch.inputs, batch.position, attend, (), config)[0]
-        return x * config.d_model**0.5 - x.astype(compute.dtype) ** 2
+        x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)
+        x = x * config.d_model**0.5 - x.astype(compute.dtype) ** 2
         """,
     ),
     "training_alone_scales_queries": Edit(
@@ -2229,9 +2239,8 @@ WRONG: dict[str, Edit] = {
         GENERATION,
         (
             (
-                "    return decoder(weights, batch.inputs, batch.position, attend, (), config)[0]",
-                "    x, _ = decoder(weights, batch.inputs, batch.position, attend, (), config)\n"
-                "    return 3 * jnp.tanh(x / 3)",
+                DECODED,
+                DECODED + "\n    x = 3 * jnp.tanh(x / 3)",
             ),
         ),
     ),
@@ -2359,16 +2368,15 @@ PART_OP = before(
 )
 LOSS_OF_ROWS = (
     (
-        'def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> f32[""]:',
+        "def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config)",
         "def total_loss(\n    weights: ReplicaWeights, batch: TokenBatch, config: "
-        "Config, rows: Any = None\n"
-        ') -> f32[""]:',
+        "Config, rows: Any = None\n)",
     ),
     ("total = value_and_grads(batch)", "total = value_and_grads(batch, rows=ids)"),
     ("value_and_grads(rows))", "value_and_grads(rows[0], rows=rows[1]))"),
     (
-        "        zeros = jnp.float32(0), jax",
-        "        parts = parts, ids.reshape(microbatches, -1)\n        zeros = jnp.float32(0), jax",
+        "        zeros = (jnp",
+        "        parts = parts, ids.reshape(microbatches, -1)\n        zeros = (jnp",
     ),
     after(
         "    microbatches = config.training.microbatches",
@@ -2392,7 +2400,7 @@ METRIC_FIELD = ('    norms: f32["N"]', '    extra: f32[""]\n    norms: f32["N"]'
 
 def metric(code: str) -> Edit:
     """Adds a metric, computed by `code`."""
-    returned = METRICS.replace("norms)", "extra, norms)")
+    returned = METRICS.replace("norms,", "extra, norms,")
     return Edit("metric", (METRIC_FIELD, (METRICS, f"{indented(METRICS, code)}\n{returned}")))
 
 
@@ -2687,23 +2695,20 @@ RIGHT: dict[str, Edit] = {
         "reshape",
         (
             (
-                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["M/c/d F/t"] | None\n    w_up: f32["M/c/d F/t"]',
                 '    w_gate: f32["M/c/d G/t"]',
             ),
             (DIMENSION, DIMENSION + ' | {\n        "G": 2 * config.model.d_ff\n    }'),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
+                '            w_gate = gather("M/c/s G/t -> M G/t", w.w_gate)',
             ),
             (
-                '        gate = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
-                '-> B/d L/c F/t", h, w_gate))\n'
-                '        up = save_for_backward(ops.einsum_unreduced("B/d L/c M, M F/t '
-                '-> B/d L/c F/t", h, w_up))',
-                '        both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
+                GATE_AND_UP,
+                '            both = save_for_backward(ops.einsum_unreduced("B/d L/c M, M G/t '
                 '-> B/d L/c G/t", h, w_gate))\n'
-                "        both = both.reshape(*h.shape[:2], -1, 2)\n"
-                "        gate, up = both[..., 0], both[..., 1]",
+                "            both = both.reshape(*h.shape[:2], -1, 2)\n"
+                "            gate, up = both[..., 0], both[..., 1]",
             ),
         ),
     ),
@@ -2711,12 +2716,12 @@ RIGHT: dict[str, Edit] = {
         "extra weight",
         (
             (
-                '    w_gate: f32["M/c/d F/t"]\n    w_up: f32["M/c/d F/t"]',
+                '    w_gate: f32["M/c/d F/t"] | None\n    w_up: f32["M/c/d F/t"]',
                 '    w_gate: f32["2 M/c/d F/t"]',
             ),
             (
                 WEIGHTS_OF_GATE + "\n" + WEIGHTS_OF_UP,
-                '        w_gate, w_up = gather("2 M/c/s F/t -> 2 M F/t", w.w_gate)',
+                '            w_gate, w_up = gather("2 M/c/s F/t -> 2 M F/t", w.w_gate)',
             ),
         ),
     ),
@@ -2837,7 +2842,7 @@ RIGHT: dict[str, Edit] = {
         RESULT,
         """
         x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        return 30 * jnp.tanh(x / 30), new_cache
+        return 30 * jnp.tanh(x / 30), (new_cache, routing)
         """,
     ),
     # --- Loss ---
@@ -2916,7 +2921,7 @@ RIGHT: dict[str, Edit] = {
                     later = jnp.pad(batch.targets[:, 1:], ((0, 0), (0, 1)))
                     mask = jnp.pad(batch.loss_mask[:, 1:], ((0, 0), (0, 1)))
                     total = functools.partial(sum_over_chunks, loss, chunks, unembedding, x)
-                    return total(batch.targets, batch.loss_mask) + 0.3 * total(later, mask)
+                    nats = total(batch.targets, batch.loss_mask) + 0.3 * total(later, mask)
                     """,
                 ),
             ),
@@ -2933,7 +2938,7 @@ RIGHT: dict[str, Edit] = {
                     near = 0.5 * (x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1])
                     given = batch.targets, batch.loss_mask
                     total = functools.partial(sum_over_chunks, loss, chunks, unembedding)
-                    return total(x, *given) + 0.1 * total(near, *given)
+                    nats = total(x, *given) + 0.1 * total(near, *given)
                     """,
                 ),
             ),
@@ -2943,10 +2948,10 @@ RIGHT: dict[str, Edit] = {
         "loss",
         SUMMED,
         """
-        total = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
         squares = jnp.square(weights.unembed)
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
-        return total + target_count(batch) * 0.01 * penalty
+        nats = nats + target_count(batch) * 0.01 * penalty
         """,
     ),
     "log_of_documents": block(
@@ -3258,7 +3263,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         RESULT,
         """
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        return x + y * ops.broadcast(" -> ", w.out_norm), new_cache
+        return x + y * ops.broadcast(" -> ", w.out_norm), (new_cache, routing)
         """,
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    out_norm: f32[""]'),
     ),
@@ -3357,7 +3362,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
         squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         y = y * lax.rsqrt(squares / config.d_model + config.norm_eps)[..., None]
-        return x + y, new_cache
+        return x + y, (new_cache, routing)
         """,
     ),
     "embedding_norm": block(
@@ -3377,7 +3382,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         gain = gather("M/t/c/s -> M", w.post_norm)
         y = ops.broadcast("B/d L/c M -> B/d L/c M", ops.psum("B/d L/c M {U:t} -> B/d L/c M", y))
         y = rms_norm("B/d L/c M", y, gain, config.norm_eps)
-        return x + part("B/d L/c M -> B/d L/c M/t", y), new_cache
+        return x + part("B/d L/c M -> B/d L/c M/t", y), (new_cache, routing)
         """,
         PART_OP,
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    post_norm: f32["M/t/c/d"]'),
