@@ -46,7 +46,7 @@ faults: $(VENV)/dev
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations
 	$(BIN)/python -m tests.mutations --only="^op" "mesh={d: 2, c: 2, t: 3}" \
-		model.norms_after=true --parts="attention_post_norm mlp_post_norm"
+		model.norms_after=true --parts="attention_post_norm mlp_post_norm w_up"
 
 # Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
 test-gpu:

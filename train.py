@@ -485,9 +485,9 @@ def mixture(
     one_hot = jax.nn.one_hot(chosen, experts, dtype=f32.dtype)
     place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)
     place = jnp.where(place < places, chosen * places + place, experts * places)
-    nobody = jnp.full((*chosen.shape[:2], experts * places), size * count)
-    order = jnp.arange(size * count)
-    taker = jnp.put_along_axis(nobody, place, order, axis=2, inplace=False, mode="drop")
+    nobody, order = jnp.full(experts * places, size * count), jnp.arange(size * count)
+    invert = jax.vmap(jax.vmap(lambda place: nobody.at[place].set(order, mode="drop")))
+    taker = invert(place)
 
     taker = ops.split("B/d N/c P -> B/d N/c P/t", taker)
     x = ops.index_unreduced("B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", h, taker // count)
@@ -746,8 +746,8 @@ class Metrics:
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
     norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
-    loads: f32["layers E"] | None  # of experts, as multiples of an even load
-    dropped: f32[""] | None  # the part of the choices of experts that found no place
+    loads: f32["layers E"] | None = None  # of experts, as multiples of an even load
+    dropped: f32[""] | None = None  # the part of the choices of experts that found no place
 
 
 @typechecked

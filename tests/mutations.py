@@ -110,17 +110,24 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
 def mutations(
     axes: tuple[str, ...] = ("d", "s", "c", "t"),
     file: str = "train.py",
-    parts: Collection[str] = ("attention_norm", "mlp_norm"),
+    parts: Collection[str] = ("attention_norm", "mlp_norm", "w_up"),
 ) -> Iterator[Mutation]:
     """Yields edits of ops that a model with these optional `parts` runs."""
     source = (ROOT / file).read_text()
+
+    def needed(node: ast.AST) -> str | None:
+        """The part without which a node doesn't run."""
+        if isinstance(node, ast.FunctionDef):
+            return "w_router" if node.name == "mixture" else None
+        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        part = re.fullmatch(r"w\.(\w+) is not None", test)
+        return part and part[1]
+
     unused = {
-        node
-        for branch in ast.walk(ast.parse(source))
-        if isinstance(branch, ast.If)
-        and (part := re.fullmatch(r"w\.(\w+) is not None", ast.unparse(branch.test)))
-        and part[1] not in parts
-        for node in range(branch.lineno, (branch.end_lineno or 0) + 1)
+        line
+        for node in ast.walk(ast.parse(source))
+        if (part := needed(node)) and part not in parts
+        for line in range(node.lineno, (node.end_lineno or 0) + 1)  # type: ignore[attr-defined]
     }
     offsets = [0]
     for line in source.splitlines(keepends=True):
@@ -293,7 +300,7 @@ def main() -> None:
     )
     parser.add_argument("settings", nargs="*", help="of the config, in addition")
     # train.py, which knows them, isn't loaded in this process.
-    default = "attention_norm mlp_norm"
+    default = "attention_norm mlp_norm w_up"
     parser.add_argument("--parts", default=default, help="optional arrays that the settings choose")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")

@@ -123,7 +123,7 @@ def objective(weights, targets, is_start, max_timescale, preceding=0, window=Non
 
 
 @functools.partial(jax.jit, static_argnames="experts")
-def laid_out_objective(weights, targets, before, position, sees, max_timescale, experts):
+def laid_out_objective(weights, targets, before, position, sees, max_timescale, experts=None):
     logits, routed = decode(weights, before, position, sees, max_timescale, experts)
     likelihood = jnp.take_along_axis(jax.nn.softmax(logits), targets[..., None].astype(int), -1)
     count = jnp.sum(targets != 0)

@@ -209,7 +209,8 @@ def assert_equals(
 
 def test_squared_relu_is_the_oracles(tree):
     ungated = (
-        ('gate, up = h @ layer["w_gate"], h @ layer["w_up"]', 'up = h @ layer["w_up"]'),
+        ('h, layer["w_gate"], ', "h, 0, "),
+        ("gate, up = x @ gate, x @ up", "up = x @ up"),
         ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
     )
     apply_all("Squared ReLU", tree)
@@ -277,11 +278,10 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
     model = edited(
         "tests/oracle.py",
         ("def normalize(", narrow.replace("BACKWARD", backward)),
-        ('h @ layer["w_gate"]', 'narrow(h, layer["w_gate"])'),
-        ('h @ layer["w_up"]', 'narrow(h, layer["w_up"])'),
+        ("gate, up = x @ gate, x @ up", "gate, up = narrow(x, gate), narrow(x, up)"),
         (
-            '(gate / (1 + jnp.exp(-gate)) * up) @ layer["w_down"].T',
-            'narrow(gate / (1 + jnp.exp(-gate)) * up, layer["w_down"].T)',
+            "(gate / (1 + jnp.exp(-gate)) * up) @ down.T",
+            "narrow(gate / (1 + jnp.exp(-gate)) * up, down.T)",
         ),
     )
     rounds = "s/if compute.dtype == f32.dtype:/if False:/"  # although the test computes in f32

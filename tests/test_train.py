@@ -345,7 +345,7 @@ def test_step_flops_are_those_of_the_oracles_products():
     with jax.set_mesh(mesh(1, 1)):
         weights = plain(make_shapes(of_model(module.Weights, config), module.dimensions(config)))
     targets, is_start = random_rows()
-    jaxpr = jax.make_jaxpr(oracle.laid_out_loss)(
+    jaxpr = jax.make_jaxpr(oracle.laid_out_objective)(
         weights, targets, *oracle.layout(targets, is_start), 100.0
     )
 
@@ -392,7 +392,7 @@ def embedding_rows_reached(module):
     @typed_shard_map
     def gradient(weights: module.Weights, batch: module.TokenBatch) -> module.Weights:
         def squares(weights):
-            x = module.forward(weights, batch, config.model)
+            x, _ = module.forward(weights, batch, config.model)
             at_position = (batch.targets == 9) & (jnp.arange(12) == 8)
             x = jnp.where(at_position[:, :, None], x, 0)
             total = ops.reduce_sum("B/d L/c M/t -> {U:d,c,t}", jnp.square(x))

@@ -345,7 +345,8 @@ def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> 
 
 
 def with_rows(config: train.Config, length: int) -> train.Config:
-    """Returns the config with rows of another length, and about as many tokens in a batch."""
+    """Returns the config with rows of another length, and about as many tokens in a batch, of which
+    experts drop none."""
     tokens = config.training.tokens
     size = {
         "training.tokens.len": length,
@@ -354,7 +355,8 @@ def with_rows(config: train.Config, length: int) -> train.Config:
         "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
     }
     # These divide the training's rows. Here rows aren't divided.
-    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+    config = config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+    return dataclasses.replace(config, model=without_drops(config.model))
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:
@@ -520,7 +522,8 @@ def run(args: argparse.Namespace) -> None:
             named = named or flat_tokens.tokenizer_of(args.evaluate)
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            config = with_rows(config, args.length) if args.length else config
+            if args.length or config.model.experts:
+                config = with_rows(config, args.length or config.training.tokens.len)
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, args.stride, codec, config))
         else:

@@ -255,6 +255,8 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
     CheckpointError if the model isn't train.py's."""
     model = source.config(train.ModelConfig, "model")
+    if model.experts:
+        raise UserError(f"{source.path} has experts: no family here has them")
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length

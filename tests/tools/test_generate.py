@@ -158,7 +158,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
     @typed_shard_map
     def whole_row(weights: module.Weights, batch: module.TokenBatch) -> f32["B/d L/c V/t"]:
         replica = module.gather_replica(weights)
-        x = module.forward(replica, batch, config.model)
+        x, _ = module.forward(replica, batch, config.model)
         return module.unembed(module.output_weights(replica), x, config.model)
 
     with jax.set_mesh(mesh(4, 2)):

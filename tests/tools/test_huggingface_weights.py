@@ -283,7 +283,7 @@ def train_logits(module, checkpoints, targets):
 
     def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L/c V/t"]:
         replica = module.gather_replica(weights)
-        x = module.forward(replica, batch, model)
+        x, _ = module.forward(replica, batch, model)
         return module.unembed(module.output_weights(replica), x, model)
 
     with jax.set_mesh(mesh(2, 2)):
