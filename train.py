@@ -527,6 +527,7 @@ def decoder(
     caches: Any,
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
+    unroll: bool = False,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
@@ -536,6 +537,7 @@ def decoder(
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`; training passes (). All mixing between positions must happen
         in `attend`, because generation computes one position at a time.
+    unroll: compiles each layer by itself. Generation on CPUs does so.
 
     Returns the residual stream, and for each layer the new cache and the Routing, if any."""
     embed = gather("V/t M/c/s -> V/t M", weights.embed)
@@ -615,7 +617,7 @@ def decoder(
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         return x + y, (new_cache, routing)
 
-    return lax.scan(block, x, (weights.layers, caches))
+    return lax.scan(block, x, (weights.layers, caches), unroll=unroll)
 
 
 def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:

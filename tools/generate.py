@@ -93,6 +93,9 @@ from shardlib.types import (
 from tools.texts import Continued, Text, kept_by_import, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
+# CPUs take `step_apart` if tokens times bytes of a layer is above this. It compiles for 0.16 s a
+# layer, holds the weights once more, and saves 0.05 s a token for each GB: docs/performance.md.
+APART_FROM = 3.2e9
 
 # --- Model ----------------------------------------------------------------------------------------
 # train.py's model, with weights already gathered over d and a cache of keys and values. S is the
@@ -158,6 +161,7 @@ def extend(
     first: i32[""],
     start: i32["B/d"],
     config: train.Config,
+    unroll: bool = False,
 ) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at indices from `first` on, given a cache of the
     indices before. Returns it with the extended cache. Attention is causal over a window as long as
@@ -191,8 +195,8 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    model = without_drops(config.model)
-    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, model, check_gathered)
+    how = without_drops(config.model), check_gathered, unroll
+    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, *how)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
 
@@ -228,7 +232,7 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
     return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "how", "unroll"), donate_argnames="cache")
 @typed_shard_map
 def step(
     weights: Weights,
@@ -239,16 +243,34 @@ def step(
     draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
+    unroll: bool = False,
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
     """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
     cache."""
-    x, cache = extend(weights, cache, inputs, first, start, config)
+    x, cache = extend(weights, cache, inputs, first, start, config, unroll)
     output = train.output_weights(weights, check_gathered)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
     chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.
     return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
+
+
+def apart(weights: Any) -> Any:
+    """Splits the weights into layers, for `step_apart`."""
+    # M last: XLA would transpose w_o at every token, because it sums over all other dimensions.
+    moved = dataclasses.replace(weights.layers, w_o=jnp.moveaxis(weights.layers.w_o, 1, -1))
+    return dataclasses.replace(weights, layers=jax.tree.map(list, moved))
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7), donate_argnums=1)
+def step_apart(weights: Any, *args: Any) -> Any:
+    """`step` with weights that are `apart`. A CPU then reads each matrix where it is. In a loop
+    over stacked layers it would copy it first, at every token."""
+    w_o = [jnp.moveaxis(w, -1, 0) for w in weights.layers.w_o]
+    layers = dataclasses.replace(weights.layers, w_o=w_o)
+    stacked = jax.tree.map(jnp.stack, layers, is_leaf=lambda x: isinstance(x, list))
+    return step(dataclasses.replace(weights, layers=stacked), *args, True)
 
 
 def round_up(length: int) -> int:
@@ -289,9 +311,12 @@ def generate(
         these = inputs[:, first : first + part]
         ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
     yield ids
+    next_step, nbytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(weights.layers))
+    if jax.default_backend() == "cpu" and tokens * nbytes > APART_FROM * config.model.layers:
+        next_step, weights = step_apart, apart(weights)
     for i in range(1, tokens):
         here = np.int32(length + i - 1)
-        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
+        ids, cache = next_step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
 
 
