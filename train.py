@@ -676,7 +676,7 @@ def target_count(batch: TokenBatch) -> f32[""]:
 
 @pytree_dataclass
 class Sums:
-    """What a step adds up over all devices."""
+    """Sums over all devices."""
 
     nats: f32[""]
     load: f32["layers E"] | None  # tokens that chose an expert
