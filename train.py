@@ -388,6 +388,7 @@ def decoder(
     caches: Any,
     config: ModelConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
+    unroll: bool = False,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
@@ -397,7 +398,8 @@ def decoder(
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`, and the new caches are the second result; training passes
         (). All mixing between positions must happen in `attend`, because generation computes one
-        position at a time."""
+        position at a time.
+    unroll: compiles each layer by itself. Generation on CPUs does so."""
     embed = gather("V/t M/c/s -> V/t M", weights.embed)
     x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)
     # Between blocks the residual stream is split over t, to save memory: a reduce-scatter here and
@@ -464,7 +466,7 @@ def decoder(
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         return x + y, new_cache
 
-    return lax.scan(block, x, (weights.layers, caches))
+    return lax.scan(block, x, (weights.layers, caches), unroll=unroll)
 
 
 def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:

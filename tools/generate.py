@@ -93,6 +93,9 @@ from shardlib.types import (
 from tools.texts import Continued, Text, kept_by_import, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
+# CPUs take `step_apart` if tokens times bytes of a layer is above this. It compiles for 0.16 s a
+# layer, holds the weights once more, and saves 0.05 s a token for each GB: docs/performance.md.
+APART_FROM = 3.2e9
 
 # --- Model ----------------------------------------------------------------------------------------
 # train.py's model, with weights already gathered over d and a cache of keys and values. S is the
@@ -149,6 +152,7 @@ def extend(
     first: i32[""],
     start: i32["B/d"],
     config: train.Config,
+    unroll: bool = False,
 ) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at indices from `first` on, given a cache of the
     indices before. Returns it with the extended cache. Attention is causal over a window as long as
@@ -182,7 +186,8 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    x, new = train.decoder(weights, inputs, positions, attend, cache, config.model, check_gathered)
+    how = config.model, check_gathered, unroll
+    x, new = train.decoder(weights, inputs, positions, attend, cache, *how)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
 
@@ -218,7 +223,7 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
     return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "how", "unroll"), donate_argnames="cache")
 @typed_shard_map
 def step(
     weights: Weights,
@@ -229,16 +234,34 @@ def step(
     draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
+    unroll: bool = False,
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
     """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
     cache."""
-    x, cache = extend(weights, cache, inputs, first, start, config)
+    x, cache = extend(weights, cache, inputs, first, start, config, unroll)
     output = train.output_weights(weights, check_gathered)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
     chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.
     return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
+
+
+def apart(weights: Any) -> Any:
+    """Splits the weights into layers, for `step_apart`."""
+    # M last: XLA would transpose w_o at every token, because it sums over all other dimensions.
+    moved = dataclasses.replace(weights.layers, w_o=jnp.moveaxis(weights.layers.w_o, 1, -1))
+    return dataclasses.replace(weights, layers=jax.tree.map(list, moved))
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7), donate_argnums=1)
+def step_apart(weights: Any, *args: Any) -> Any:
+    """`step` with weights that are `apart`. A CPU then reads each matrix where it is. In a loop
+    over stacked layers it would copy it first, at every token."""
+    w_o = [jnp.moveaxis(w, -1, 0) for w in weights.layers.w_o]
+    layers = dataclasses.replace(weights.layers, w_o=w_o)
+    stacked = jax.tree.map(jnp.stack, layers, is_leaf=lambda x: isinstance(x, list))
+    return step(dataclasses.replace(weights, layers=stacked), *args, True)
 
 
 def round_up(length: int) -> int:
@@ -279,9 +302,12 @@ def generate(
         these = inputs[:, first : first + part]
         ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
     yield ids
+    next_step, nbytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(weights.layers))
+    if jax.default_backend() == "cpu" and tokens * nbytes > APART_FROM * config.model.layers:
+        next_step, weights = step_apart, apart(weights)
     for i in range(1, tokens):
         here = np.int32(length + i - 1)
-        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
+        ids, cache = next_step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
 
 
@@ -544,51 +570,54 @@ def not_empty(written: str) -> str:
     return written
 
 
-def main() -> None:
+def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
+    """Makes a program's parser, with the options that say how to open a model. `dtype` says what
+    that is by default."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.generate",
-        description=__doc__,
+        prog=f"python -m {program}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count, number = parser.add_argument, within(int, 1, 10**6), within(int, 0)
+    add = parser.add_argument
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
-    of_prompt = parser.add_mutually_exclusive_group().add_argument
-    of_prompt("--prompt", help="beginning of the text; default: the start of a document")
-    of_prompt("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
-    add(
-        "--special-tokens", action="store_true", help="parse the names of special tokens in prompts"
-    )
+    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
+    add("--dtype", choices=COMPUTE, help=f"to compute in; default: {dtype}")
+    add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of("tools.generate", __doc__, "the run's; on CPUs, f32 for texts")
+    texts, evaluation = map(parser.add_argument_group, ("texts", "evaluation"))
+    count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
+    add = texts.add_mutually_exclusive_group().add_argument
+    add("--prompt", help="beginning of the text; default: the start of a document")
+    add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
+    add = texts.add_argument
+    add("--special-tokens", action="store_true", help="parse names of special tokens in prompts")
     add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        type=not_empty,
-        metavar="TEXT",
-        help="end before this",
-    )
+    add("--stop", action="append", default=[], type=not_empty, metavar="TEXT", help="end before it")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
-    add(
-        "--temperature",
-        type=within(float, 0, math.inf),
-        default=0.8,
-        help="default: %(default)s; 0: greedy",
-    )
+    heat = within(float, 0, math.inf)
+    add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
-    add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
-    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample if this likely, see above")
+    add("--top-p", type=part, default=1.0, help="sample from this much probability")
+    add("--min-p", type=part, default=0.0, help="sample if this likely, see above")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
+    add = evaluation.add_argument
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
-    add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")
+    add("--length", type=count, help="rows of this many tokens; default: the training's")
     add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
-    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
-    add("--dtype", choices=COMPUTE, help="default: the run's; on CPUs, f32 for texts")
-    add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
+    args = parser.parse_args()
+    for option in (texts if args.evaluate else evaluation)._group_actions:
+        if option.dest != "evaluate" and getattr(args, option.dest) != option.default:
+            needs = "is for texts, not for" if args.evaluate else "needs"
+            parser.error(f"{option.option_strings[0]} {needs} --evaluate")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
-        run(parser.parse_args())
+        run(args)
 
 
 if __name__ == "__main__":

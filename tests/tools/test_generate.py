@@ -282,6 +282,25 @@ def test_a_step_is_compiled_once_and_reuses_the_caches_memory(in_f32, monkeypatc
     assert len(caches) == 9 and all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
 
 
+@pytest.mark.parametrize("axes", [(1, 1), (2, 4)])
+def test_layers_apart_give_the_same_text_and_are_not_copied(in_f32, axes, monkeypatch):
+    """A step with layers in a loop, or without moving w_o, would hold copies of matrices."""
+    config = small_config("model.d_model=64", "model.d_ff=512", "model.layers=4")
+    weights, made = random_weights(config), []
+    looped = generated(in_f32, config, weights, mesh(*axes), [5, 6], GREEDY)
+    step = in_f32.step_apart
+    monkeypatch.setattr(in_f32, "APART_FROM", 0)
+    monkeypatch.setattr(in_f32, "step_apart", lambda *args: made.append(args) or step(*args))
+    apart = generated(in_f32, config, weights, mesh(*axes), [5, 6], GREEDY)
+    assert (apart == looped).all() and len(made) == 8
+    split, cache, *others = made[0]
+    one_matrix = split.layers.w_up[0].nbytes // axes[1]
+    with jax.set_mesh(mesh(*axes)):
+        shapes = jax.eval_shape(lambda *x: x, split, cache)
+        memory = step.lower(*shapes, *others).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < one_matrix
+
+
 def test_ids_come_as_often_as_they_are_likely():
     """The model gives all ids the same probability. Chi-squared has 46 degrees of freedom, and is
     above 86 once in 3,000 times."""
@@ -726,6 +745,9 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
         ("--prompts=x --prompt=y", "not allowed with argument"),
         ("--stop=", "it must not be empty"),
+        ("--evaluate=x --stop=y", "--stop is for texts, not for --evaluate"),
+        ("--evaluate=x --prompt=", "--prompt is for texts, not for --evaluate"),
+        ("--stride=3", "--stride needs --evaluate"),
         ("--temperature=nan", "nan is not between 0 and inf"),
     ],
 )
