@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import inspect
 import io
 import os
 import re
@@ -21,7 +22,7 @@ from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
 from tests.helpers import ROOT, compose_config, edited, of_model, slow_but_for
-from tools import audit
+from tools import audit, generate
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 
@@ -63,6 +64,8 @@ def test_commands_have_the_options_that_are_shown(page):
     command = r"python -m ((?:train|(?:tools|benchmarks|tests)\.[a-z_]+)\b)([^`\n]*)"
     for module, arguments in re.findall(command, (ROOT / page).read_text()):
         source = (ROOT / (module.replace(".", "/") + ".py")).read_text()
+        if "generate.parser_of(" in source:  # it makes options of several programs
+            source += inspect.getsource(generate.parser_of)
         known = set(re.findall(r'"--([\w-]+)"', source)) | HYDRAS
         assert set(re.findall(r" --([\w-]+)", arguments)) <= known, module
 

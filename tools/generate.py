@@ -582,51 +582,54 @@ def not_empty(written: str) -> str:
     return written
 
 
-def main() -> None:
+def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
+    """Makes a program's parser, with the options that say how to open a model. `dtype` says what
+    that is by default."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.generate",
-        description=__doc__,
+        prog=f"python -m {program}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, count, number = parser.add_argument, within(int, 1, 10**6), within(int, 0)
+    add = parser.add_argument
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
-    of_prompt = parser.add_mutually_exclusive_group().add_argument
-    of_prompt("--prompt", help="beginning of the text; default: the start of a document")
-    of_prompt("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
-    add(
-        "--special-tokens", action="store_true", help="parse the names of special tokens in prompts"
-    )
+    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
+    add("--dtype", choices=COMPUTE, help=f"to compute in; default: {dtype}")
+    add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of("tools.generate", __doc__, "the run's; on CPUs, f32 for texts")
+    texts, evaluation = map(parser.add_argument_group, ("texts", "evaluation"))
+    count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
+    add = texts.add_mutually_exclusive_group().add_argument
+    add("--prompt", help="beginning of the text; default: the start of a document")
+    add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
+    add = texts.add_argument
+    add("--special-tokens", action="store_true", help="parse names of special tokens in prompts")
     add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        type=not_empty,
-        metavar="TEXT",
-        help="end before this",
-    )
+    add("--stop", action="append", default=[], type=not_empty, metavar="TEXT", help="end before it")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
-    add(
-        "--temperature",
-        type=within(float, 0, math.inf),
-        default=0.8,
-        help="default: %(default)s; 0: greedy",
-    )
+    heat = within(float, 0, math.inf)
+    add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
-    add("--top-p", type=within(float, 0, 1), default=1.0, help="sample from this much probability")
-    add("--min-p", type=within(float, 0, 1), default=0.0, help="sample if this likely, see above")
+    add("--top-p", type=part, default=1.0, help="sample from this much probability")
+    add("--min-p", type=part, default=0.0, help="sample if this likely, see above")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
+    add = evaluation.add_argument
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
-    add("--length", type=count, help="evaluate rows of this many tokens; default: the training's")
+    add("--length", type=count, help="rows of this many tokens; default: the training's")
     add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
-    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="see above; simulated on CPUs")
-    add("--dtype", choices=COMPUTE, help="default: the run's; on CPUs, f32 for texts")
-    add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
+    args = parser.parse_args()
+    for option in (texts if args.evaluate else evaluation)._group_actions:
+        if option.dest != "evaluate" and getattr(args, option.dest) != option.default:
+            needs = "is for texts, not for" if args.evaluate else "needs"
+            parser.error(f"{option.option_strings[0]} {needs} --evaluate")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
-        run(parser.parse_args())
+        run(args)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ from runtime.errors import user_errors
 from shardlib import devices, ops
 from shardlib.errors import UserError
 from shardlib.types import (
-    COMPUTE,
     bool_,
     compute,
     computing_in,
@@ -261,21 +260,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.lm_eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = generate.parser_of("tools.lm_eval", __doc__, "the run's")
     add, count = parser.add_argument, within(int, 1)
-    add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
     add("--tasks", required=True, metavar="TASK,TASK", help="names of tasks or groups, or patterns")
     add("--include-path", metavar="FOLDER", help="also find tasks in the YAML files here")
     add("--num-fewshot", type=within(int, 0), help="examples in a context; default: a task's")
     add("--limit", type=count, help="evaluate this many documents of a task; default: all")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
-    add("--mesh", type=generate.mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
-    add("--dtype", choices=COMPUTE, help="to compute in; default: the run's")
-    add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(parser.parse_args())
 

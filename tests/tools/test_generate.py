@@ -745,6 +745,9 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
         ("--prompts=x --prompt=y", "not allowed with argument"),
         ("--stop=", "it must not be empty"),
+        ("--evaluate=x --stop=y", "--stop is for texts, not for --evaluate"),
+        ("--evaluate=x --prompt=", "--prompt is for texts, not for --evaluate"),
+        ("--stride=3", "--stride needs --evaluate"),
         ("--temperature=nan", "nan is not between 0 and inf"),
     ],
 )
