@@ -624,10 +624,13 @@ def main() -> None:
     add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     args = parser.parse_args()
-    for option in (texts if args.evaluate else evaluation)._group_actions:
-        if option.dest != "evaluate" and getattr(args, option.dest) != option.default:
+    of_both = {"checkpoint", "mesh", "dtype", "tokenizer", "evaluate"}
+    of_evaluation = {"length", "stride", "batches"}
+    of_texts = vars(args).keys() - of_both - of_evaluation
+    for name in sorted(of_texts if args.evaluate else of_evaluation):
+        if getattr(args, name) != parser.get_default(name):
             needs = "is for texts, not for" if args.evaluate else "needs"
-            parser.error(f"{option.option_strings[0]} {needs} --evaluate")
+            parser.error(f"--{name.replace('_', '-')} {needs} --evaluate")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(args)
 
