@@ -130,6 +130,12 @@ class ExpertsConfig(Section, key="model.experts"):
         self.require(self.score in ("softmax", "sigmoid"), "score", "softmax or sigmoid")
         self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
 
+    def places(self, tokens: int) -> int:
+        """An expert's places in a group of so many tokens."""
+        share = self.per_token * tokens / self.count
+        factor = self.capacity_factor
+        return tokens if factor is None else min(math.ceil(factor * share), tokens)
+
 
 @dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig(Section, key="model"):
@@ -248,7 +254,8 @@ class Config(RunConfig, DataConfig):
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
         if experts := self.model.experts:
             piece, parts = length // (2 if mesh.c > 1 else 1), hyper.microbatches
-            fits = piece % (experts.group or hyper.tokens.len) == 0
+            group = 1 if experts.capacity_factor is None else experts.group or hyper.tokens.len
+            fits = piece % group == 0
             problem = f"it must divide {piece}, a device's tokens in sequence"
             self.require(fits, "model.experts.group", problem)
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
@@ -455,10 +462,6 @@ def mixture(
     and split over t. A device has all tokens of its rows, so it picks those of its experts, and
     nothing is sent but the scores' and the results' sums over t.
 
-    In a group of tokens an expert has a number of places, for the first tokens that choose it. To
-    others it adds nothing: Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668. So what is
-    dropped depends on earlier documents of the group, but not on the mesh.
-
     A bias takes part in the choice, and not in the weights: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
     w_router = gather("M/t/c/s E -> M/t E", w.w_router)
@@ -475,47 +478,73 @@ def mixture(
     score = jnp.take_along_axis(scores, chosen, axis=-1)
     if config.renormalize:
         score = score / score.sum(-1, keepdims=True)
+    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)
 
+    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
+    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
+    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
+    if config.capacity_factor is None:
+        y = kernels.experts(
+            "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
+            " -> B/d N/c S M {U:t}",
+            h, chosen, score, w_gate, w_up, w_down,
+        )  # fmt: skip
+    else:
+        y = in_places(h, chosen, score, w_gate, w_up, w_down, config)
+
+    load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
+    load = ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load)
+    excess = jnp.maximum(load - config.places(h.shape[2]), 0)
+    likely = scores / scores.sum(-1, keepdims=True)
+    return y, Routing(
+        load=load,
+        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
+        z=ops.reduce_sum("B/d N/c S -> B/d N/c", jnp.square(jax.nn.logsumexp(logits, -1))),
+        dropped=ops.reduce_sum("B/d N/c E -> B/d N/c", excess),
+    )
+
+
+@typechecked
+def in_places(
+    h: compute["B/d N/c S M"],
+    chosen: i32["B/d N/c S k"],
+    score: f32["B/d N/c S k"],
+    w_gate: compute["E/t M G"],
+    w_up: compute["E/t M G"],
+    w_down: compute["E/t M G"],
+    config: ExpertsConfig,
+) -> compute["B/d N/c S M {U:t}"]:
+    """Adds up what the chosen experts make of each token. In a group of tokens an expert has a
+    number of places, for the first that choose it. To others it adds nothing: Lepikhin et al. 2020,
+    https://arxiv.org/abs/2006.16668. So what is dropped depends on earlier documents of the group,
+    but not on the mesh."""
     # Numbers the places of a group expert by expert; the number after the last means none. A is the
     # choices of a group, P its places.
-    (_, _, size, count), experts = chosen.shape, scores.shape[-1]
-    needed = (config.capacity_factor or experts) * count * size / experts
-    places = min(math.ceil(needed), size)
+    _, _, size, count = chosen.shape
+    experts, places = config.count, config.places(size)
     chosen = rearrange(chosen, "B N S k -> B N (S k)")
+    score = rearrange(score, "B N S k -> B N (S k)")
     one_hot = jax.nn.one_hot(chosen, experts, dtype=f32.dtype)
     place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)
     place = jnp.where(place < places, chosen * places + place, experts * places)
     nobody, order = jnp.full(experts * places, size * count), jnp.arange(size * count)
     invert = jax.vmap(jax.vmap(lambda place: nobody.at[place].set(order, mode="drop")))
-    taker = invert(place)
+    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))
 
-    taker = ops.split("B/d N/c P -> B/d N/c P/t", taker)
     x = ops.index_unreduced("B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", h, taker // count)
-    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)
-    score = rearrange(score, "B N S k -> B N (S k)")
     score = ops.index_unreduced("B/d N/c [A], B/d N/c P/t -> B/d N/c P/t", score, taker)
     x, score = (rearrange(x, "B N (E C) ... -> B N E C ...", C=places) for x in (x, score))
-    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
-    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     gate = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_gate)
     up = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_up)
-    gate, up = save_for_backward(gate), save_for_backward(up)
+    gate = save_for_backward(gate)
+    up = save_for_backward(up)
     gated = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
     gated = (gated * score[..., None]).astype(compute.dtype)
-    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
     y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", gated, w_down)
     y = rearrange(y, "B N E C M -> B N (E C) M")
     y = ops.index_unreduced("B/d N/c [P/t] M, B/d N/c A -> B/d N/c A M {U:t}", y, place)
     y = rearrange(y, "B N (S k) M -> B N S k M", k=count)
-    y = ops.reduce_sum("B/d N/c S k M {U:t} -> B/d N/c S M {U:t}", y)
-
-    likely = scores / scores.sum(-1, keepdims=True)
-    return y, Routing(
-        load=ops.reduce_sum("B/d N/c A E -> B/d N/c E", one_hot),
-        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
-        z=ops.reduce_sum("B/d N/c S -> B/d N/c", jnp.square(jax.nn.logsumexp(logits, -1))),
-        dropped=(place == experts * places).sum(-1, dtype=f32.dtype),
-    )
+    return ops.reduce_sum("B/d N/c S k M {U:t} -> B/d N/c S M {U:t}", y)
 
 
 @typechecked
@@ -600,7 +629,8 @@ def decoder(
             w_up = gather("M/c/s F/t -> M F/t", w.w_up)
             gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
             up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-            gate, up = save_for_backward(gate), save_for_backward(up)
+            gate = save_for_backward(gate)
+            up = save_for_backward(up)
             w_down = gather("M/c/s F/t -> M F/t", w.w_down)
             hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
             hidden = hidden.astype(compute.dtype)

@@ -158,3 +158,97 @@ def cudnn_attention(
         heads, k, v, mask=same, is_causal=True, implementation="cudnn"
     )
     return rearrange(mixed, "B L (K Q) D -> B L Q K D", K=k.shape[2])
+
+
+@define_op
+def experts(
+    call: Call, x: jax.Array, chosen: jax.Array, score: jax.Array,
+    w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The sum, weighted by scores, of what the chosen k of E experts make of each token. An expert
+    is a SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+
+        kernels.experts(
+            "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
+            " -> B/d N/c S M {U:t}",
+            x, chosen, score, w_gate, w_up, w_down,
+        )
+
+    Experts may be split; then each device does its own, and the result is unreduced. Communicates
+    nothing and saves nothing: the backward pass recomputes. On TPUs runs XLA's kernels for
+    ragged_dot, whose work is that of the choices. The twin, which GPUs run too, lets each expert do
+    all tokens, E / k times as much. Raises ShardTypeError unless the operands have these dimensions
+    in this order, with only E split among the weights', and `x` and weights the same dtype.
+    """
+    tokens, choices, _, weight, *_ = call.operands
+    call.require(choices.dims and len(weight.dims) == 3, "the docstring has an example")
+    number, model, width = weight.dims
+    tokens = Spec((*tokens.dims[:-1], Dim(model.name)))
+    chosen_of = Spec((*tokens.dims[:-1], Dim(choices.dims[-1].name)))
+    weight = Spec((number, Dim(model.name), Dim(width.name)))
+    wanted = [tokens, *[chosen_of] * 2, *[weight] * 3]
+    result = Spec(tokens.dims, number.axes)
+    right = f"{', '.join(map(str, wanted))} -> {result}"
+    fits = [*call.operands, call.result] == [*wanted, result]
+    call.require(fits, f"for these tokens and experts the string is `{right}`")
+    same = x.dtype == w_gate.dtype == w_up.dtype == w_down.dtype
+    call.require(same, "tokens and weights have different dtypes")
+    axes = {axis for x in (x, w_gate) for axis in jax.typeof(x).manual_axis_type.varying}
+    x, score, *weights = (varying(x, tuple(axes)) for x in (x, score, w_gate, w_up, w_down))
+    if number.axes:  # a device's own experts count from 0
+        chosen = chosen - lax.axis_index(number.axes) * w_gate.shape[0]
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
+    if device and device.platform == "tpu":
+        y = ragged_experts(x, chosen, score, *weights)
+    else:
+        with jax.named_scope("kernel_of_tpu"):
+            y = plain_experts(x, chosen, score, *weights)
+    return lax.pcast(y, number.axes, to="unreduced") if number.axes else y
+
+
+def swiglu(gate: jax.Array, up: jax.Array, score: jax.Array) -> jax.Array:
+    wide = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * score[..., None]
+    return wide.astype(gate.dtype)
+
+
+def plain_experts(
+    x: jax.Array, chosen: jax.Array, score: jax.Array, *weights: jax.Array
+) -> jax.Array:
+    """Lets one expert after the other do all tokens."""
+    # Enters the loop in f32, so that its gradient is summed over experts in f32.
+    wide = x.astype(jnp.float32)
+
+    @explicit_activation_checkpointing
+    def add(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[()]]:
+        number, w_gate, w_up, w_down = expert
+        of_expert = jnp.where(chosen == number, score, 0).sum(-1)
+        gate, up = (wide.astype(x.dtype) @ w for w in (w_gate, w_up))
+        y = swiglu(gate, up, of_expert) @ w_down.T
+        return total + y.astype(jnp.float32), ()
+
+    numbers = jnp.arange(weights[0].shape[0])
+    total, () = lax.scan(add, jnp.zeros_like(wide), (numbers, *weights))
+    return total.astype(x.dtype)
+
+
+def ragged_experts(
+    x: jax.Array, chosen: jax.Array, score: jax.Array, *weights: jax.Array
+) -> jax.Array:
+    """Sorts all choices by expert, those of other devices' experts last, and lets each expert do
+    its own."""
+    w_gate, w_up, w_down = weights
+    experts, tokens = w_gate.shape[0], rearrange(x, "... M -> (...) M")
+    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).ravel()
+    load = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    order = jnp.argsort(chosen)
+    token, own = order // (order.size // len(tokens)), chosen[order] < experts
+
+    def masked(rows: jax.Array) -> jax.Array:
+        """Zeros beyond the last expert's rows, where results and gradients are undefined."""
+        return jnp.where(own.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+    rows, score = masked(tokens[token]), masked(score.ravel()[order])
+    gate, up = lax.ragged_dot(rows, w_gate, load), lax.ragged_dot(rows, w_up, load)
+    y = lax.ragged_dot(swiglu(gate, up, score), rearrange(w_down, "E M G -> E G M"), load)
+    total = jnp.zeros_like(tokens, jnp.float32).at[token].add(masked(y).astype(jnp.float32))
+    return total.astype(x.dtype).reshape(x.shape)

@@ -63,7 +63,8 @@ WEIGHTS_OF_UP = '            w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
 GATE_AND_UP = """\
             gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
             up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-            gate, up = save_for_backward(gate), save_for_backward(up)"""
+            gate = save_for_backward(gate)
+            up = save_for_backward(up)"""
 HIDDEN = "            hidden = hidden.astype(compute.dtype)"
 OUTPUT = (
     '            y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)'

@@ -201,9 +201,8 @@ def audited(command: str, *more: str, edits: Edits = ()) -> str:
 
 
 def unsaved(excerpt: str) -> Edits:
-    """Returns, for each line `name = product` of the excerpt, the edit that stops saving it."""
-    pairs = [line.split(" = ") for line in excerpt.splitlines()]
-    return tuple((f"{x} = save_for_backward({y})", f"{x} = {y}") for x, y in pairs)
+    """Returns the edits that delete the lines of the excerpt from `block`."""
+    return tuple((f"{' ' * 12}{line}\n", "") for line in excerpt.splitlines())
 
 
 def as_shown(program: str) -> dict[str, str]:
@@ -327,7 +326,7 @@ def test_the_figures_in_the_page_of_the_audit_are_the_audits():
     text = (ROOT / "docs/audit.md").read_text().split("\n## Asking")[0]
     edits = next(unsaved(output.edit) for output in pages.outputs(text) if output.edit)
     command = next(output.commands[0] for output in pages.outputs(text))
-    offloaded = tuple((old, f"{old[:-1]}, offload=True)") for old, _ in edits)
+    offloaded = tuple((old, f"{old[:-2]}, offload=True)\n") for old, _ in edits)
     printed = audited(command) + audited(command, edits=edits)
     for variant in offloaded, *((edit,) for edit in edits):
         printed += audited(command, "audit.chip=", edits=variant)

@@ -172,7 +172,8 @@ def loss_and_grads(tree, *overrides, seed=0):
         def run(
             weights: module.Weights, batch: module.TokenBatch
         ) -> tuple[module.f32[""], module.Weights]:
-            return module.loss_and_grads(weights, batch, config)
+            loss, _, grads = module.loss_and_grads(weights, batch, config)
+            return loss, grads
 
         with jax.set_mesh(make_mesh(config.mesh.axes)):
             shapes = module.make_shapes(

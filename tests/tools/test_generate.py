@@ -144,8 +144,9 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
         ("    mlp_norm: f32", '    second_norm: f32["M/t/c/d"]\n    mlp_norm: f32'),
         ("hidden = hidden.astype(", "hidden = (hidden * w_second.mean()).astype("),
         (
-            "        w_gate = gather",
-            '        w_second = gather("M/t/c/s -> M", w.second_norm)\n        w_gate = gather',
+            '            w_gate = gather("M/c',
+            '            w_second = gather("M/t/c/s -> M", w.second_norm)\n'
+            '            w_gate = gather("M/c',
         ),
     ]
     module = edited("train.py", IN_F32, *another_norm)
