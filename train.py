@@ -872,10 +872,10 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
     weights = tree_map(update, state.weights, mu, nu)
     loads = dropped = None
     if experts := config.model.experts:
-        loads = sums.load / sums.load.mean(-1, keepdims=True)
-        dropped = sums.dropped / sums.load.sum()
-        if experts.bias_rate:
-            bias = state.weights.layers.b_router + experts.bias_rate * jnp.sign(1 - loads)
+        load: Any = sums.load
+        loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
+        if (bias := state.weights.layers.b_router) is not None:
+            bias += experts.bias_rate * jnp.sign(1 - loads)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
