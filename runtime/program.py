@@ -49,10 +49,8 @@ def program(
     `names`. All configs are checked before the first job starts.
     """
 
-    # Hydra needs a ++ before keys that are in no file: those with a default.
-    fields = dataclasses.fields(cast(Any, schema))
-    missing = {dataclasses.MISSING}
-    added = [f.name for f in fields if {f.default, f.default_factory} != missing]
+    # Hydra needs a ++ before keys that are in no file: those with a default, and in their sections.
+    added = "|".join(key for key, default in _keys(schema) if default)
 
     def typed(composed: DictConfig, hydra_config: Any) -> C:
         if hydra_config.job.config_name == "base":
@@ -68,7 +66,7 @@ def program(
             composed: list[tuple[DictConfig, Any]] = []  # each config with Hydra's own
             jobs: list[tuple[C, Any]] = []  # the same, checked
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
-            sys.argv = [f"++{a}" if re.split("[.=]", a)[0] in added else a for a in sys.argv]
+            sys.argv = [f"++{a}" if re.match(rf"({added})[.=]", a) else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             def compose(config: DictConfig) -> None:
@@ -124,10 +122,14 @@ def _names(folder: str) -> list[str]:
     return sorted(file.stem for file in files if file.stem != "base")
 
 
-def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Yields the schema's dotted keys, including those of its sections."""
-    for name, hint in typing.get_type_hints(schema).items():
-        yield prefix + name
+def _keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yields the schema's dotted keys, including those of its sections, and whether they have a
+    default."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name, hint = field.name, hints[field.name]
+        defaults = {field.default, field.default_factory}
+        yield prefix + name, defaults != {dataclasses.MISSING}
         # A section, or an optional one. A list of sections has no keys.
         kinds = () if typing.get_origin(hint) is tuple else (hint, *typing.get_args(hint))
         for kind in kinds:
@@ -145,7 +147,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
     if isinstance(error, OverrideParseException):
         return f"can't parse {error.override}: {' '.join(str(error).split())}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key, known = getattr(cause, "full_key", None) or "", list(_keys(schema))
+    key, known = getattr(cause, "full_key", None) or "", list(dict(_keys(schema)))
     section, _, last = key.rpartition(".")
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is missing" + ("" if "[" in key else f": add {key}=...")
