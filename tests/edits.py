@@ -3505,3 +3505,128 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
         """
     ),
 }
+
+
+def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
+    return Edit(kind, replacements)
+
+
+# Of a model with experts and both of their costs.
+COSTS = "costs = experts.balance_cost * balance * target_count(batch) + experts.z_cost * z.sum()"
+ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
+CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
+WHOLE = "    load, likely = whole("
+PLACES = "    experts, places = config.count, config.places(size)"
+NUMBERED = "    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)"
+TAKER = '    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))'
+SCORE = '    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)'
+MOVED = "bias += experts.bias_rate * jnp.sign(1 - loads)"
+
+WRONG_WITH_EXPERTS: dict[str, Edit] = {
+    "cost_once_per_part_of_t": experts("a cost", (COSTS, COSTS + " * config.mesh.t")),
+    "cost_twice_where_the_batch_is_split": experts(
+        "a cost", ("return nats + costs, Sums", "return nats + costs * config.mesh.d, Sums")
+    ),
+    "cost_divided_by_the_devices": experts(
+        "a cost", ("return nats + costs, Sums", "return nats + costs / jax.device_count(), Sums")
+    ),
+    "cost_by_targets_of_the_part": experts(
+        "a cost", (COSTS, COSTS.replace("target_count(batch)", "batch.loss_mask.size"))
+    ),
+    "cost_by_the_mean_load_of_a_part": experts(
+        "a cost", ("load / load.mean() * likely", "load / routing.load.mean() * likely")
+    ),
+    "cost_of_the_first_group": experts(
+        "a cost", ("routing.z)", "jnp.broadcast_to(routing.z[:, :1], routing.z.shape))")
+    ),
+    "router_sees_its_part_of_the_model": experts(
+        "the router",
+        (ROUTED, ROUTED + "\n    logits = logits + part.mean(-1, keepdims=True)"),
+    ),
+    "router_divides_by_its_part": experts(
+        "the router",
+        (
+            "    scores = jax.nn.sigmoid(logits)",
+            "    logits = logits / part.shape[-1]\n    scores = jax.nn.sigmoid(logits)",
+        ),
+    ),
+    "choices_of_the_device": experts(
+        "the choice",
+        (CHOSEN, CHOSEN + "\n    chosen = (chosen + lax.axis_index('t')) % config.count"),
+    ),
+    "bias_of_choices_by_the_rows_of_a_part": experts(
+        "the choice", (CHOSEN, CHOSEN.replace("(biased,", "(biased - biased.mean((0, 1, 2)),"))
+    ),
+    "places_over_all_rows_of_a_part": experts(
+        "places", (PLACES, "    experts, places = config.count, config.places(size) * h.shape[0]")
+    ),
+    "places_are_numbered_over_rows": experts(
+        "places",
+        (NUMBERED, NUMBERED.replace("one_hot, axis=2) - 1", "one_hot, axis=2).cumsum(0) - 1")),
+    ),
+    "places_of_the_experts_of_a_part": experts(
+        "places",
+        (
+            PLACES,
+            "    experts, places = config.count, max(1, config.places(size) // w_gate.shape[0])",
+        ),
+    ),
+    "first_places_on_all_devices": experts(
+        "an expert of another device",
+        (TAKER, "    taker = ops.varying(invert(place), ('t',))[..., : w_gate.shape[0] * places]"),
+    ),
+    "experts_of_the_next_device": experts(
+        "an expert of another device",
+        (
+            TAKER,
+            TAKER + "\n    taker = lax.ppermute(taker, 't', [(i, (i + 1) % 3) for i in range(3)])",
+        ),
+    ),
+    "experts_in_another_order": experts(
+        "an expert of another device",
+        (TAKER, TAKER + "\n    w_gate = jnp.roll(w_gate, 1, axis=0)"),
+    ),
+    "scores_of_the_first_places": experts(
+        "an expert of another device",
+        (TAKER, TAKER + "\n    score = score * (taker == 0).mean()"),
+    ),
+    "score_without_its_gradients_sum": experts(
+        "a gradient",
+        (SCORE, '    score = ops.varying(lax.stop_gradient(score), ("t",)) + 0 * score'),
+    ),
+    "bias_moved_by_a_device": experts("the bias", (MOVED, MOVED + " * (1 + lax.axis_index('s'))")),
+    "bias_moved_by_the_experts_of_a_part": experts(
+        "the bias",
+        (MOVED, MOVED.replace("1 - loads", "state.weights.layers.e_up.shape[1] / 2 - loads")),
+    ),
+}
+RIGHT_WITH_EXPERTS: dict[str, Edit] = {
+    "scores_scaled": experts("scores", (SCORE, "    score = 2.5 * score\n" + SCORE)),
+    "router_z_cost_on_scores": experts(
+        "a cost", ("jnp.square(jax.nn.logsumexp(logits, -1))", "logits.max(-1)")
+    ),
+    "relu_in_experts": experts(
+        "an expert",
+        (
+            "    gated = jax.nn.silu(gate.astype(f32.dtype))",
+            "    gated = jax.nn.relu(gate.astype(f32.dtype))",
+        ),
+    ),
+    "bias_in_proportion": experts(
+        "the bias", (MOVED, MOVED.replace("jnp.sign(1 - loads)", "(1 - loads)"))
+    ),
+    "logits_softly_capped": experts(
+        "the router",
+        (
+            "    scores = jax.nn.sigmoid(logits)",
+            "    logits = 30 * jnp.tanh(logits / 30)\n    scores = jax.nn.sigmoid(logits)",
+        ),
+    ),
+    "one_expert_first": experts(
+        "the choice", (CHOSEN, CHOSEN.replace("(biased,", "(biased.at[..., 0].set(2),"))
+    ),
+    "cost_of_entropy": experts(
+        "a cost",
+        (COSTS, COSTS + "\n    costs = costs + (load / load.sum() * jnp.log(load + 1)).sum()"),
+    ),
+}

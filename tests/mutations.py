@@ -49,7 +49,7 @@ class Mutation(NamedTuple):
     """An edit of an op."""
 
     file: str
-    line: int
+    where: str  # the file's line and function
     what: str
     source: str
 
@@ -118,7 +118,7 @@ def mutations(
     def needed(node: ast.AST) -> str | None:
         """The part without which a node doesn't run."""
         if isinstance(node, ast.FunctionDef):
-            return "w_router" if node.name == "mixture" else None
+            return "w_router" if node.name in ("mixture", "in_places") else None
         test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
         part = re.fullmatch(r"w\.(\w+) is not None", test)
         return part and part[1]
@@ -143,29 +143,32 @@ def mutations(
         start, end = span(node)
         return source[:start] + text + source[end:]
 
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: node.lineno):
         if call.lineno in unused:
             continue
         name = ast.unparse(call.func)
+        within = [f.name for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
+        where = f"{file}:{call.lineno} {' '.join(within)}"
         arguments = [source[slice(*span(a))] for a in call.args]
         whole = source[slice(*span(call))]
         if name == "save_for_backward":
-            yield Mutation(file, call.lineno, f"{name} deleted", edit(call, f"({arguments[0]})"))
+            yield Mutation(file, where, f"{name} deleted", edit(call, f"({arguments[0]})"))
         # `gather` is a parameter; its default is ops.all_gather.
         module, _, op = {"gather": "ops.all_gather"}.get(name, name).partition(".")
         if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
             continue
         signature = str(call.args[0].value)
         if module == "ops":  # deleting a kernel gives another model
-            yield Mutation(file, call.lineno, f"{op} deleted", edit(call, f"({arguments[1]})"))
+            yield Mutation(file, where, f"{op} deleted", edit(call, f"({arguments[1]})"))
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
-            yield Mutation(file, call.lineno, f"{op} twice", edit(call, again))
+            yield Mutation(file, where, f"{op} twice", edit(call, again))
         for what, other in other_strings(signature, axes):
-            yield Mutation(file, call.lineno, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
+            yield Mutation(file, where, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
         if text := by_jnp(op, signature, arguments[1:]):
-            yield Mutation(file, call.lineno, f"{op} by jnp", edit(call, text))
+            yield Mutation(file, where, f"{op} by jnp", edit(call, text))
 
 
 def load(source: str, file: str = "train.py", name: str = "") -> types.ModuleType:
@@ -316,13 +319,15 @@ def main() -> None:
     lists = {"wrong": edits.WRONG | bugs.BUGS, "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST}
     lists |= {"right in training": edits.RIGHT_IN_TRAINING, "not promised": edits.NOT_PROMISED}
     lists["right but refused"] = edits.RIGHT_BUT_REFUSED
+    if "w_router" in args.parts:
+        lists = {"wrong": edits.WRONG_WITH_EXPERTS, "right": edits.RIGHT_WITH_EXPERTS}
     for group, listed in lists.items():
         for name, edit in listed.items():
             kind = "not promised" if name in bugs.NOT_PROMISED else group
             tried.append((kind, name, edit.file, edits.edited_source(edit)))
     for file in FILES:
         for op in mutations(file=file, parts=args.parts.split()):
-            tried.append(("op", f"{file}:{op.line} {op.what}", file, op.source))
+            tried.append(("op", f"{op.where} {op.what}", file, op.source))
     chosen = [t for t in tried[1:] if re.search(args.only, f"{t[0]}: {t[1]}")]
     tried = [tried[0], *chosen[:: args.every]]
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
