@@ -469,6 +469,8 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
     except OmegaConfBaseException as error:  # of a value's type, which transformers doesn't check
         problem = f"{error.full_key}: {str(error).splitlines()[0]}"
         raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
+    except UserError as error:
+        raise UserError(f"{path} doesn't give train.py's model: {error}") from None
     # The models compute the same if exporting ours would give the same config.json.
     wanted = described(model, length) | {"quantization_config": None}
     if "sliding_window" not in options:

@@ -128,6 +128,13 @@ def start_of(config):
     return config["eos_token_id"] if config["bos_token_id"] is None else config["bos_token_id"]
 
 
+def block_of(config, layer):
+    """The name of a layer's MLP or mixture, and those of a gate, an up and a down in it."""
+    if config["model_type"] == "mixtral":
+        return f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+    return f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+
+
 def random_tensors(config, dtype=np.float32, seed=0):
     """Random tensors for a config with all sizes, with gains far from 1 and no small weights."""
     rng, tensors = np.random.default_rng(seed), {}
@@ -161,9 +168,7 @@ def random_tensors(config, dtype=np.float32, seed=0):
         draw(f"{layer}.self_attn.v_proj", keys * D, M)
         draw(f"{layer}.self_attn.o_proj", M, heads * D)
         draw(f"{layer}.post_attention_layernorm", M)
-        block, names = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
-        if kind == "mixtral":
-            block, names = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+        block, names = block_of(config, layer)
         if count := experts_in(config):
             draw(f"{block}.gate", count, M)
         for one in [f"{block}.experts.{e}" for e in range(count)] or [block]:
@@ -180,17 +185,15 @@ def joined(tensors, config):
     gates and ups of all experts of a layer, another the downs."""
     tensors, count = dict(tensors), experts_in(config)
     for i in range(config["num_hidden_layers"]):
-        layer, names = f"model.layers.{i}.mlp", ("gate_proj", "up_proj", "down_proj")
-        block = layer
-        if config["model_type"] == "mixtral":
-            block, names = f"model.layers.{i}.block_sparse_moe", ("w1", "w3", "w2")
+        layer = f"model.layers.{i}"
+        block, names = block_of(config, layer)
         gate, up, down = (
             np.stack([tensors.pop(f"{block}.experts.{e}.{name}.weight") for e in range(count)])
             for name in names
         )
-        tensors[f"{layer}.gate.weight"] = tensors.pop(f"{block}.gate.weight")
-        tensors[f"{layer}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
-        tensors[f"{layer}.experts.down_proj"] = down
+        tensors[f"{layer}.mlp.gate.weight"] = tensors.pop(f"{block}.gate.weight")
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{layer}.mlp.experts.down_proj"] = down
     return tensors
 
 
@@ -268,8 +271,8 @@ def paper_logits(folder, ids):
         gate = x @ gate.T
         return gate / (1 + np.exp(-gate)) * (x @ up.T) @ down.T
 
-    def of_experts(x, block, names):
-        """The sum over the experts of each token, one token at a time."""
+    def mixture(x, block, names):
+        """The weighted sum of what the experts of a token return, one token at a time."""
         result, scores = np.zeros_like(x), x @ layer[f"{block}.gate"].T
         chosen_alone = config["model_type"] == "mixtral" or config["norm_topk_prob"]
         for at in np.ndindex(x.shape[:2]):
@@ -312,12 +315,12 @@ def paper_logits(folder, ids):
         y = np.concatenate(mixed, -1) @ layer["self_attn.o_proj"].T
         x = x + (norm(y, layer["post_attention_layernorm"]) if olmo else y)
         h = x if olmo else norm(x, layer["post_attention_layernorm"])
-        if "block_sparse_moe.gate" in layer:
-            y = of_experts(h, "block_sparse_moe", ("w1", "w3", "w2"))
-        elif "mlp.gate" in layer:
-            y = of_experts(h, "mlp", ("gate_proj", "up_proj", "down_proj"))
+        block, names = block_of(config, f"model.layers.{i}")
+        block = block.removeprefix(f"model.layers.{i}.")
+        if f"{block}.gate" in layer:
+            y = mixture(h, block, names)
         else:
-            y = swiglu(h, *(layer[f"mlp.{name}_proj"] for name in ("gate", "up", "down")))
+            y = swiglu(h, *(layer[f"{block}.{name}"] for name in names))
         x = x + (norm(y, layer["post_feedforward_layernorm"]) if olmo else y)
     unembed = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     return norm(x, w["model.norm.weight"]) @ w[f"{unembed}.weight"].T
@@ -453,11 +456,23 @@ def trained(tmp_path_factory):
     return save_trained(tmp_path_factory.mktemp("trained"))
 
 
+MIXTURE = (
+    "model.d_ff=0",
+    "model.experts={count: 4, per_token: 2, d_ff: 24, capacity_factor: null, bias_rate: 0}",
+)
+
+
 @pytest.fixture(scope="module")
 def trained_experts(tmp_path_factory):
-    experts = "{count: 4, per_token: 2, d_ff: 24, capacity_factor: null, bias_rate: 0}"
     path = tmp_path_factory.mktemp("trained_experts")
-    return save_trained(path, "model.d_ff=0", f"model.experts={experts}")
+    return save_trained(path, *MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def trained_layer(tmp_path_factory):
+    """Of one layer, so that a chunk holds half of the experts of a layer."""
+    path = tmp_path_factory.mktemp("trained_layer")
+    return save_trained(path, *MIXTURE, "model.layers=1")
 
 
 def only(folder):
@@ -466,15 +481,24 @@ def only(folder):
     return path
 
 
+MATRIX = 48 * 24  # of an expert
+
+
 @pytest.mark.parametrize(
-    "name, mlp", [("trained", 3 * 48 * 40), ("trained_experts", 4 * 48 + 4 * 3 * 48 * 24)]
+    "name, layers, mlp",
+    [
+        ("trained", 5, 3 * 48 * 40),
+        ("trained_experts", 5, 4 * (48 + 3 * MATRIX)),
+        ("trained_layer", 1, 4 * (48 + 3 * MATRIX)),
+    ],
 )
 def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
-    name, mlp, in_f32, tmp_path, run, request
+    name, layers, mlp, in_f32, tmp_path, run, request
 ):
     trained, folder = request.getfixturevalue(name), tmp_path / "hf"
     out, message = run("export", trained, folder)
-    count = 2 * 48 * 48 + 48 + 5 * (2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + mlp)
+    layer = 2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + mlp
+    count = 2 * 48 * 48 + 48 + layers * layer
     assert not message and f"step 7: {4 * count:,} bytes of float32 in " in out
     targets = np.random.default_rng(1).integers(0, 48, (4, 24))
     actual = train_logits(in_f32, trained, targets)
