@@ -3568,7 +3568,7 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
         "places",
         (
             PLACES,
-            "    experts, places = config.count, max(1, config.places(size) // w_gate.shape[0])",
+            "    experts, places = config.count, config.places(size) - 1 + w_gate.shape[0] // 2",
         ),
     ),
     "first_places_on_all_devices": experts(

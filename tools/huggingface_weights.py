@@ -4,13 +4,18 @@
     python -m tools.huggingface_weights export runs/x/checkpoints runs/x_qwen3
 
 The families are Llama 1 to 3.2, models like it such as SmolLM2, Mistral, Qwen2 and Qwen2.5, Qwen3
-without experts, and OLMo 2.
+and OLMo 2; with experts Mixtral, OLMoE and Qwen3.
 
 Import takes a folder of safetensors as `hf download` makes it, one tensor at a time, or a .gguf
 file, which transformers reads: this needs PyTorch. It prints the `model` section that a run's
 config needs to start from the imported weights with paths.clone_from. --config=FILE writes a whole
 config, for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`. The
 tokenizer, config.json and generation_config.json are kept beside the checkpoint.
+
+Experts are imported with capacity_factor: null, which drops nothing, as in these families. What
+config.json says of training alone isn't imported: dropout, router_jitter_noise, and
+router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
+them, which is another cost than balance_cost's. Nor are capacity_factor, group and costs exported.
 
 Export takes a checkpoint, or the newest complete one of a folder. The weights stay float32, bit for
 bit, unless --dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from
@@ -31,7 +36,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, cast
 
 import huggingface_hub
@@ -62,8 +67,9 @@ SETTINGS = (
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
-# The Hugging Face name and dimensions, in einops notation, of each array of train.Weights or of one
-# of its layers. Query head k * Q + q in Hugging Face's (K Q D) is at [q, k] here.
+# The Hugging Face name and dimensions, in einops notation, of each array of train.Weights. A {} in
+# the name is an index of the first dimension: each layer, and each expert in it, has a tensor of
+# its own. Query head k * Q + q in Hugging Face's (K Q D) is at [q, k] here.
 TENSORS = {
     "weights/embed": ("model.embed_tokens.weight", "V M"),
     "weights/layers/attention_norm": ("model.layers.{}.input_layernorm.weight", "layers M"),
@@ -86,6 +92,10 @@ TENSORS = {
     "weights/layers/w_gate": ("model.layers.{}.mlp.gate_proj.weight", "layers F M"),
     "weights/layers/w_up": ("model.layers.{}.mlp.up_proj.weight", "layers F M"),
     "weights/layers/w_down": ("model.layers.{}.mlp.down_proj.weight", "layers M F"),
+    "weights/layers/w_router": ("model.layers.{}.mlp.gate.weight", "layers E M"),
+    "weights/layers/e_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "layers E G M"),
+    "weights/layers/e_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "layers E G M"),
+    "weights/layers/e_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "layers E M G"),
     "weights/layers/mlp_post_norm": (
         "model.layers.{}.post_feedforward_layernorm.weight",
         "layers M",
@@ -94,19 +104,35 @@ TENSORS = {
     "weights/unembed": ("lm_head.weight", "V M"),
 }
 EMBED, UNEMBED = TENSORS["weights/embed"][0], TENSORS["weights/unembed"][0]
+# The tensors that transformers 5 has in memory, and in files with save_original_format=False: one
+# for all experts of a layer. Which part of an expert's rows there is an array's, of how many.
+IN_MEMORY = {
+    "weights/layers/w_router": ("model.layers.{}.mlp.gate.weight", 0, 1),
+    "weights/layers/e_gate": ("model.layers.{}.mlp.experts.gate_up_proj", 0, 2),
+    "weights/layers/e_up": ("model.layers.{}.mlp.experts.gate_up_proj", 1, 2),
+    "weights/layers/e_down": ("model.layers.{}.mlp.experts.down_proj", 0, 1),
+}
+# What has another name in Mixtral's files.
+MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 # The families by model_type: the class in transformers, and in what train.ModelConfig its models
-# differ from Llama's.
+# differ from Llama's. ANY: config.json says it.
+ANY = object()
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": ANY}),
+    "mixtral": ("MixtralForCausalLM", {"sliding_window": ANY}),
     "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", {"qk_norm": "head"}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"qk_norm": "head", "experts.renormalize": ANY}),
     "olmo2": ("Olmo2ForCausalLM", {"qk_norm": "all", "norms_after": True}),
+    "olmoe": ("OlmoeForCausalLM", {"qk_norm": "all", "experts.renormalize": ANY}),
 }
+# What all families with experts have, unless stated otherwise.
+EXPERTS = {"score": "softmax", "renormalize": True, "bias_rate": 0.0}
 
-# config.json's names for the fields of train.ModelConfig, and for those of train.RopeScalingConfig,
-# which are in its rope_parameters of type llama3.
+# config.json's names for the fields of train.ModelConfig, for those of train.ExpertsConfig by
+# family, and for those of train.RopeScalingConfig, which are in its rope_parameters of type llama3.
 MODEL = {
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -115,6 +141,12 @@ MODEL = {
     "vocab_size": "vocab",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_embeddings",
+}
+OF_EXPERTS = {"num_experts": "count", "num_experts_per_tok": "per_token"}
+MIXTURES = {
+    "mixtral": OF_EXPERTS | {"num_local_experts": "count", "intermediate_size": "d_ff"},
+    "olmoe": OF_EXPERTS | {"intermediate_size": "d_ff", "norm_topk_prob": "renormalize"},
+    "qwen3_moe": OF_EXPERTS | {"moe_intermediate_size": "d_ff", "norm_topk_prob": "renormalize"},
 }
 LLAMA3 = {
     "factor": "factor",
@@ -134,8 +166,9 @@ class Tensor:
     name: str
     theirs: str  # its dimensions in Hugging Face's files, in einops notation
     array: str
-    index: Any  # of a layer in the array, or ... for all of it
-    sizes: dict[str, int]  # the size of each dimension here, in order
+    index: tuple[int, ...]  # in the array: of a layer, or of a layer and an expert
+    stacked: dict[str, int]  # the size of each dimension that the index is in, in order
+    sizes: dict[str, int]  # the size of each other dimension here, in order
 
     @property
     def ours(self) -> str:
@@ -146,6 +179,16 @@ class Tensor:
         part = jax.ShapeDtypeStruct(tuple(self.sizes.values()), np.float32)
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
+    def place(self, names: Container[str]) -> tuple[str, tuple[int, ...], Any]:
+        """The name and shape, in a folder that has these names, of what holds the tensor's values,
+        and their index in it."""
+        name, part, parts = IN_MEMORY.get(self.array, ("", 0, 1))
+        if (name := name.format(*self.index)) not in names:
+            return self.name, self.shape, ...
+        rows, columns = self.shape
+        shape = (*[*self.stacked.values()][1:], parts * rows, columns)
+        return name, shape, (*self.index[1:], slice(part * rows, (part + 1) * rows))
+
     def to_ours(self, values: np.ndarray) -> np.ndarray:
         return rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
 
@@ -154,8 +197,14 @@ class Tensor:
 
 
 def sizes(model: train.ModelConfig) -> dict[str, int]:
-    known = flat(vars(model), "model.")
-    return {name: known[key] for name, key in train.DIMENSIONS.items() if key in known}
+    known = flat(dataclasses.asdict(model), "model.")
+    return {name: known[key] for name, key in train.DIMENSIONS.items() if known.get(key)}
+
+
+def stacked(array: str) -> list[str]:
+    """The dimensions of an array of which each index has a tensor of its own."""
+    name, theirs = TENSORS.get(array, ("", ""))
+    return theirs.split()[: name.count("{}")]
 
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
@@ -166,33 +215,44 @@ def entries(model: train.ModelConfig) -> dict[str, Any]:
 
 
 def tensors(model: train.ModelConfig) -> list[Tensor]:
-    """Lists all tensors of a model, the layers of an array in order. Raises UserError unless
-    TENSORS has exactly one for each array of train.Weights."""
+    """Lists all tensors of a model, those of an array in order. Raises UserError unless TENSORS has
+    exactly one entry for each array of train.Weights."""
     result, arrays = [], entries(model)
+    renamed = MIXTRAL if family_of(model) == "mixtral" else {}
     types = checkpoint.named({"weights": type_tree(train.Weights)})
     absent = {name for name, kind in types.items() if kind.optional and name not in arrays}
     for array in [name for name in arrays | TENSORS if name not in absent]:
         name, theirs = TENSORS.get(array, ("", ""))
         entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
         size = dict(zip(entry["dimensions"], entry["shape"], strict=True))
-        if sorted(size) != sorted(re.findall(r"\w+", theirs)) or entry["dtype"] != "float32":
+        first = stacked(array)
+        wrong = sorted(size) != sorted(re.findall(r"\w+", theirs)) or entry["dtype"] != "float32"
+        if wrong or [*size][: len(first)] != first:
             raise UserError(
                 f"{array} is {show_entry(arrays.get(array))} in train.py; transformers' files have "
                 + (f"float32[{theirs}]" if theirs else "no tensor for it")
             )
-        dims = theirs.removeprefix("layers ")
-        for index in range(size.pop("layers")) if "layers" in size else [...]:
-            result.append(Tensor(name.format(index), dims, array, index, size))
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        lengths = {dim: size.pop(dim) for dim in first}
+        dims = theirs.removeprefix(" ".join(first)).strip()
+        for index in itertools.product(*map(range, lengths.values())):
+            result.append(Tensor(name.format(*index), dims, array, index, lengths, size))
     return result
 
 
 def family_of(model: train.ModelConfig) -> str:
     """Returns the model_type that a model is exported as. Raises UserError if there is none."""
-    plain = {"norms_after": False, "qkv_bias": False, "qk_norm": None, "sliding_window": False}
-    found = {key: getattr(model, key) for key in plain}
-    found["sliding_window"] = bool(model.sliding_window)
+    plain: dict[str, Any] = {"norms_after": False, "qkv_bias": False, "qk_norm": None}
+    plain["sliding_window"] = None
+    if model.experts:
+        plain |= {"d_ff": 0} | {f"experts.{key}": value for key, value in EXPERTS.items()}
+    known = flat(dataclasses.asdict(model))
+    found = {key: known[key] for key in plain}
     for name, (_, options) in FAMILIES.items():
-        if found == plain | options:
+        wanted = plain | options
+        same = all(wanted[key] in (ANY, value) for key, value in found.items())
+        if same and (name in MIXTURES) == bool(model.experts):
             return name
     settings = ", ".join(f"model.{key}={value}" for key, value in found.items())
     raise UserError(f"no family of transformers ({', '.join(FAMILIES)}) has {settings}")
@@ -205,8 +265,15 @@ def described(model: train.ModelConfig, length: int) -> dict[str, Any]:
     if scaling := model.rope_scaling:
         rope |= {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3.items()}
         rope["rope_type"] = "llama3"
+    held = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
+    if experts := model.experts:
+        del held["intermediate_size"]
+        names = MIXTURES[family_of(model)]
+        held |= {theirs: getattr(experts, ours) for theirs, ours in names.items()}
+        # Of Qwen3, layers without experts; of OLMoE, a limit of queries, keys and values.
+        held |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "clip_qkv": None}
     return {
-        **{theirs: getattr(model, ours) for theirs, ours in MODEL.items()},
+        **held,
         "head_dim": model.d_head,
         "num_attention_heads": model.n_q_per_kv * model.n_kv,
         "max_position_embeddings": length,
@@ -255,8 +322,6 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
     CheckpointError if the model isn't train.py's."""
     model = source.config(train.ModelConfig, "model")
-    if model.experts:
-        raise UserError(f"{source.path} has experts: no family here has them")
     length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
@@ -265,11 +330,14 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
     """Yields the values of tensors as they are in the checkpoint."""
     for name in dict.fromkeys(tensor.array for tensor in wanted):
-        array, stacked = source.array(name), TENSORS[name][1].startswith("layers")
-        count = array.chunks[0] if stacked else array.shape[0]  # read whole chunks
-        for first in range(0, array.shape[0], count):
-            values = source.read(array, slice(first, first + count))
-            yield from values if stacked else [values]
+        array, depth = source.array(name), len(stacked(name))
+        steps = [*array.chunks[:depth]]  # read whole chunks
+        if steps[:1] != [1]:  # several layers, each with all of its experts
+            steps[1:] = array.shape[1:depth]
+        starts = (range(0, size, step) for size, step in zip(array.shape, steps, strict=False))
+        for first in itertools.product(*starts):
+            part = (slice(i, i + step) for i, step in zip(first, steps, strict=True))
+            yield from source.read(array, tuple(part)).reshape(-1, *array.shape[depth:])
 
 
 def write_weights(
@@ -309,6 +377,8 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> N
     family, wanted = family_of(model), tensors(model)
     if family == "llama" and model.d_model % (model.n_q_per_kv * model.n_kv):
         raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
+    if family == "olmoe" and model.d_model != model.d_head * model.n_q_per_kv * model.n_kv:
+        raise UserError("OlmoeConfig needs model.d_model to be d_head times the query heads")
     paths = source.settings.get("paths") or {}
     kept = tokenizer or kept_by_import(source.path, str(paths.get("clone_from", "")))
     folder.mkdir(parents=True, exist_ok=True)
@@ -361,8 +431,9 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
     rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
     config.rope_parameters = rope
     vocab, length = config.vocab_size, config.max_position_embeddings
-    if min(length, config.num_key_value_heads) < 1:
-        raise UserError(f"{path}: max_position_embeddings and num_key_value_heads must be positive")
+    heads = config.num_attention_heads
+    if min(length, heads, config.num_key_value_heads) < 1:
+        raise UserError(f"{path}: max_position_embeddings and numbers of heads must be positive")
     # Families without a token that starts a text put one that ends it between texts.
     end = config.eos_token_id
     end = next(iter(end), None) if isinstance(end, list) else end
@@ -372,12 +443,13 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
             f"{path}: bos_token_id is {json.dumps(start)}; set it to the id of the token that "
             f"starts a document, below vocab_size={vocab}"
         )
+    if getattr(config, "head_dim", 0) is None:  # for Mixtral this is valid
+        config.head_dim = config.hidden_size // heads
     scaling, theta = None, rope["rope_theta"]
     if isinstance(theta, float) and theta.is_integer():
         theta = int(theta)
     if rope["rope_type"] == "llama3":
         scaling = {ours: rope[key] for key, ours in LLAMA3.items()}
-    heads = config.num_attention_heads
     values = {ours: getattr(config, theirs) for theirs, ours in MODEL.items()} | {
         "d_head": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "n_q_per_kv": heads // config.num_key_value_heads,
@@ -386,13 +458,19 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
         "start_token": start,
     }
     options = FAMILIES[config.model_type][1]
-    values |= options | {"sliding_window": getattr(config, "sliding_window", None)}
+    values |= {key: option for key, option in options.items() if option is not ANY}
+    values["sliding_window"] = getattr(config, "sliding_window", None)
+    if names := MIXTURES.get(config.model_type):
+        experts = {ours: getattr(config, theirs) for theirs, ours in names.items()}
+        values |= {"d_ff": 0, "experts": EXPERTS | {"capacity_factor": None} | experts}
     try:
         checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
         model = cast(train.ModelConfig, OmegaConf.to_object(checked))
     except OmegaConfBaseException as error:  # of a value's type, which transformers doesn't check
         problem = f"{error.full_key}: {str(error).splitlines()[0]}"
         raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
+    except UserError as error:
+        raise UserError(f"{path} doesn't give train.py's model: {error}") from None
     # The models compute the same if exporting ours would give the same config.json.
     wanted = described(model, length) | {"quantization_config": None}
     if "sliding_window" not in options:
@@ -429,7 +507,8 @@ def open_tensors(
             del opened[UNEMBED]
         else:  # transformers uses both, whatever config.json says
             model = dataclasses.replace(model, tied_embeddings=False)
-    types, expected = {}, {x.name: f"float{list(x.shape)}" for x in tensors(model)}
+    types, places = {}, [tensor.place(opened) for tensor in tensors(model)]
+    expected = {name: f"float{list(shape)}" for name, shape, _ in places}
     for name, data in opened.items():
         types[name] = kinds.get(data.get_dtype(), data.get_dtype()) + str(data.get_shape())
     for name in expected | types:
@@ -492,14 +571,15 @@ def import_folder(folder: pathlib.Path, output: str, config_file: str) -> None:
     arrays = {}
     for name, entry in entries(model).items():
         lengths = zip(entry["dimensions"], entry["shape"], strict=True)
-        arrays[name] = entry, [1 if dim == "layers" else size for dim, size in lengths]
+        arrays[name] = entry, [1 if dim in stacked(name) else size for dim, size in lengths]
     target = f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}"
     with storage.opening(target):
         group = checkpoint.create(target)
         checkpoint.describe(group, arrays, {"step": STEP, "config": config, "hosts": 1})
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
-            checkpoint.write(group, tensor.array, tensor.index, values)
+            name, _, part = tensor.place(opened)
+            values = tensor.to_ours(opened[name][part]).astype(np.float32, order="C")
+            checkpoint.write(group, tensor.array, (*tensor.index, ...), values)
         checkpoint.report(group, 0, len(wanted), None, None)
         checkpoint.complete(group, [None])
     if "://" not in output and [*folder.glob("tokenizer*")]:
