@@ -117,24 +117,12 @@ class ExpertsConfig(Section, key="model.experts"):
     d_ff: PositiveInt  # of each expert
     score: str = "softmax"  # over all experts, or sigmoid of each
     renormalize: bool = True  # makes the scores of a token's experts add up to one
-    capacity_factor: NonNegativeFloat | None = 1.25  # places, for each that is needed; None: enough
-    group: PositiveInt | None = None  # tokens that share places; None: those of a row
-    # What keeps the loads even: the bias of DeepSeek-V3 moves this much a step; and costs.
-    bias_rate: NonNegativeFloat = 0.001
-    balance_cost: NonNegativeFloat = 0.0
-    z_cost: NonNegativeFloat = 0.0
+    bias: bool = True  # added to the scores for the choice alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.per_token <= self.count, "per_token", "there are fewer experts")
         self.require(self.score in ("softmax", "sigmoid"), "score", "softmax or sigmoid")
-        self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
-
-    def places(self, tokens: int) -> int:
-        """An expert's places in a group of so many tokens."""
-        share = self.per_token * tokens / self.count
-        factor = self.capacity_factor
-        return tokens if factor is None else min(math.ceil(factor * share), tokens)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -177,7 +165,7 @@ class ModelConfig(Section, key="model"):
             "unembed": not self.tied_embeddings,
             "w_gate w_up w_down": self.d_ff > 0,
             "w_router e_gate e_up e_down": self.experts is not None,
-            "b_router": self.experts is not None and self.experts.bias_rate > 0,
+            "b_router": self.experts is not None and self.experts.bias,
             "load dropped": self.experts is not None,
         }
         return frozenset(name for names in there if there[names] for name in names.split())
@@ -187,6 +175,30 @@ class ModelConfig(Section, key="model"):
 class TokensConfig(Section, key="training.tokens"):
     batch: PositiveInt  # rows
     len: PositiveInt  # tokens in a row
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class RoutingConfig(Section, key="training.routing"):
+    """What differs in training for models with experts."""
+
+    capacity_factor: NonNegativeFloat | None  # an expert's places per even share; None: no limit
+    group: PositiveInt | None = None  # tokens that share an expert's places; None: a row
+    bias_rate: NonNegativeFloat = 0.0  # a step's change of the bias of an expert
+    balance_cost: NonNegativeFloat = 0.0
+    z_cost: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
+
+    def places(self, experts: ExpertsConfig, tokens: int) -> int:
+        """An expert's places in a group of so many tokens."""
+        share = experts.per_token * tokens / experts.count
+        factor = self.capacity_factor
+        return tokens if factor is None else min(math.ceil(factor * share), tokens)
+
+
+DROPLESS = RoutingConfig(capacity_factor=None)  # as generation and evaluation go
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -204,6 +216,7 @@ class TrainingConfig(Section, key="training"):
     grad_clip: float  # largest global gradient norm; inf disables clipping
     seed: NonNegativeInt
     tokens: TokensConfig
+    routing: RoutingConfig
     microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
     loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
     validation_interval: NonNegativeInt  # steps; 0 disables validation
@@ -252,17 +265,15 @@ class Config(RunConfig, DataConfig):
         self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
         problem = f"it must divide training.tokens.len/mesh.c={length}"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
-        if experts := self.model.experts:
-            piece, parts = length // (2 if mesh.c > 1 else 1), hyper.microbatches
-            group = 1 if experts.capacity_factor is None else experts.group or hyper.tokens.len
-            fits = piece % group == 0
+        if self.model.experts:
+            routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
+            group = routing.capacity_factor and (routing.group or hyper.tokens.len)
             problem = f"it must divide {piece}, a device's tokens in sequence"
-            self.require(fits, "model.experts.group", problem)
+            self.require(piece % (group or 1) == 0, "training.routing.group", problem)
+            fits = hyper.microbatches == 1 or not routing.balance_cost
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
-            self.require(parts == 1 or not experts.balance_cost, BALANCE, problem)
+            self.require(fits, "training.routing.balance_cost", problem)
 
-
-BALANCE = "model.experts.balance_cost"
 
 # The config key with the size of each dimension in the type strings.
 DIMENSIONS = {
@@ -455,7 +466,11 @@ class Routing:
 
 @typechecked
 def mixture(
-    h: compute["B/d N/c S M"], w: Any, config: ExpertsConfig, gather: Callable[..., jax.Array]
+    h: compute["B/d N/c S M"],
+    w: Any,
+    config: ExpertsConfig,
+    routing: RoutingConfig,
+    gather: Callable[..., jax.Array],
 ) -> tuple[compute["B/d N/c S M {U:t}"], Routing]:
     """Each token goes to the experts with the highest scores, and gets the sum of their results,
     weighted by scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Experts are whole,
@@ -483,18 +498,19 @@ def mixture(
     w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
     w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
-    if config.capacity_factor is None:
+    places = routing.places(config, h.shape[2])
+    if routing.capacity_factor is None:
         y = kernels.experts(
             "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
             " -> B/d N/c S M {U:t}",
             h, chosen, score, w_gate, w_up, w_down,
         )  # fmt: skip
     else:
-        y = in_places(h, chosen, score, w_gate, w_up, w_down, config)
+        y = in_places(h, chosen, score, w_gate, w_up, w_down, places, config.count)
 
     load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
     load = ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load)
-    excess = jnp.maximum(load - config.places(h.shape[2]), 0)
+    excess = jnp.maximum(load - places, 0)
     likely = scores / scores.sum(-1, keepdims=True)
     return y, Routing(
         load=load,
@@ -512,7 +528,8 @@ def in_places(
     w_gate: compute["E/t M G"],
     w_up: compute["E/t M G"],
     w_down: compute["E/t M G"],
-    config: ExpertsConfig,
+    places: int,
+    experts: int,
 ) -> compute["B/d N/c S M {U:t}"]:
     """Adds up what the chosen experts make of each token. In a group of tokens an expert has a
     number of places, for the first that choose it. To others it adds nothing: Lepikhin et al. 2020,
@@ -521,7 +538,6 @@ def in_places(
     # Numbers the places of a group expert by expert; the number after the last means none. A is the
     # choices of a group, P its places.
     _, _, size, count = chosen.shape
-    experts, places = config.count, config.places(size)
     chosen = rearrange(chosen, "B N S k -> B N (S k)")
     score = rearrange(score, "B N S k -> B N (S k)")
     one_hot = jax.nn.one_hot(chosen, experts, dtype=f32.dtype)
@@ -555,6 +571,7 @@ def decoder(
     attend: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
     config: ModelConfig,
+    routing: RoutingConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
     unroll: bool = False,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
@@ -566,6 +583,7 @@ def decoder(
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`; training passes (). All mixing between positions must happen
         in `attend`, because generation computes one position at a time.
+    routing: of experts, in training.
     unroll: compiles each layer by itself. Generation on CPUs does so.
 
     Returns the residual stream, and for each layer the new cache and the Routing, if any."""
@@ -623,7 +641,7 @@ def decoder(
         if w.mlp_norm is not None:
             gain = gather("M/t/c/s -> M", w.mlp_norm)
             h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
-        parts, routing = [], None
+        parts, routed = [], None
         if w.w_up is not None:
             w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
             w_up = gather("M/c/s F/t -> M F/t", w.w_up)
@@ -637,15 +655,15 @@ def decoder(
             y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
             parts.append(y)
         if config.experts:
-            groups = rearrange(h, "B (N S) M -> B N S M", S=config.experts.group or h.shape[1])
-            y, routing = mixture(groups, w, config.experts, gather)
+            groups = rearrange(h, "B (N S) M -> B N S M", S=routing.group or h.shape[1])
+            y, routed = mixture(groups, w, config.experts, routing, gather)
             parts.append(rearrange(y, "B N S M -> B (N S) M"))
         y = functools.reduce(operator.add, parts)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        return x + y, (new_cache, routing)
+        return x + y, (new_cache, routed)
 
     return lax.scan(block, x, (weights.layers, caches), unroll=unroll)
 
@@ -672,7 +690,10 @@ def unembed(
 
 @typechecked
 def forward(
-    weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig
+    weights: ReplicaWeights,
+    batch: TokenBatch,
+    config: ModelConfig,
+    routing: RoutingConfig = DROPLESS,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
@@ -691,8 +712,8 @@ def forward(
         )  # fmt: skip
         return mixed, ()
 
-    x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)
-    return x, routing
+    x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config, routing)
+    return x, routed
 
 
 @typechecked
@@ -740,23 +761,24 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
 
-    x, routing = forward(weights, batch, config.model)
+    x, routed = forward(weights, batch, config.model, config.training.routing)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
     nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
-    if not (experts := config.model.experts):
+    if routed is None:
         return nats, Sums(nats, None, None)
 
     def whole(kept: str, x: jax.Array) -> jax.Array:
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
         return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
 
-    load, likely = whole("E", routing.load), whole("E", routing.likely)
-    z, dropped = whole("", routing.z), whole("", routing.dropped)
+    load, likely = whole("E", routed.load), whole("E", routed.likely)
+    z, dropped = whole("", routed.z), whole("", routed.dropped)
     # Added up over layers. Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4, which
     # is 1 for even loads; and Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
     balance = jnp.sum(load / load.mean() * likely / likely.sum(-1, keepdims=True))
-    costs = experts.balance_cost * balance * target_count(batch) + experts.z_cost * z.sum()
+    routing = config.training.routing
+    costs = routing.balance_cost * balance * target_count(batch) + routing.z_cost * z.sum()
     return nats + costs, Sums(nats, load, dropped.sum())
 
 
@@ -871,11 +893,11 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
 
     weights = tree_map(update, state.weights, mu, nu)
     loads = dropped = None
-    if experts := config.model.experts:
+    if config.model.experts:
         load: Any = sums.load
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
         if (bias := state.weights.layers.b_router) is not None:
-            bias += experts.bias_rate * jnp.sign(1 - loads)
+            bias += hyper.routing.bias_rate * jnp.sign(1 - loads)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -956,7 +978,7 @@ def resized(
         values["model.start_token"] = 0  # in a vocabulary of any size
         if config.model.experts:
             values["model.experts.per_token"] = 3
-            values["model.experts.group"] = sizes["L"] // (2 * axes["c"])
+            values["training.routing.group"] = sizes["L"] // (2 * axes["c"])
     try:
         return config.changed(values | others)
     except UserError as error:
@@ -1017,7 +1039,7 @@ def tiny(config: Config) -> list[Config]:
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
     parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
     if config.model.experts:
-        parts["model.experts.group"] = 3
+        parts["training.routing.group"] = 3
     sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))

@@ -36,9 +36,9 @@ ROUTER = (
         '    router: f32["M/t/c/d 4"]\n    final_norm: f32["M/t/c/d"]',
     ),
     (
-        "    x, routing = forward(weights, batch, config.model)\n",
+        "    x, routed = forward(weights, batch, config.model, config.training.routing)\n",
         """\
-    x, routing = forward(weights, batch, config.model)
+    x, routed = forward(weights, batch, config.model, config.training.routing)
     w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.router)
     scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
     scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)

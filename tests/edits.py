@@ -74,7 +74,7 @@ RESULT = """\
         if w.mlp_post_norm is not None:
             gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        return x + y, (new_cache, routing)"""
+        return x + y, (new_cache, routed)"""
 # Before the block:
 EMBEDDED = '    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)'
 LAYER = "@pytree_dataclass\nclass Layer:"
@@ -82,7 +82,7 @@ LAYER_WEIGHT = '    w_up: f32["M/c/d F/t"]'
 WEIGHT = '    final_norm: f32["M/t/c/d"]'
 DIMENSION = "    return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}"
 NORMED = "    x32 = x.astype(f32.dtype)"
-DECODED = "    x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)"
+DECODED = "    x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config, routing)"
 # In the loss:
 LOGITS = "        logits = unembed(unembedding, x, config.model)"
 SUM_EXP = '        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)'
@@ -93,7 +93,7 @@ TARGET = (
     "        )"
 )
 LOSS = '        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
-FORWARD = "    x, routing = forward(weights, batch, config.model)"
+FORWARD = "    x, routed = forward(weights, batch, config.model, config.training.routing)"
 SUMMED = "    nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
 # In the step:
 ADDED = "            return jax.tree.map(jnp.add, total, part), ()"
@@ -219,7 +219,7 @@ WRONG: dict[str, Edit] = {
         x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         x = rms_norm("B/d L/c M", whole, gain, config.norm_eps)[..., : x.shape[-1]]
-        return x, (new_cache, routing)
+        return x, (new_cache, routed)
         """,
     ),
     "softmax_neurons_first_part": block(
@@ -1867,7 +1867,7 @@ WRONG: dict[str, Edit] = {
         """
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.norm_eps)
-        return x + y, (new_cache, routing)
+        return x + y, (new_cache, routed)
         """,
     ),
     "query_norm_over_heads": block(
@@ -2228,7 +2228,7 @@ WRONG: dict[str, Edit] = {
         GENERATION,
         DECODED,
         """
-        x, (_, routing) = decoder(weights, batch.inputs, batch.position, attend, (), config)
+        x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config, routing)
         x = x * config.d_model**0.5 - x.astype(compute.dtype) ** 2
         """,
     ),
@@ -2843,7 +2843,7 @@ RIGHT: dict[str, Edit] = {
         RESULT,
         """
         x = x + ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        return 30 * jnp.tanh(x / 30), (new_cache, routing)
+        return 30 * jnp.tanh(x / 30), (new_cache, routed)
         """,
     ),
     # --- Loss ---
@@ -3264,7 +3264,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         RESULT,
         """
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        return x + y * ops.broadcast(" -> ", w.out_norm), (new_cache, routing)
+        return x + y * ops.broadcast(" -> ", w.out_norm), (new_cache, routed)
         """,
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    out_norm: f32[""]'),
     ),
@@ -3363,7 +3363,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
         squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
         y = y * lax.rsqrt(squares / config.d_model + config.norm_eps)[..., None]
-        return x + y, (new_cache, routing)
+        return x + y, (new_cache, routed)
         """,
     ),
     "embedding_norm": block(
@@ -3383,7 +3383,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         gain = gather("M/t/c/s -> M", w.post_norm)
         y = ops.broadcast("B/d L/c M -> B/d L/c M", ops.psum("B/d L/c M {U:t} -> B/d L/c M", y))
         y = rms_norm("B/d L/c M", y, gain, config.norm_eps)
-        return x + part("B/d L/c M -> B/d L/c M/t", y), (new_cache, routing)
+        return x + part("B/d L/c M -> B/d L/c M/t", y), (new_cache, routed)
         """,
         PART_OP,
         (LAYER_WEIGHT, LAYER_WEIGHT + '\n    post_norm: f32["M/t/c/d"]'),
@@ -3512,15 +3512,15 @@ def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
 
 
 # Of a model with experts and both of their costs.
-COSTS = "costs = experts.balance_cost * balance * target_count(batch) + experts.z_cost * z.sum()"
+COSTS = "costs = routing.balance_cost * balance * target_count(batch) + routing.z_cost * z.sum()"
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
 WHOLE = "    load, likely = whole("
-PLACES = "    experts, places = config.count, config.places(size)"
+PLACES = "    places = routing.places(config, h.shape[2])"
 NUMBERED = "    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)"
 TAKER = '    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))'
 SCORE = '    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)'
-MOVED = "bias += experts.bias_rate * jnp.sign(1 - loads)"
+MOVED = "bias += hyper.routing.bias_rate * jnp.sign(1 - loads)"
 
 WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "cost_once_per_part_of_t": experts("a cost", (COSTS, COSTS + " * config.mesh.t")),
@@ -3534,10 +3534,10 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
         "a cost", (COSTS, COSTS.replace("target_count(batch)", "batch.loss_mask.size"))
     ),
     "cost_by_the_mean_load_of_a_part": experts(
-        "a cost", ("load / load.mean() * likely", "load / routing.load.mean() * likely")
+        "a cost", ("load / load.mean() * likely", "load / routed.load.mean() * likely")
     ),
     "cost_of_the_first_group": experts(
-        "a cost", ("routing.z)", "jnp.broadcast_to(routing.z[:, :1], routing.z.shape))")
+        "a cost", ("routed.z)", "jnp.broadcast_to(routed.z[:, :1], routed.z.shape))")
     ),
     "router_sees_its_part_of_the_model": experts(
         "the router",
@@ -3557,9 +3557,7 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "bias_of_choices_by_the_rows_of_a_part": experts(
         "the choice", (CHOSEN, CHOSEN.replace("(biased,", "(biased - biased.mean((0, 1, 2)),"))
     ),
-    "places_over_all_rows_of_a_part": experts(
-        "places", (PLACES, "    experts, places = config.count, config.places(size) * h.shape[0]")
-    ),
+    "places_over_all_rows_of_a_part": experts("places", (PLACES, PLACES + " * h.shape[0]")),
     "places_are_numbered_over_rows": experts(
         "places",
         (NUMBERED, NUMBERED.replace("one_hot, axis=2) - 1", "one_hot, axis=2).cumsum(0) - 1")),
@@ -3568,7 +3566,7 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
         "places",
         (
             PLACES,
-            "    experts, places = config.count, config.places(size) - 1 + w_gate.shape[0] // 2",
+            PLACES + " - 1 + w_gate.shape[0] // 2",
         ),
     ),
     "first_places_on_all_devices": experts(

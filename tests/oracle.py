@@ -76,11 +76,12 @@ def mix(x, layer, experts):
     """Experts of x[B, L, M]: each does all tokens, and token after token says whether it counts.
     Returns what they add, and, of each expert, the tokens that chose it and their probabilities,
     the square of the logarithm of the softmax's denominator, and the choices without a place."""
+    experts, routing = experts
     (_, length, _), count = x.shape, experts.per_token
-    size = experts.group or length
+    size = routing.group or length
     places = size
-    if experts.capacity_factor is not None:
-        places = math.ceil(experts.capacity_factor * count * size / experts.count)
+    if routing.capacity_factor is not None:
+        places = math.ceil(routing.capacity_factor * count * size / experts.count)
     powers = jnp.exp(x @ layer["w_router"])
     likely = scores = powers / powers.sum(-1, keepdims=True)
     if experts.score == "sigmoid":
@@ -130,10 +131,10 @@ def laid_out_objective(weights, targets, before, position, sees, max_timescale, 
     loss = -jnp.sum(jnp.where(targets != 0, jnp.log(likelihood[..., 0]), 0)) / count
     if not experts:
         return loss, None
-    cost = 0
+    cost, (_, routing) = 0, experts
     for load, likely, z, _ in routed:  # of each layer
         parts = load / load.sum(), likely / targets.size
-        cost += experts.balance_cost * experts.count * jnp.dot(*parts) + experts.z_cost * z / count
+        cost += routing.balance_cost * load.size * jnp.dot(*parts) + routing.z_cost * z / count
     loads, _, _, dropped = zip(*routed, strict=True)
     loads = jnp.stack(loads)
     return loss + cost, (loss, loads, sum(dropped) / loads.sum())

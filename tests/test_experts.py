@@ -22,15 +22,27 @@ from tests.helpers import (
 )
 from tests.test_train import plain, random_rows
 
-EXPERTS = "model.experts={count: 8, per_token: 2, d_ff: 24"
-COSTS = "balance_cost: 0.5, z_cost: 0.1"
+ONLY = "model.d_ff=0"  # no expert that all tokens take
+
+
+def settings(places, costs=True, **options):
+    options = {"count": 8, "per_token": 2, "d_ff": 24} | options
+    experts = ", ".join(f"{key}: {value}" for key, value in options.items())
+    costs = ["training.routing.balance_cost=0.5", "training.routing.z_cost=0.1"] * costs
+    return [
+        f"model.experts={{{experts}}}",
+        f"training.routing.capacity_factor={places}",
+        *costs,
+    ]
+
+
 # The experts, and whether they drop choices.
 VARIANTS = {
-    "dropping": (["model.d_ff=0", EXPERTS + ", capacity_factor: 0.75, " + COSTS + "}"], True),
-    "in groups": ([EXPERTS + ", capacity_factor: 1, group: 3, " + COSTS + "}"], True),
-    "enough places": ([EXPERTS + ", capacity_factor: 4, bias_rate: 0, " + COSTS + "}"], False),
-    "dropless": (["model.d_ff=0", EXPERTS + ", capacity_factor: null, renormalize: false}"], False),
-    "sigmoid": (["model.d_ff=0", EXPERTS + ", score: sigmoid, " + COSTS + "}"], True),
+    "dropping": ([ONLY, *settings(0.75)], True),
+    "in groups": ([*settings(1), "training.routing.group=3"], True),
+    "enough places": (settings(4, bias="false"), False),
+    "dropless": ([ONLY, *settings("null", costs=False, renormalize="false")], False),
+    "sigmoid": ([ONLY, *settings(1.25, score="sigmoid")], True),
 }
 
 
@@ -74,7 +86,7 @@ def expected(name):
         targets=targets,
         is_start=is_start,
         max_timescale=100,
-        experts=config.model.experts,
+        experts=(config.model.experts, config.training.routing),
     )
     (_, others), grads = jax.value_and_grad(objective, has_aux=True)(weights)
     return jax.device_get((others, grads))
@@ -89,7 +101,12 @@ LAYOUTS = [*MESHES, (4, 2, 2), (2, 2, 1, 2)]
 def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, name, axes):
     overrides, drops = VARIANTS[name]
     config = small_config(*overrides)
-    if len(axes) == 4 and axes[3] > 1 and "group" not in overrides[-1]:
+    if (
+        len(axes) == 4
+        and axes[3] > 1
+        and "group" not in overrides[-1]
+        and "null" not in overrides[-1]
+    ):
         pytest.skip("a group is a whole row")
     loss, sums, grads, _ = losses(in_f32, config, mesh(*axes))
     (expected_loss, loads, dropped), expected_grads = expected(name)

@@ -132,12 +132,6 @@ def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
     return weight
 
 
-def without_drops(model: train.ModelConfig) -> train.ModelConfig:
-    """The model whose experts take all tokens that choose them."""
-    experts = model.experts and dataclasses.replace(model.experts, capacity_factor=None, group=None)
-    return dataclasses.replace(model, experts=experts)
-
-
 @pytree_dataclass
 class Cache:
     """A layer's keys, with RoPE applied, and values. Positions that are not yet computed are never
@@ -195,7 +189,7 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    how = without_drops(config.model), check_gathered, unroll
+    how = config.model, train.DROPLESS, check_gathered, unroll
     x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, *how)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
@@ -380,8 +374,8 @@ def with_rows(config: train.Config, length: int) -> train.Config:
         "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
     }
     # These divide the training's rows. Here rows aren't divided.
-    config = config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
-    return dataclasses.replace(config, model=without_drops(config.model))
+    whole = {"training.microbatches": 1, "mesh.c": 1, "training.routing.capacity_factor": None}
+    return config.changed(size | whole)
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:

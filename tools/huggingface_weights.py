@@ -12,10 +12,10 @@ config needs to start from the imported weights with paths.clone_from. --config=
 config, for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`. The
 tokenizer, config.json and generation_config.json are kept beside the checkpoint.
 
-Experts are imported with capacity_factor: null, which drops nothing, as in these families. What
-config.json says of training alone isn't imported: dropout, router_jitter_noise, and
+What config.json says of training alone isn't imported: dropout, router_jitter_noise, and
 router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
-them, which is another cost than balance_cost's. Nor are capacity_factor, group and costs exported.
+them, which is another cost than training.routing.balance_cost's. Nothing of training.routing is
+exported. transformers drops no token's experts: training.routing.capacity_factor=null is the same.
 
 Export takes a checkpoint, or the newest complete one of a folder. The weights stay float32, bit for
 bit, unless --dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from
@@ -129,7 +129,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", {"qk_norm": "all", "experts.renormalize": ANY}),
 }
 # What all families with experts have, unless stated otherwise.
-EXPERTS = {"score": "softmax", "renormalize": True, "bias_rate": 0.0}
+EXPERTS = {"score": "softmax", "renormalize": True, "bias": False}
 
 # config.json's names for the fields of train.ModelConfig, for those of train.ExpertsConfig by
 # family, and for those of train.RopeScalingConfig, which are in its rope_parameters of type llama3.
@@ -462,7 +462,7 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
     values["sliding_window"] = getattr(config, "sliding_window", None)
     if names := MIXTURES.get(config.model_type):
         experts = {ours: getattr(config, theirs) for theirs, ours in names.items()}
-        values |= {"d_ff": 0, "experts": EXPERTS | {"capacity_factor": None} | experts}
+        values |= {"d_ff": 0, "experts": EXPERTS | experts}
     try:
         checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
         model = cast(train.ModelConfig, OmegaConf.to_object(checked))

@@ -98,7 +98,7 @@ def scores(
         return logit - jnp.log(sum_exp), logit == 0
 
     parts = max(1, batch.targets.shape[1] // generate.PREFILL)
-    x, _ = train.forward(replica, batch, generate.without_drops(config))
+    x, _ = train.forward(replica, batch, config)
     whole = x, batch.targets
     split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
     nats, best = lax.map(lambda part: score(*part), split)

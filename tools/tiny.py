@@ -44,7 +44,7 @@ from tools import generate
 def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L/c V/t"]:
     """The logits as training computes them, without dropped choices of experts."""
     replica = train.gather_replica(weights)
-    x, _ = train.forward(replica, batch, generate.without_drops(config.model))
+    x, _ = train.forward(replica, batch, config.model)
     return train.unembed(train.output_weights(replica), x, config.model)
 
 

@@ -458,7 +458,7 @@ def trained(tmp_path_factory):
 
 MIXTURE = (
     "model.d_ff=0",
-    "model.experts={count: 4, per_token: 2, d_ff: 24, capacity_factor: null, bias_rate: 0}",
+    "model.experts={count: 4, per_token: 2, d_ff: 24, bias: false}",
 )
 
 
@@ -756,13 +756,13 @@ MODELS = {
     "a width that no OLMoE has": [
         "model.qk_norm=all",
         "model.d_ff=0",
-        OF_EXPERTS + ", bias_rate: 0}",
+        OF_EXPERTS + ", bias: false}",
     ],
     "a bias of the router": ["model.d_ff=0", OF_EXPERTS + "}"],
-    "an expert that all tokens take": [OF_EXPERTS + ", bias_rate: 0}"],
+    "an expert that all tokens take": [OF_EXPERTS + ", bias: false}"],
     "scores that Mixtral hasn't": [
         "model.d_ff=0",
-        OF_EXPERTS + ", bias_rate: 0, renormalize: false}",
+        OF_EXPERTS + ", bias: false, renormalize: false}",
     ],
 }
 
