@@ -268,7 +268,7 @@ class Config(RunConfig, DataConfig):
         if self.model.experts:
             routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
             group = routing.capacity_factor and (routing.group or hyper.tokens.len)
-            problem = f"it must divide {piece}, a device's tokens in sequence"
+            problem = f"it must divide {piece}, a device's tokens in sequence; null is a row"
             self.require(piece % (group or 1) == 0, "training.routing.group", problem)
             fits = hyper.microbatches == 1 or not routing.balance_cost
             problem = "it needs training.microbatches=1, as it isn't a sum over them"

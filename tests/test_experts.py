@@ -1,5 +1,6 @@
 """Tests the mixture of experts against an oracle that goes token by token, on every mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -90,6 +91,31 @@ def expected(name):
     )
     (_, others), grads = jax.value_and_grad(objective, has_aux=True)(weights)
     return jax.device_get((others, grads))
+
+
+def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
+    """In a model with a bias that has already moved."""
+    config = small_config(*settings(1, costs=False), "training.routing.bias_rate=0.01")
+    targets, is_start = random_rows()
+    with jax.set_mesh(mesh(2, 4)):
+        state = in_f32.init_state(config)
+        bias = 0.1 * jax.random.normal(jax.random.key(2), state.weights.layers.b_router.shape)
+        layers = dataclasses.replace(state.weights.layers, b_router=bias)
+        weights = dataclasses.replace(state.weights, layers=layers)
+        state = dataclasses.replace(state, weights=weights)
+        state = jax.device_put(state, make_shardings(of_model(in_f32.State, config)))
+        before = plain(jax.device_get(state.weights))
+        batch = token_batch(in_f32.TokenBatch, targets, is_start)
+        batch = jax.device_put(batch, make_shardings(in_f32.TokenBatch))
+        state, metrics = jax.device_get(in_f32.training_step(state, batch, config))
+    experts = config.model.experts, config.training.routing
+    _, (_, loads, dropped) = oracle.objective(before, targets, is_start, 100, experts=experts)
+    even = loads.sum(-1, keepdims=True) / 8
+    np.testing.assert_allclose(metrics.loads, loads / even, rtol=1e-6)
+    np.testing.assert_allclose(metrics.dropped, dropped, rtol=1e-6)
+    moved = state.weights.layers.b_router - before["layers"]["b_router"]
+    assert len({*np.sign(even - loads).ravel().tolist()}) >= 2
+    np.testing.assert_allclose(moved, 0.01 * np.sign(even - loads), atol=1e-7)
 
 
 # (d, t, r, c)

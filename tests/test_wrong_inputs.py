@@ -42,6 +42,7 @@ MODEL = [
     "paths.model_name=run",
 ]
 TOKENS, STARTS = "tokens.zarr/train/encoded_tokens", "tokens.zarr/train/seq_starts"
+EXPERTS = "model.experts={count: 8, d_ff: 8"
 STREAM = ["flat_tokens.sequence_packing=false"]
 
 
@@ -124,6 +125,27 @@ CASES = {
     "a word in a list": (nothing, ["training.skip_steps=[first]"]),
     "a list in a list": (nothing, ["training.skip_steps=[[1]]"]),
     "a step below 0": (nothing, ["training.skip_steps=[3,-1]"]),
+    "experts without their number": (nothing, ["model.experts.per_token=2"]),
+    "more experts for a token than there are": (nothing, [f"{EXPERTS}, per_token: 9}}"]),
+    "scores of experts of another kind": (nothing, [f"{EXPERTS}, per_token: 2, score: linear}}"]),
+    "no place for any token": (nothing, ["training.routing.capacity_factor=0"]),
+    "no feed-forward and no experts": (nothing, ["model.d_ff=0"]),
+    "groups of tokens that a row isn't": (
+        nothing,
+        [f"{EXPERTS}, per_token: 2}}", "training.routing.group=5"],
+    ),
+    "a row's places on several devices": (nothing, [f"{EXPERTS}, per_token: 2}}", "mesh.c=2"]),
+    "a balance of microbatches": (
+        nothing,
+        [
+            f"{EXPERTS}, per_token: 2}}",
+            *("training.routing.balance_cost=1", "training.microbatches=2"),
+        ],
+    ),
+    "experts that don't split over t": (
+        nothing,
+        ["model.experts={count: 3, d_ff: 8, per_token: 2}", "mesh.t=2"],
+    ),
     "neither a dataset nor a mixture": (nothing, ["flat_tokens.filespec=null"]),
     "a dataset and a mixture": (nothing, ["flat_tokens.mixture=[{filespec: x, weight: 1}]"]),
     "a mixture that is no list": (nothing, ["flat_tokens.mixture=x.zarr"]),
