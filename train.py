@@ -53,6 +53,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax import lax
 
@@ -86,6 +87,7 @@ from shardlib.types import (
     i32,
     make_shapes,
     make_shardings,
+    mesh_shape,
     present,
     pytree_dataclass,
     type_tree,
@@ -189,7 +191,12 @@ class TrainingConfig(Section, key="training"):
     steps: PositiveInt
     steps_for_lr: PositiveInt
     learning_rate: NonNegativeFloat
-    cosine_learning_rate_final_fraction: NonNegativeFloat
+    schedule: str  # of the learning rate after the warmup: cosine, linear, wsd or constant
+    cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
+    cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
+    optimizer: str  # adamw; or muon, for the layers' matrices, and AdamW for the rest
+    muon_momentum: Fraction
+    no_decay: tuple[str, ...]  # weights without weight decay, of gains, biases and embeddings
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: NonNegativeFloat
@@ -209,6 +216,13 @@ class TrainingConfig(Section, key="training"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        self.require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon")
+        known = self.schedule in ("cosine", "linear", "wsd", "constant")
+        self.require(known, "schedule", "cosine, linear, wsd or constant")
+        falls = self.schedule != "wsd" or self.cooldown_steps > 0
+        self.require(falls, "cooldown_steps", "it must be above 0 with schedule=wsd")
+        known = {"gains", "biases", "embeddings"} >= {*self.no_decay}
+        self.require(known, "no_decay", "of gains, biases and embeddings")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -733,12 +747,27 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
 # --- Training step --------------------------------------------------------------------------------
 
 
+def is_matrix(kind: ArrayType) -> bool:
+    """Whether an array holds matrices of layers, which Muon optimizes. Dimensions before M number
+    them, and M and what follows are rows and columns. So w_q is M by Q*K*D, all heads at once, and
+    each expert has three of its own. The router, whose M is split over t too, is none."""
+    return Dim("M", ("c", "d")) in kind.spec.dims[1:-1] and "t" in kind.spec.axes
+
+
+def second_moment(kind: ArrayType) -> ArrayType:
+    """The type of a weight's second moment, which Muon's matrices don't have."""
+    return array_type(kind.element, kind.spec, is_matrix(kind))
+
+
+SecondMoments = Mapped[second_moment, Weights]
+
+
 @pytree_dataclass
 class State:
     step: u32[""]  # completed steps
     weights: Weights
-    mu: Weights  # Adam's first moments
-    nu: Weights  # Adam's second moments
+    mu: Weights  # averages of gradients
+    nu: SecondMoments  # of AdamW: averages of their squares
 
 
 @pytree_dataclass
@@ -752,30 +781,100 @@ class Metrics:
     dropped: f32[""] | None = None  # the part of the choices of experts that found no place
 
 
+def divided(tree: Any, config: Config) -> tuple[Any, Any]:
+    """Of a tree like Weights, what AdamW optimizes, and what Muon does; None in place of others."""
+    muon = config.training.optimizer == "muon"
+    kinds, map_ = type_tree(Weights), jax.tree.map
+    adamw = map_(lambda kind, x: None if muon and is_matrix(kind) else x, kinds, tree)
+    return adamw, map_(lambda kind, x: x if muon and is_matrix(kind) else None, kinds, tree)
+
+
+def together(one: Any, other: Any) -> Any:
+    """Undoes `divided`."""
+    return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
+
+
+def state_type(config: Config) -> Any:
+    """The types of a state's arrays."""
+    weights = present(Weights, config.model.parts)
+    return State(u32[""], weights, weights, divided(weights, config)[0])
+
+
 @typechecked
-def fresh_state(weights: Weights) -> State:
+def fresh_state(weights: Weights, config: Config) -> State:
     """Step 0 with these weights and zero moments."""
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    return State(jnp.uint32(0), weights, zeros, zeros)
+    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])
 
 
 @typechecked
 def init_state(config: Config) -> State:
     """A fresh state, sharded over the mesh in context. Its values are the same on any mesh."""
-    shardings = make_shardings(present(State, config.model.parts))
-    return jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=shardings)()
+    shardings = make_shardings(state_type(config))
+    return jax.jit(lambda: fresh_state(init_weights(config), config), out_shardings=shardings)()
 
 
-def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
-    """Linear warmup to the peak at `warmup_steps`, then a half-cosine decay to the final fraction
-    at `steps_for_lr`. The first step is 1."""
-    now = step.astype(f32.dtype)
-    warmup = now / max(config.warmup_steps, 1)
-    decay_steps = max(config.steps_for_lr - config.warmup_steps, 1)
-    decay = jnp.clip((now - config.warmup_steps) / decay_steps, 0, 1)
+@pytree_dataclass
+class Average:
+    """The weights of an exponential moving average: `old` and `new` add up to one. After so many
+    steps from zero on, the weights of what was averaged add up to 1 / `unbiased`."""
+
+    old: f32[""]
+    new: f32[""]
+    unbiased: f32[""]
+
+    def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
+        return self.old * average + self.new * x
+
+
+@pytree_dataclass
+class Hyper:
+    """The numbers of an update that come from the config, and from the step by way of the config.
+    They are arguments of the training step, so that runs that differ in them share a program."""
+
+    learning_rate: f32[""]
+    weight_decay: f32[""]
+    grad_clip: f32[""]
+    adam_eps: f32[""]
+    adam_eps_root: f32[""]
+    b1: Average
+    b2: Average
+    momentum: Average
+    ahead: Average  # momentum, a step later
+
+
+def hyper_at(step: int, config: TrainingConfig) -> Hyper:
+    """The numbers of the update after `step` others, computed in f64. In f32, 1 - 0.9 isn't 0.1."""
+
+    def average(b: float, steps: int) -> Any:
+        return Average(*map(np.float64, (b, 1 - b, 1 / (1 - b**steps))))
+
+    now, values = step + 1, vars(config)
+    same = {f.name: values[f.name] for f in dataclasses.fields(Hyper) if f.name in values}
+    hyper = Hyper(
+        **same | {"learning_rate": learning_rate(now, config)},
+        b1=average(config.adam_b1, now),
+        b2=average(config.adam_b2, now),
+        momentum=average(config.muon_momentum, now),
+        ahead=average(config.muon_momentum, now + 1),
+    )
+    return jax.tree.map(np.float32, hyper)
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Linear warmup to the peak at `warmup_steps`, then a decay to the final fraction at
+    `steps_for_lr`: along a half cosine, linear, only in the last `cooldown_steps` and linear there
+    (warmup-stable-decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395, section 4), or none. The
+    first step is 1."""
+    warmup = step / max(config.warmup_steps, 1)
+    stable = config.steps_for_lr - config.cooldown_steps
+    start = stable if config.schedule == "wsd" else config.warmup_steps
+    done = min(max((step - start) / max(config.steps_for_lr - start, 1), 0), 1)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}.get(
+        config.schedule, 1 - done
+    )
     final = config.cosine_learning_rate_final_fraction
-    cosine = final + (1 - final) * (1 + jnp.cos(jnp.pi * decay)) / 2
-    return config.learning_rate * jnp.minimum(warmup, cosine)
+    return config.learning_rate * min(warmup, final + (1 - final) * left)
 
 
 @typechecked
@@ -814,32 +913,126 @@ def loss_and_grads(
     return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
 
 
+def decays(name: str, config: TrainingConfig) -> bool:
+    """Whether weight decay applies to a weight of this name."""
+    kind = {"norm": "gains", "b": "biases", "embed": "embeddings"}
+    return kind.get("norm" if name.endswith("norm") else name.split("_")[0]) not in config.no_decay
+
+
+def adamw(
+    weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
+) -> tuple[Any, Any, Any]:
+    """A step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
+    As is customary, weight decay is scaled by the learning rate. Returns the new weights and
+    moments."""
+    mu = jax.tree.map(hyper.b1.next, mu, grads)
+    nu = jax.tree.map(lambda v, g: hyper.b2.next(v, g * g), nu, grads)
+    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.b1.unbiased, hyper.b2.unbiased
+
+    def update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
+        decay = hyper.weight_decay if decays(path[-1].name, config.training) else 0
+        return w - rate * (m * mu_scale / root + decay * w)
+
+    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
+
+
+def muon(weights: Any, grads: Any, mu: Any, hyper: Hyper) -> tuple[Any, Any]:
+    """A step of Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The change is
+    Nesterov's momentum, orthogonalized, and of about the size that AdamW's has, so that its rates
+    and its decay do: Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2. Returns the
+    new weights and momentum."""
+    now, ahead = hyper.momentum, hyper.ahead
+    mu = jax.tree.map(now.next, mu, grads)
+
+    def nesterov(m: jax.Array, g: jax.Array) -> jax.Array:
+        return ahead.old * ahead.unbiased * m + now.new * now.unbiased * g
+
+    def update(w: jax.Array, change: jax.Array) -> jax.Array:
+        return w - hyper.learning_rate * (change + hyper.weight_decay * w)
+
+    return jax.tree.map(update, weights, orthogonalized(jax.tree.map(nesterov, mu, grads))), mu
+
+
+def orthogonalized(tree: Any) -> Any:
+    """Orthogonalizes the matrices of a tree of weights. Stacks those of one shape, whatever they
+    are for, so that few layers fill many devices."""
+    arrays, kinds = named(tree), named(type_tree(Weights))
+    stacks: dict[Any, dict[str, jax.Array]] = {}
+    patterns = {name: as_matrices(kinds[name]) for name in arrays}
+    for name, (stored, stacked, layout) in patterns.items():
+        x = rearrange(arrays[name].astype(compute.dtype), f"{stored} -> {stacked}")
+        stacks.setdefault((layout, x.shape[2:]), {})[name] = x
+    for (layout, _), stack in stacks.items():
+        x = orthogonalize(layout, jnp.concatenate([*stack.values()], axis=1))
+        for name, part in zip(stack, jnp.split(x, len(stack), axis=1), strict=True):
+            stored, stacked, _ = patterns[name]
+            sizes = dict(zip(stored.split(), arrays[name].shape, strict=True))
+            arrays[name] = rearrange(part, f"{stacked} -> {stored}", **sizes)
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
+
+
+def as_matrices(kind: ArrayType) -> tuple[str, str, str]:
+    """An array of matrices as it is stored, and as matrices of experts and layers, both for einops,
+    and the layout of these with experts and layers in one. Columns that are split come first, so
+    that what a device has of them stays in one piece."""
+    dims = kind.spec.dims
+    rows = dims.index(Dim("M", ("c", "d")))
+    experts = " ".join(dim.name for dim in dims[1:rows])
+    columns = " ".join(dim.name for dim in sorted(dims[rows + 1 :], key=lambda dim: not dim.axes))
+    layout = "N/t M/c/d X" if experts else "N M/c/d X/t"
+    return " ".join(dim.name for dim in dims), f"{experts or 1} layers M ({columns})", layout
+
+
+@typechecked
+def orthogonalize(layout: str, x: jax.Array) -> jax.Array:
+    """Orthogonalizes matrices. That takes whole ones, so each device gets some, computes, and gives
+    back the parts. Zeros make their number a multiple of the devices'."""
+    mesh, n = mesh_shape(), x.shape[0] * x.shape[1]
+    devices = math.prod(mesh.values()) // (mesh["t"] if layout.startswith("N/t") else 1)
+
+    def lengthened(x: jax.Array, by: int) -> jax.Array:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), (0, 0, 0), (0, 0, 0)])
+
+    stack = lengthened(x.reshape(n, *x.shape[2:]), -n % devices)
+    whole = ops.all_to_all(f"{layout} -> N/t/c/d M X", stack)
+    parts = ops.all_to_all(f"N/t/c/d M X -> {layout}", newton_schulz(whole))
+    change = lengthened(parts, -(-n % devices)).reshape(x.shape).astype(f32.dtype)
+    return 0.2 * max(whole.shape[1:]) ** 0.5 * change
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Matrices with about the singular vectors of these and singular values near 1, by five steps
+    of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
+    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
+    x = (x / (jnp.sqrt(squares) + 1e-8)).astype(x.dtype)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 @typed_shard_map
-def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
-    """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
-    As is customary, weight decay is scaled by the learning rate, and gradients are first clipped by
-    their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
-    isn't finite leaves weights and moments as they were, and still advances `step`."""
-    hyper, tree_map = config.training, jax.tree.map
+def training_step(
+    state: State, batch: TokenBatch, hyper: Hyper, config: Config
+) -> tuple[State, Metrics]:
+    """One step of the optimizer. Gradients are first clipped by their global norm. A step whose
+    loss or gradient isn't finite leaves weights and moments as they were, and still advances
+    `step`."""
+    tree_map = jax.tree.map
     loss, sums, raw_grads = loss_and_grads(state.weights, batch, config)
     # One all-reduce of a scalar, as the types of all weights name the same axes.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
 
-    step = state.step + 1
-    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)
-    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
-    mu_scale = 1 / (1 - b1 ** step.astype(f32.dtype))
-    nu_scale = 1 / (1 - b2 ** step.astype(f32.dtype))
-
-    def update(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
-        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
-
-    weights = tree_map(update, state.weights, mu, nu)
+    (w, matrices), (g, g_matrices), (m, m_matrices) = (
+        divided(tree, config) for tree in (state.weights, grads, state.mu)
+    )
+    w, m, nu = adamw(w, g, m, state.nu, hyper, config)
+    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
     loads = dropped = None
     if experts := config.model.experts:
         loads = sums.load / sums.load.mean(-1, keepdims=True)
@@ -858,8 +1051,9 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
-    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)
-    return State(step, weights, mu, nu), metrics
+    rate, skipped = hyper.learning_rate, 1 - finite.astype(u32.dtype)
+    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)
+    return State(state.step + 1, weights, mu, nu), metrics
 
 
 def norm_names(config: Config) -> list[str]:
@@ -934,18 +1128,22 @@ def resized(
         raise UserError(f"{error}{cure if sizes else ''}") from None
 
 
+def step_arguments(config: Config) -> Any:
+    """The types of the arrays that `training_step` takes."""
+    return state_type(config), type_tree(TokenBatch), type_tree(Hyper)
+
+
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
     """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
     doesn't split over the mesh."""
-    hint = present(tuple[State, TokenBatch], config.model.parts)
     with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
-        shapes = make_shapes(hint, dimensions(config), DIMENSIONS)
+        shapes = make_shapes(step_arguments(config), dimensions(config), DIMENSIONS)
         return audit.traced(training_step, *shapes, config)
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
     """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
-    hint = present(tuple[State, TokenBatch], config.model.parts)
+    hint = step_arguments(config)
     shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
     placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
     with computing_in(config.dtype):
@@ -1038,9 +1236,9 @@ def starting_state(
         return init_state(config), ""
     if source is not checkpoints and config.paths.clone_weights_only:
         weights = source.restore("weights")
-        shardings = make_shardings(present(State, config.model.parts))
-        make = jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings)
-        return make(weights), f"weights from {source.newest.path}"
+        shardings = make_shardings(state_type(config))
+        make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
+        return make(weights, config), f"weights from {source.newest.path}"
     state = source.restore()
     data.resume(source.position)
     return state, f"resumed at step {source.newest.step} from {source.newest.path}"
@@ -1065,7 +1263,7 @@ def train(
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
     checkpoints = Checkpoints(
-        run.checkpoints, present(State, config.model.parts), dimensions(config), config.to_yaml(),
+        run.checkpoints, state_type(config), dimensions(config), config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
@@ -1100,7 +1298,7 @@ def train(
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
-            state, metrics = step_once(state, batch)
+            state, metrics = step_once(state, batch, hyper_at(step, hyper))
         row = {name: x for name, x in vars(metrics).items() if x is not None}
         row |= at_start if step == 0 else {}
         run.log(step, row, functools.partial(describe_failure, step, batch))
@@ -1121,7 +1319,7 @@ def main(config: Config) -> int:
     run = Run(config)
     with jax.set_mesh(mesh):
         # Raises if a dimension doesn't split.
-        make_shapes(present(tuple[State, TokenBatch], config.model.parts), sizes, DIMENSIONS)
+        make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     # Outside of set_mesh, because the type check traces on a mesh of another size.
     with run, checked(config) as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):

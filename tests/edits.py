@@ -100,15 +100,16 @@ ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grad
 COUNT = "    count = target_count(batch)"
 TOTAL = "    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
-RATE = "    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)"
-MU = "    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)"
-NU = "    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)"
-UPDATE = "        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)"
-UPDATED = "    weights = tree_map(update, state.weights, mu, nu)"
-METRICS = (
-    "    metrics = Metrics("
-    "loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)"
-)
+NU = "    nu = jax.tree.map(lambda v, g: hyper.b2.next(v, g * g), nu, grads)"
+RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.b1.unbiased, hyper.b2.unbiased"
+UPDATE = "        return w - rate * (m * mu_scale / root + decay * w)"
+UPDATES = "    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu"
+UPDATED = "    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))"
+STATE = "    return State(state.step + 1, weights, mu, nu), metrics"
+STORED_NU = "    nu: SecondMoments  # of AdamW: averages of their squares"
+FRESH = "    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])"
+TYPE = '    return State(u32[""], weights, weights, divided(weights, config)[0])'
+METRICS = "    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)"
 VALIDATION = "    return sums.nats / target_count(batch)"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
@@ -142,7 +143,8 @@ def muon(body: str) -> Edit:
     changed = f"""
     m = mu.layers.w_up
     {textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()}
-    layers = dataclasses.replace(weights.layers, w_up=state.weights.layers.w_up - rate * direction)
+    w_up = state.weights.layers.w_up - hyper.learning_rate * direction
+    layers = dataclasses.replace(weights.layers, w_up=w_up)
     weights = dataclasses.replace(weights, layers=layers)
     """
     return Edit("part of a whole", (ORTHOGONAL, after(UPDATED, changed)))
@@ -418,7 +420,7 @@ WRONG: dict[str, Edit] = {
         MESH,
         UPDATE,
         """
-        decay = hyper.weight_decay / hyper.microbatches
+        decay = hyper.weight_decay / config.training.microbatches
         return w - rate * (m * mu_scale / root + decay * w)
         """,
     ),
@@ -445,10 +447,12 @@ WRONG: dict[str, Edit] = {
         MESH,
         (
             (
-                RATE,
-                RATE
-                + "\n    rows = hyper.tokens.batch // (config.mesh.d * hyper.microbatches)"
-                + "\n    b2 = 1 - (1 - b2) * rows / 16",
+                CLIPPED,
+                CLIPPED
+                + "\n    rows = config.training.tokens.batch // config.mesh.d"
+                + "\n    new = hyper.b2.new * rows / 16"
+                + "\n    b2 = dataclasses.replace(hyper.b2, old=1 - new, new=new)"
+                + "\n    hyper = dataclasses.replace(hyper, b2=b2)",
             ),
         ),
     ),
@@ -626,7 +630,7 @@ WRONG: dict[str, Edit] = {
         ARRAY,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         frozen = jnp.arange(weights.embed.shape[0])[:, None] < 4
         embed = jnp.where(frozen, state.weights.embed, weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
@@ -781,7 +785,7 @@ WRONG: dict[str, Edit] = {
         RESHAPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         pairs = rearrange(weights.embed, "(two V) M -> V two M", two=2)
         pairs = pairs.at[:, 1].add(1e-2 * pairs[:, 0])
         weights = dataclasses.replace(weights, embed=rearrange(pairs, "V two M -> (two V) M"))
@@ -956,7 +960,7 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         embed = unit_rows("V/t M/c/d -> V/t M/c/d", weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
         """,
@@ -995,7 +999,7 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         trust = length("V/t M/c/d -> ", state.weights.embed)
         weights = dataclasses.replace(weights, embed=weights.embed / trust)
         """,
@@ -1780,7 +1784,7 @@ WRONG: dict[str, Edit] = {
     "layerwise_second_moment": instead(
         OPTIMIZER,
         NU,
-        "nu = tree_map(lambda v, g: b2 * v + (1 - b2) * jnp.mean(g * g), state.nu, grads)",
+        "nu = jax.tree.map(lambda v, g: hyper.b2.next(v, jnp.mean(g * g)), nu, grads)",
     ),
     "max_norm_by_concatenation": instead(
         OPTIMIZER,
@@ -1818,19 +1822,16 @@ WRONG: dict[str, Edit] = {
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], zeros)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, zeros)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
+                STATE,
                 "    decay = 0.99 ** (1 / config.mesh.d)\n"
                 "    average = tree_map(lambda a, w: decay * a + (1 - decay) * w,"
-                " state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                " state.average, weights)\n" + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
@@ -1838,19 +1839,17 @@ WRONG: dict[str, Edit] = {
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], zeros)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, zeros)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
+                STATE,
                 "    def pulled(a: jax.Array, w: jax.Array) -> jax.Array:\n"
                 "        return a + (w - a) / (1 + jnp.sum((w - a) ** 2))\n\n"
                 "    average = tree_map(pulled, state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
@@ -2082,7 +2081,7 @@ WRONG: dict[str, Edit] = {
     ),
     "loss_metric_by_microbatches": Edit(
         METRIC,
-        (("metrics = Metrics(loss,", "metrics = Metrics(loss / hyper.microbatches,"),),
+        (("metrics = Metrics(loss,", "metrics = Metrics(loss / config.training.microbatches,"),),
     ),
     # --- Initial state ---
     "residual_scale_by_mesh": Edit(
@@ -2126,9 +2125,9 @@ WRONG: dict[str, Edit] = {
         INIT,
         (
             (
-                "jax.jit(lambda: fresh_state(init_weights(config)), out",
+                "jax.jit(lambda: fresh_state(init_weights(config), config), out",
                 "jax.jit(\n        lambda: dataclasses.replace(\n"
-                "            fresh_state(init_weights(config)),\n"
+                "            fresh_state(init_weights(config), config),\n"
                 "            step=jnp.uint32(config.training.microbatches),\n"
                 "        ), out",
             ),
@@ -2437,8 +2436,8 @@ NOT_PROMISED: dict[str, Edit] = {
             (
                 RATE,
                 RATE
-                + "\n    seen = step * hyper.tokens.batch * hyper.tokens.len // config.mesh.d"
-                + "\n    rate = rate * jnp.minimum(1, seen / 2000)",
+                + "\n    tokens = config.training.tokens.batch * config.training.tokens.len"
+                + "\n    rate = rate * jnp.minimum(1, tokens // config.mesh.d / 20)",
             ),
         ),
     ),
@@ -3018,10 +3017,10 @@ RIGHT: dict[str, Edit] = {
     },
     "nesterov": instead(
         "optimizer",
-        UPDATED,
+        UPDATES,
         """
-        ahead = tree_map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
-        weights = tree_map(update, state.weights, ahead, nu)
+        ahead = jax.tree.map(hyper.b1.next, mu, grads)
+        return jax.tree_util.tree_map_with_path(update, weights, ahead, nu), mu, nu
         """,
     ),
     "adafactor": block("optimizer", NU, FACTORED),
@@ -3032,7 +3031,7 @@ RIGHT: dict[str, Edit] = {
         whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", mu.layers.w_up))
         direction = part("layers M F -> layers M/c/d F/t", whole)
         layers = dataclasses.replace(
-            weights.layers, w_up=state.weights.layers.w_up - rate * direction
+            weights.layers, w_up=state.weights.layers.w_up - hyper.learning_rate * direction
         )
         weights = dataclasses.replace(weights, layers=layers)
         """,
@@ -3062,14 +3061,14 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         change = tree_map(operator.sub, weights, state.weights)
         sizes = ops.sums_of_squares(Weights, state.weights, "layers")
         steps = ops.sums_of_squares(Weights, change, "layers")
         leaves, tree = jax.tree.flatten(change)
         scaled = []
         for leaf, size, length in zip(leaves, sizes, steps, strict=True):
-            trust = jnp.sqrt(size / (length + 1e-9)) * rate
+            trust = jnp.sqrt(size / (length + 1e-9)) * hyper.learning_rate
             scaled.append(leaf * trust.reshape(-1, *[1] * (leaf.ndim - 1)))
         weights = tree_map(operator.add, state.weights, jax.tree.unflatten(tree, scaled))
         """,
@@ -3087,7 +3086,7 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         squares = ops.reduce_sum("V/t M/c/d -> V/t {U:d,c}", jnp.square(weights.embed))
         squares = ops.psum("V/t {U:d,c} -> V/t", squares)
         embed = weights.embed * lax.rsqrt(squares + 1e-9)[:, None]
@@ -3096,59 +3095,56 @@ RIGHT: dict[str, Edit] = {
     ),
     "gains_not_decayed": instead(
         "optimizer",
-        UPDATED,
+        UPDATES,
         """
         def named_update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            new = update(w, m, v)
+            new = update(path, w, m, v)
             is_gain = path[-1].name.endswith("norm")
             return new + rate * hyper.weight_decay * w if is_gain else new
 
-        weights = jax.tree_util.tree_map_with_path(named_update, state.weights, mu, nu)
+        return jax.tree_util.tree_map_with_path(named_update, weights, mu, nu), mu, nu
         """,
     ),
     "average_weights": Edit(
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], weights)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, weights)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
-                "    decay = jnp.minimum(0.99, (1 + step) / (10 + step))\n"
+                STATE,
+                "    decay = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))\n"
                 "    average = tree_map(lambda a, w: decay * a + (1 - decay) * w,"
-                " state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                " state.average, weights)\n" + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
     "constant_and_linear_decay": instead(
         "schedule",
-        "    return config.learning_rate * jnp.minimum(warmup, cosine)",
+        "    return config.learning_rate * min(warmup, final + (1 - final) * left)",
         """
-        linear = jnp.clip(5 * (1 - decay), 0, 1)
-        return config.learning_rate * jnp.minimum(warmup, linear)
+        linear = min(5 * (1 - done), 1)
+        return config.learning_rate * min(warmup, linear)
         """,
     ),
     "inverse_root": instead(
         "schedule",
-        "    return config.learning_rate * jnp.minimum(warmup, cosine)",
-        "return config.learning_rate * jnp.minimum(warmup, lax.rsqrt(now)) + 0 * cosine",
+        "    return config.learning_rate * min(warmup, final + (1 - final) * left)",
+        "return config.learning_rate * min(warmup, step**-0.5) + 0 * left",
     ),
     "decay_scheduled": instead(
         "schedule",
         UPDATE,
         """
-        decay = hyper.weight_decay * (1 - step.astype(f32.dtype) / hyper.steps)
+        decay = hyper.weight_decay * hyper.learning_rate / config.training.learning_rate
         return w - rate * (m * mu_scale / root + decay * w)
         """,
     ),
     "rate_by_batch": block(
-        "schedule", RATE, "rate = rate * (hyper.tokens.batch * hyper.tokens.len / 512) ** 0.5"
+        "schedule", RATE, "rate = rate * (config.training.tokens.batch / 512) ** 0.5"
     ),
     # --- The order of sums ---
     "microbatches_in_reverse": Edit(

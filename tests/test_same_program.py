@@ -27,7 +27,7 @@ def in_parts(microbatches, chunks, **mesh):
 
 
 def training(config):
-    return train.training_step, of_model(tuple[train.State, TokenBatch], config), {}, config
+    return train.training_step, train.step_arguments(config), {}, config
 
 
 def validation(config):
