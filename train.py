@@ -219,10 +219,7 @@ class TrainingConfig(Section, key="training"):
         self.require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon")
         known = self.schedule in ("cosine", "linear", "wsd", "constant")
         self.require(known, "schedule", "cosine, linear, wsd or constant")
-        falls = self.schedule != "wsd" or self.cooldown_steps > 0
-        self.require(falls, "cooldown_steps", "it must be above 0 with schedule=wsd")
-        known = {"gains", "biases", "embeddings"} >= {*self.no_decay}
-        self.require(known, "no_decay", "of gains, biases and embeddings")
+        self.require({*self.no_decay} <= {*KINDS}, "no_decay", f"choose from {', '.join(KINDS)}")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -270,6 +267,7 @@ class Config(RunConfig, DataConfig):
 
 
 BALANCE = "model.experts.balance_cost"
+KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
 
 # The config key with the size of each dimension in the type strings.
 DIMENSIONS = {
@@ -816,12 +814,12 @@ def init_state(config: Config) -> State:
 
 @pytree_dataclass
 class Average:
-    """The weights of an exponential moving average: `old` and `new` add up to one. After so many
-    steps from zero on, the weights of what was averaged add up to 1 / `unbiased`."""
+    """An exponential moving average at a step: the weights of the last average and of what is new,
+    and one over the sum of all weights so far."""
 
     old: f32[""]
     new: f32[""]
-    unbiased: f32[""]
+    unbias: f32[""]
 
     def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
         return self.old * average + self.new * x
@@ -829,34 +827,37 @@ class Average:
 
 @pytree_dataclass
 class Hyper:
-    """The numbers of an update that come from the config, and from the step by way of the config.
-    They are arguments of the training step, so that runs that differ in them share a program."""
+    """The numbers of an update that the config determines. They are an argument of the training
+    step, so that runs that differ in them share a program."""
 
     learning_rate: f32[""]
     weight_decay: f32[""]
     grad_clip: f32[""]
     adam_eps: f32[""]
     adam_eps_root: f32[""]
-    b1: Average
-    b2: Average
-    momentum: Average
-    ahead: Average  # momentum, a step later
+    mu: Average  # of AdamW
+    nu: Average
+    momentum: Average  # of Muon
+    nesterov: Average  # of the momentum and the gradient
 
 
 def hyper_at(step: int, config: TrainingConfig) -> Hyper:
-    """The numbers of the update after `step` others, computed in f64. In f32, 1 - 0.9 isn't 0.1."""
+    """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
 
-    def average(b: float, steps: int) -> Any:
-        return Average(*map(np.float64, (b, 1 - b, 1 / (1 - b**steps))))
+    def average(b: float) -> Average:
+        return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
 
-    now, values = step + 1, vars(config)
-    same = {f.name: values[f.name] for f in dataclasses.fields(Hyper) if f.name in values}
+    momentum, after = average(config.muon_momentum), 1 - config.muon_momentum ** (step + 2)
     hyper = Hyper(
-        **same | {"learning_rate": learning_rate(now, config)},
-        b1=average(config.adam_b1, now),
-        b2=average(config.adam_b2, now),
-        momentum=average(config.muon_momentum, now),
-        ahead=average(config.muon_momentum, now + 1),
+        learning_rate=learning_rate(step + 1, config),
+        weight_decay=config.weight_decay,
+        grad_clip=config.grad_clip,
+        adam_eps=config.adam_eps,
+        adam_eps_root=config.adam_eps_root,
+        mu=average(config.adam_b1),
+        nu=average(config.adam_b2),
+        momentum=momentum,
+        nesterov=Average(momentum.old / after, momentum.new * momentum.unbias, 1),
     )
     return jax.tree.map(np.float32, hyper)
 
@@ -870,11 +871,10 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     stable = config.steps_for_lr - config.cooldown_steps
     start = stable if config.schedule == "wsd" else config.warmup_steps
     done = min(max((step - start) / max(config.steps_for_lr - start, 1), 0), 1)
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}.get(
-        config.schedule, 1 - done
-    )
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
     final = config.cosine_learning_rate_final_fraction
-    return config.learning_rate * min(warmup, final + (1 - final) * left)
+    decay = final + (1 - final) * left.get(config.schedule, 1 - done)
+    return config.learning_rate * min(warmup, decay)
 
 
 @typechecked
@@ -913,25 +913,20 @@ def loss_and_grads(
     return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
 
 
-def decays(name: str, config: TrainingConfig) -> bool:
-    """Whether weight decay applies to a weight of this name."""
-    kind = {"norm": "gains", "b": "biases", "embed": "embeddings"}
-    return kind.get("norm" if name.endswith("norm") else name.split("_")[0]) not in config.no_decay
-
-
 def adamw(
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
 ) -> tuple[Any, Any, Any]:
     """A step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
     As is customary, weight decay is scaled by the learning rate. Returns the new weights and
     moments."""
-    mu = jax.tree.map(hyper.b1.next, mu, grads)
-    nu = jax.tree.map(lambda v, g: hyper.b2.next(v, g * g), nu, grads)
-    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.b1.unbiased, hyper.b2.unbiased
+    mu = jax.tree.map(hyper.mu.next, mu, grads)
+    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)
+    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias
 
     def update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
         root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
-        decay = hyper.weight_decay if decays(path[-1].name, config.training) else 0
+        kept = {KINDS[kind] for kind in config.training.no_decay} & {*path[-1].name.split("_")}
+        decay = 0 if kept else hyper.weight_decay
         return w - rate * (m * mu_scale / root + decay * w)
 
     return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
@@ -939,78 +934,67 @@ def adamw(
 
 def muon(weights: Any, grads: Any, mu: Any, hyper: Hyper) -> tuple[Any, Any]:
     """A step of Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The change is
-    Nesterov's momentum, orthogonalized, and of about the size that AdamW's has, so that its rates
-    and its decay do: Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2. Returns the
-    new weights and momentum."""
-    now, ahead = hyper.momentum, hyper.ahead
-    mu = jax.tree.map(now.next, mu, grads)
-
-    def nesterov(m: jax.Array, g: jax.Array) -> jax.Array:
-        return ahead.old * ahead.unbiased * m + now.new * now.unbiased * g
+    Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's, whose rates and
+    decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2. Returns the new
+    weights and momentum."""
+    mu = jax.tree.map(hyper.momentum.next, mu, grads)
+    changes = orthogonalized(jax.tree.map(hyper.nesterov.next, mu, grads))
 
     def update(w: jax.Array, change: jax.Array) -> jax.Array:
         return w - hyper.learning_rate * (change + hyper.weight_decay * w)
 
-    return jax.tree.map(update, weights, orthogonalized(jax.tree.map(nesterov, mu, grads))), mu
+    return jax.tree.map(update, weights, changes), mu
 
 
 def orthogonalized(tree: Any) -> Any:
-    """Orthogonalizes the matrices of a tree of weights. Stacks those of one shape, whatever they
-    are for, so that few layers fill many devices."""
+    """Orthogonalizes the matrices of a tree of weights. Those of one type go together, so that few
+    layers fill many devices."""
     arrays, kinds = named(tree), named(type_tree(Weights))
-    stacks: dict[Any, dict[str, jax.Array]] = {}
-    patterns = {name: as_matrices(kinds[name]) for name in arrays}
-    for name, (stored, stacked, layout) in patterns.items():
-        x = rearrange(arrays[name].astype(compute.dtype), f"{stored} -> {stacked}")
-        stacks.setdefault((layout, x.shape[2:]), {})[name] = x
-    for (layout, _), stack in stacks.items():
-        x = orthogonalize(layout, jnp.concatenate([*stack.values()], axis=1))
-        for name, part in zip(stack, jnp.split(x, len(stack), axis=1), strict=True):
-            stored, stacked, _ = patterns[name]
-            sizes = dict(zip(stored.split(), arrays[name].shape, strict=True))
-            arrays[name] = rearrange(part, f"{stacked} -> {stored}", **sizes)
+    for spec in dict.fromkeys(kinds[name].spec for name in arrays):
+        names = [name for name in arrays if kinds[name].spec == spec]
+        stack = jnp.stack([arrays[name].astype(compute.dtype) for name in names])
+        arrays |= zip(names, orthogonalize(str(spec), stack), strict=True)
     return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
 
 
-def as_matrices(kind: ArrayType) -> tuple[str, str, str]:
-    """An array of matrices as it is stored, and as matrices of experts and layers, both for einops,
-    and the layout of these with experts and layers in one. Columns that are split come first, so
-    that what a device has of them stays in one piece."""
-    dims = kind.spec.dims
-    rows = dims.index(Dim("M", ("c", "d")))
-    experts = " ".join(dim.name for dim in dims[1:rows])
-    columns = " ".join(dim.name for dim in sorted(dims[rows + 1 :], key=lambda dim: not dim.axes))
-    layout = "N/t M/c/d X" if experts else "N M/c/d X/t"
-    return " ".join(dim.name for dim in dims), f"{experts or 1} layers M ({columns})", layout
-
-
 @typechecked
-def orthogonalize(layout: str, x: jax.Array) -> jax.Array:
-    """Orthogonalizes matrices. That takes whole ones, so each device gets some, computes, and gives
-    back the parts. Zeros make their number a multiple of the devices'."""
-    mesh, n = mesh_shape(), x.shape[0] * x.shape[1]
-    devices = math.prod(mesh.values()) // (mesh["t"] if layout.startswith("N/t") else 1)
+def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
+    """Orthogonalizes a stack of arrays of this layout. That takes whole matrices, so each device
+    gets some, computes, and gives back their parts. Zeros make their number a multiple of the
+    devices'."""
+    head, _, columns = layout.partition("M/c/d")
+    split, rank = "/t" if "/t" in head else "", 1 + len(columns.split())
+    given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}"
+    # Experts come first, so that what is split over t stays in one piece.
+    x = jnp.moveaxis(stack, -rank - 1, 0)
+    shape, devices = (
+        x.shape,
+        math.prod(mesh_shape().values()) // (mesh_shape()["t"] if split else 1),
+    )
+    missing = -math.prod(shape[:-rank]) % devices
 
-    def lengthened(x: jax.Array, by: int) -> jax.Array:
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), (0, 0, 0), (0, 0, 0)])
+    def longer(x: jax.Array, by: int) -> jax.Array:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])
 
-    stack = lengthened(x.reshape(n, *x.shape[2:]), -n % devices)
-    whole = ops.all_to_all(f"{layout} -> N/t/c/d M X", stack)
-    parts = ops.all_to_all(f"N/t/c/d M X -> {layout}", newton_schulz(whole))
-    change = lengthened(parts, -(-n % devices)).reshape(x.shape).astype(f32.dtype)
-    return 0.2 * max(whole.shape[1:]) ** 0.5 * change
+    x = longer(x.reshape(-1, *shape[-rank:]), missing)
+    x = ops.all_to_all(f"{given} -> {whole}", x)
+    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5
+    x = ops.all_to_all(f"{whole} -> {given}", newton_schulz(x))
+    x = longer(x, -missing).reshape(shape).astype(f32.dtype)
+    return scale * jnp.moveaxis(x, 0, -rank - 1)
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
     """Matrices with about the singular vectors of these and singular values near 1, by five steps
     of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    shape, x = x.shape, x.reshape(*x.shape[:2], -1)
     x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
     squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
     x = (x / (jnp.sqrt(squares) + 1e-8)).astype(x.dtype)
     for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")

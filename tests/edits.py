@@ -100,8 +100,8 @@ ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grad
 COUNT = "    count = target_count(batch)"
 TOTAL = "    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
-NU = "    nu = jax.tree.map(lambda v, g: hyper.b2.next(v, g * g), nu, grads)"
-RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.b1.unbiased, hyper.b2.unbiased"
+NU = "    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)"
+RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias"
 UPDATE = "        return w - rate * (m * mu_scale / root + decay * w)"
 UPDATES = "    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu"
 UPDATED = "    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))"
@@ -450,9 +450,9 @@ WRONG: dict[str, Edit] = {
                 CLIPPED,
                 CLIPPED
                 + "\n    rows = config.training.tokens.batch // config.mesh.d"
-                + "\n    new = hyper.b2.new * rows / 16"
-                + "\n    b2 = dataclasses.replace(hyper.b2, old=1 - new, new=new)"
-                + "\n    hyper = dataclasses.replace(hyper, b2=b2)",
+                + "\n    new = hyper.nu.new * rows / 16"
+                + "\n    b2 = dataclasses.replace(hyper.nu, old=1 - new, new=new)"
+                + "\n    hyper = dataclasses.replace(hyper, nu=b2)",
             ),
         ),
     ),
@@ -1784,7 +1784,7 @@ WRONG: dict[str, Edit] = {
     "layerwise_second_moment": instead(
         OPTIMIZER,
         NU,
-        "nu = jax.tree.map(lambda v, g: hyper.b2.next(v, jnp.mean(g * g)), nu, grads)",
+        "nu = jax.tree.map(lambda v, g: hyper.nu.next(v, jnp.mean(g * g)), nu, grads)",
     ),
     "max_norm_by_concatenation": instead(
         OPTIMIZER,
@@ -3019,7 +3019,7 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATES,
         """
-        ahead = jax.tree.map(hyper.b1.next, mu, grads)
+        ahead = jax.tree.map(hyper.mu.next, mu, grads)
         return jax.tree_util.tree_map_with_path(update, weights, ahead, nu), mu, nu
         """,
     ),
@@ -3124,7 +3124,7 @@ RIGHT: dict[str, Edit] = {
     ),
     "constant_and_linear_decay": instead(
         "schedule",
-        "    return config.learning_rate * min(warmup, final + (1 - final) * left)",
+        "    return config.learning_rate * min(warmup, decay)",
         """
         linear = min(5 * (1 - done), 1)
         return config.learning_rate * min(warmup, linear)
@@ -3132,8 +3132,8 @@ RIGHT: dict[str, Edit] = {
     ),
     "inverse_root": instead(
         "schedule",
-        "    return config.learning_rate * min(warmup, final + (1 - final) * left)",
-        "return config.learning_rate * min(warmup, step**-0.5) + 0 * left",
+        "    return config.learning_rate * min(warmup, decay)",
+        "return config.learning_rate * min(warmup, step**-0.5) + 0 * decay",
     ),
     "decay_scheduled": instead(
         "schedule",
