@@ -1223,9 +1223,26 @@ def starting_state(
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
         return make(weights, config), f"weights from {source.newest.path}"
-    state = source.restore()
+    state, changed = with_moments(source.restore(), config)
     data.resume(source.position)
-    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
+    return state, f"resumed at step {source.newest.step} from {source.newest.path}{changed}"
+
+
+def with_moments(state: State, config: Config) -> tuple[State, str]:
+    """A state of this optimizer from one of either, and how it differs. A second moment that was
+    missing begins at its expectation from the first: an average of independent numbers with weights
+    (1 - b) * b**n has (1 - b) / (1 + b) of their variance. At zero, AdamW's changes would be large
+    for many steps, as the step's number says that there were many before."""
+    b = config.training.muon_momentum
+
+    def moment(m: jax.Array, v: jax.Array | None) -> jax.Array:
+        return (1 + b) / (1 - b) * m * m if v is None else v
+
+    nu = divided(jax.tree.map(moment, state.mu, state.nu), config)[0]
+    more = len(jax.tree.leaves(nu)) - len(jax.tree.leaves(state.nu))
+    begin = "begin anew, from the first ones" if more > 0 else "are gone"
+    changed = f"; it is of another optimizer: {abs(more)} second moments {begin}" if more else ""
+    return dataclasses.replace(state, nu=nu), changed
 
 
 @typechecked
@@ -1246,9 +1263,11 @@ def train(
 ) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
+    other = "adamw" if hyper.optimizer == "muon" else "muon"
     checkpoints = Checkpoints(
         run.checkpoints, state_type(config), dimensions(config), config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
+        other=state_type(config.changed({"training.optimizer": other})),
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()

@@ -24,8 +24,10 @@ from tests.helpers import (
     SMALL,
     compose_config,
     edited,
+    mesh,
     on_hosts,
     slow_but_for,
+    small_config,
     train_here,
 )
 from tools import memory
@@ -148,6 +150,37 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     actual = train_here(capsys, monkeypatch, *SWEEP, *settings)
     assert actual == ("", "error: training.steps=0: it must be at least 1 and below 2147483648")
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
+    settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
+    rates = "training.learning_rate=1e-2,3e-3,1e-3,3e-4"
+    done = run(*SWEEP, *settings, rates, JAX_COMPILATION_CACHE_DIR="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\ndone: 2 steps") == done.stdout.count("compiling ...") == 4
+    assert done.stdout.count("has been compiled before: taken from the cache") == 3
+    assert len([*tmp_path.glob(".compilation_cache/jit_training_step-*-cache")]) == 1
+    rows = [path.read_text().splitlines()[-1] for path in tmp_path.glob("sweep/*/metrics.jsonl")]
+    assert len({json.loads(row)["learning_rate"] for row in rows}) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_no_number_of_a_sweep_is_in_the_program(optimizer):
+    """Nor is the seed of the weights, or anything that concerns the host alone."""
+
+    def program(*overrides):
+        config = small_config(f"training.optimizer={optimizer}", *overrides)
+        with jax.set_mesh(mesh(4, 2)):
+            return train.lower_step(config).as_text()
+
+    numbers = [
+        "learning_rate=0.5", "weight_decay=0.3", "grad_clip=0.7", "adam_b1=0.7", "adam_b2=0.8",
+        "adam_eps=1e-3", "adam_eps_root=1e-4", "muon_momentum=0.6", "warmup_steps=7", "steps=77",
+        "steps_for_lr=66", "cosine_learning_rate_final_fraction=0.3", "schedule=wsd",
+        "cooldown_steps=9", "seed=5", "validation_interval=3", "max_skipped_updates=4",
+    ]  # fmt: skip
+    other = program(*(f"training.{number}" for number in numbers))
+    assert other == program() != program("training.loss_chunks=2")
 
 
 @pytest.mark.slow
