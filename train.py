@@ -967,11 +967,8 @@ def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}"
     # Experts come first, so that what is split over t stays in one piece.
     x = jnp.moveaxis(stack, -rank - 1, 0)
-    shape, devices = (
-        x.shape,
-        math.prod(mesh_shape().values()) // (mesh_shape()["t"] if split else 1),
-    )
-    missing = -math.prod(shape[:-rank]) % devices
+    shape, mesh = x.shape, mesh_shape()
+    missing = -math.prod(shape[:-rank]) % (math.prod(mesh.values()) // (mesh["t"] if split else 1))
 
     def longer(x: jax.Array, by: int) -> jax.Array:
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])

@@ -138,6 +138,78 @@ ORTHOGONAL = before(
 )
 
 
+BY_MUON = '    muon = config.training.optimizer == "muon"', "    muon = True"
+STACKED = "    x = longer(x.reshape(-1, *shape[-rank:]), missing)"
+GIVEN = '    x = ops.all_to_all(f"{given} -> {whole}", x)'
+BACK = '    x = ops.all_to_all(f"{whole} -> {given}", newton_schulz(x))'
+LAYOUTS = """\
+    given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}\""""
+SCALED = "    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5"
+SQUARES = "    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)"
+NESTEROV = "    changes = orthogonalized(jax.tree.map(hyper.nesterov.next, mu, grads))"
+
+
+def by_muon(*replacements: tuple[str, str]) -> Edit:
+    """An edit of train.py's Muon, which then is the optimizer."""
+    return Edit("Muon", (BY_MUON, *replacements))
+
+
+# Of the config in tests/mutations.py, which has no experts.
+WRONG_MUON = {
+    "muon_of_parts": by_muon((GIVEN, ""), (BACK, "    x = newton_schulz(x)")),
+    "muon_sent_and_not_returned": by_muon((BACK, "    x = newton_schulz(x)")),
+    "muon_returned_and_not_sent": by_muon((GIVEN, "")),
+    "muon_sent_twice": by_muon((GIVEN, f"{GIVEN}\n{GIVEN}")),
+    "muon_gathers_a_part_of_the_rows": by_muon(
+        (LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t/c/s M/r"))
+    ),
+    "muon_of_columns_in_parts": by_muon(
+        (
+            LAYOUTS,
+            LAYOUTS.replace("N/t/c/d", "N/c/d").replace("columns.replace('/t', '')", "columns"),
+        )
+    ),
+    "muon_of_rows_in_parts": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t M/c/d"))),
+    "muon_axes_in_another_order": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d", "N/c/d/t"))),
+    "muon_scaled_by_the_part": by_muon((GIVEN, ""), (SCALED, f"{SCALED}\n{GIVEN}")),
+    "muon_norm_of_all_matrices_of_a_device": by_muon(
+        (SQUARES, SQUARES.replace("axis=(1, 2), ", ""))
+    ),
+    "muon_returned_by_jax": by_muon(
+        (BACK, '    x = lax.all_to_all(newton_schulz(x), "s", 1, 0, tiled=True)')
+    ),
+    "muon_rolled_on_each_device": by_muon((STACKED, STACKED + "\n    x = jnp.roll(x, 1, 1)")),
+    "muon_of_gradients_of_the_part": by_muon(
+        (
+            NESTEROV,
+            "    mean = jax.tree.map(lambda g: g - g.mean(), grads)\n"
+            + NESTEROV.replace("grads", "mean"),
+        )
+    ),
+    "muon_scaled_by_devices": by_muon((SCALED, f"{SCALED} * mesh['t']")),
+    "muon_of_as_many_layers_as_devices": by_muon((STACKED, STACKED.replace("missing", "0"))),
+    "muon_fills_before_and_cuts_after": by_muon(
+        (
+            "[(0, by, 0), *[(0, 0, 0)] * rank]",
+            "[(by * (by > 0), by * (by < 0), 0), *[(0, 0, 0)] * rank]",
+        )
+    ),
+}
+RIGHT_MUON = {
+    "muon_with_three_steps": by_muon(("for _ in range(5):", "for _ in range(3):")),
+    "muon_without_nesterov": by_muon((NESTEROV, "    changes = orthogonalized(mu)")),
+    "muon_scaled_as_by_its_authors": by_muon(
+        (SCALED, "    scale = max(1, math.prod(x.shape[2:]) / x.shape[1]) ** 0.5")
+    ),
+    "muon_of_each_matrix_in_turn": by_muon(
+        (BACK, BACK.replace("newton_schulz(x)", "lax.map(lambda y: newton_schulz(y[None])[0], x)"))
+    ),
+    "muon_without_the_largest_entries": by_muon(
+        (GIVEN, f"{GIVEN}\n    x = x - x.mean(tuple(range(1, x.ndim)), keepdims=True)")
+    ),
+}
+
+
 def muon(body: str) -> Edit:
     """Muon for w_up alone, where `body` computes `direction` from its first moment `m`."""
     changed = f"""
@@ -184,6 +256,7 @@ MIXES = "generation: mixes positions outside of attend"
 GENERATION = "generation"
 
 WRONG: dict[str, Edit] = {
+    **WRONG_MUON,
     # --- A part taken from a whole ---
     "muon_first_part": muon(
         """
@@ -2456,6 +2529,7 @@ for name in (
     NOT_PROMISED[name] = WRONG.pop(name)
 
 RIGHT: dict[str, Edit] = {
+    **RIGHT_MUON,
     # --- Activations, elementwise ---
     "gelu": instead("activation", HIDDEN, "hidden = jax.nn.gelu(gate) * up"),
     "squared_relu": instead(
