@@ -746,9 +746,9 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
 
 
 def is_matrix(kind: ArrayType) -> bool:
-    """Whether an array holds matrices of layers, which Muon optimizes. Dimensions before M number
-    them, and M and what follows are rows and columns. So w_q is M by Q*K*D, all heads at once, and
-    each expert has three of its own. The router, whose M is split over t too, is none."""
+    """Returns whether an array holds matrices of layers, which Muon optimizes. Dimensions before M
+    number them, M and those after it are rows and columns. So w_q is M by Q*K*D, all heads at once,
+    and each expert has three of its own. The router, whose M is split over t too, is none."""
     return Dim("M", ("c", "d")) in kind.spec.dims[1:-1] and "t" in kind.spec.axes
 
 
@@ -780,7 +780,8 @@ class Metrics:
 
 
 def divided(tree: Any, config: Config) -> tuple[Any, Any]:
-    """Of a tree like Weights, what AdamW optimizes, and what Muon does; None in place of others."""
+    """Divides a tree like Weights into what AdamW optimizes and what Muon does. Each has None in
+    place of the other's."""
     muon = config.training.optimizer == "muon"
     kinds, map_ = type_tree(Weights), jax.tree.map
     adamw = map_(lambda kind, x: None if muon and is_matrix(kind) else x, kinds, tree)

@@ -154,62 +154,6 @@ def by_muon(*replacements: tuple[str, str]) -> Edit:
     return Edit("Muon", (BY_MUON, *replacements))
 
 
-# Of the config in tests/mutations.py, which has no experts.
-WRONG_MUON = {
-    "muon_of_parts": by_muon((GIVEN, ""), (BACK, "    x = newton_schulz(x)")),
-    "muon_sent_and_not_returned": by_muon((BACK, "    x = newton_schulz(x)")),
-    "muon_returned_and_not_sent": by_muon((GIVEN, "")),
-    "muon_sent_twice": by_muon((GIVEN, f"{GIVEN}\n{GIVEN}")),
-    "muon_gathers_a_part_of_the_rows": by_muon(
-        (LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t/c/s M/r"))
-    ),
-    "muon_of_columns_in_parts": by_muon(
-        (
-            LAYOUTS,
-            LAYOUTS.replace("N/t/c/d", "N/c/d").replace("columns.replace('/t', '')", "columns"),
-        )
-    ),
-    "muon_of_rows_in_parts": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t M/c/d"))),
-    "muon_axes_in_another_order": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d", "N/c/d/t"))),
-    "muon_scaled_by_the_part": by_muon((GIVEN, ""), (SCALED, f"{SCALED}\n{GIVEN}")),
-    "muon_norm_of_all_matrices_of_a_device": by_muon(
-        (SQUARES, SQUARES.replace("axis=(1, 2), ", ""))
-    ),
-    "muon_returned_by_jax": by_muon(
-        (BACK, '    x = lax.all_to_all(newton_schulz(x), "s", 1, 0, tiled=True)')
-    ),
-    "muon_rolled_on_each_device": by_muon((STACKED, STACKED + "\n    x = jnp.roll(x, 1, 1)")),
-    "muon_of_gradients_of_the_part": by_muon(
-        (
-            NESTEROV,
-            "    mean = jax.tree.map(lambda g: g - g.mean(), grads)\n"
-            + NESTEROV.replace("grads", "mean"),
-        )
-    ),
-    "muon_scaled_by_devices": by_muon((SCALED, f"{SCALED} * mesh['t']")),
-    "muon_of_as_many_layers_as_devices": by_muon((STACKED, STACKED.replace("missing", "0"))),
-    "muon_fills_before_and_cuts_after": by_muon(
-        (
-            "[(0, by, 0), *[(0, 0, 0)] * rank]",
-            "[(by * (by > 0), by * (by < 0), 0), *[(0, 0, 0)] * rank]",
-        )
-    ),
-}
-RIGHT_MUON = {
-    "muon_with_three_steps": by_muon(("for _ in range(5):", "for _ in range(3):")),
-    "muon_without_nesterov": by_muon((NESTEROV, "    changes = orthogonalized(mu)")),
-    "muon_scaled_as_by_its_authors": by_muon(
-        (SCALED, "    scale = max(1, math.prod(x.shape[2:]) / x.shape[1]) ** 0.5")
-    ),
-    "muon_of_each_matrix_in_turn": by_muon(
-        (BACK, BACK.replace("newton_schulz(x)", "lax.map(lambda y: newton_schulz(y[None])[0], x)"))
-    ),
-    "muon_without_the_largest_entries": by_muon(
-        (GIVEN, f"{GIVEN}\n    x = x - x.mean(tuple(range(1, x.ndim)), keepdims=True)")
-    ),
-}
-
-
 def muon(body: str) -> Edit:
     """Muon for w_up alone, where `body` computes `direction` from its first moment `m`."""
     changed = f"""
@@ -256,30 +200,29 @@ MIXES = "generation: mixes positions outside of attend"
 GENERATION = "generation"
 
 WRONG: dict[str, Edit] = {
-    **WRONG_MUON,
     # --- A part taken from a whole ---
     "muon_first_part": muon(
         """
-        whole = ops.all_gather("layers M/c/s F/t -> layers M F", m)
+        whole = ops.all_gather("layers M/c/d F/t -> layers M F", m)
         direction = orthogonal(whole)[:, : m.shape[1], : m.shape[2]]
         """
     ),
     "muon_dynamic_slice_at_zero": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
         direction = lax.dynamic_slice(whole, (0, 0, 0), m.shape)
         """
     ),
     "muon_rows_right_columns_first": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
         row = lax.axis_index("s") * m.shape[1]
         direction = lax.dynamic_slice_in_dim(whole, row, m.shape[1], axis=1)[..., : m.shape[2]]
         """
     ),
     "muon_gathers_t_only": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M/c/s F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M/c/s F", m))
         direction = lax.dynamic_slice_in_dim(
             whole, lax.axis_index("t") * m.shape[2], m.shape[2], axis=2
         )
@@ -2529,7 +2472,6 @@ for name in (
     NOT_PROMISED[name] = WRONG.pop(name)
 
 RIGHT: dict[str, Edit] = {
-    **RIGHT_MUON,
     # --- Activations, elementwise ---
     "gelu": instead("activation", HIDDEN, "hidden = jax.nn.gelu(gate) * up"),
     "squared_relu": instead(
@@ -3102,7 +3044,7 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", mu.layers.w_up))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", mu.layers.w_up))
         direction = part("layers M F -> layers M/c/d F/t", whole)
         layers = dataclasses.replace(
             weights.layers, w_up=state.weights.layers.w_up - hyper.learning_rate * direction
@@ -3113,8 +3055,9 @@ RIGHT: dict[str, Edit] = {
     ),
     "muon_by_axis_index": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
-        at = 0, lax.axis_index("s") * m.shape[1], lax.axis_index("t") * m.shape[2]
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
+        rows = lax.axis_index(("c", "s", "r")) * m.shape[1]
+        at = 0, rows, lax.axis_index("t") * m.shape[2]
         direction = lax.dynamic_slice(whole, at, m.shape)
         """
     )._replace(kind="optimizer"),
@@ -3572,5 +3515,60 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
         extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own[None]))
         extra = extra / (config.mesh.d * config.mesh.t)
         """
+    ),
+}
+
+# Of the config in tests/mutations.py, which has no experts.
+WRONG |= {
+    "muon_of_parts": by_muon((GIVEN, ""), (BACK, "    x = newton_schulz(x)")),
+    "muon_sent_and_not_returned": by_muon((BACK, "    x = newton_schulz(x)")),
+    "muon_returned_and_not_sent": by_muon((GIVEN, "")),
+    "muon_sent_twice": by_muon((GIVEN, f"{GIVEN}\n{GIVEN}")),
+    "muon_gathers_a_part_of_the_rows": by_muon(
+        (LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t/c/s M/r"))
+    ),
+    "muon_of_columns_in_parts": by_muon(
+        (
+            LAYOUTS,
+            LAYOUTS.replace("N/t/c/d", "N/c/d").replace("columns.replace('/t', '')", "columns"),
+        )
+    ),
+    "muon_of_rows_in_parts": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t M/c/d"))),
+    "muon_axes_in_another_order": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d", "N/c/d/t"))),
+    "muon_scaled_by_the_part": by_muon((GIVEN, ""), (SCALED, f"{SCALED}\n{GIVEN}")),
+    "muon_norm_of_all_matrices_of_a_device": by_muon(
+        (SQUARES, SQUARES.replace("axis=(1, 2), ", ""))
+    ),
+    "muon_returned_by_jax": by_muon(
+        (BACK, '    x = lax.all_to_all(newton_schulz(x), "s", 1, 0, tiled=True)')
+    ),
+    "muon_rolled_on_each_device": by_muon((STACKED, STACKED + "\n    x = jnp.roll(x, 1, 1)")),
+    "muon_of_gradients_of_the_part": by_muon(
+        (
+            NESTEROV,
+            "    mean = jax.tree.map(lambda g: g - g.mean(), grads)\n"
+            + NESTEROV.replace("grads", "mean"),
+        )
+    ),
+    "muon_scaled_by_devices": by_muon((SCALED, f"{SCALED} * mesh['t']")),
+    "muon_of_as_many_layers_as_devices": by_muon((STACKED, STACKED.replace("missing", "0"))),
+    "muon_fills_before_and_cuts_after": by_muon(
+        (
+            "[(0, by, 0), *[(0, 0, 0)] * rank]",
+            "[(by * (by > 0), by * (by < 0), 0), *[(0, 0, 0)] * rank]",
+        )
+    ),
+}
+RIGHT |= {
+    "muon_with_three_steps": by_muon(("for _ in range(5):", "for _ in range(3):")),
+    "muon_without_nesterov": by_muon((NESTEROV, "    changes = orthogonalized(mu)")),
+    "muon_scaled_as_by_its_authors": by_muon(
+        (SCALED, "    scale = max(1, math.prod(x.shape[2:]) / x.shape[1]) ** 0.5")
+    ),
+    "muon_of_each_matrix_in_turn": by_muon(
+        (BACK, BACK.replace("newton_schulz(x)", "lax.map(lambda y: newton_schulz(y[None])[0], x)"))
+    ),
+    "muon_without_the_largest_entries": by_muon(
+        (GIVEN, f"{GIVEN}\n    x = x - x.mean(tuple(range(1, x.ndim)), keepdims=True)")
     ),
 }

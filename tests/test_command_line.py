@@ -166,7 +166,7 @@ def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_no_number_of_a_sweep_is_in_the_program(optimizer):
-    """Nor is the seed of the weights, or anything that concerns the host alone."""
+    """The seed of the weights isn't either, nor what concerns the host alone."""
 
     def program(*overrides):
         config = small_config(f"training.optimizer={optimizer}", *overrides)

@@ -338,7 +338,7 @@ def optimizer_of(config, weights):
         return not any(kinds[kind] for kind in hyper.no_decay)
 
     def matrices(tree):
-        """Which dimensions are rows and columns, after those of layers and experts."""
+        """Rows and columns among the dimensions, after those of layers and experts."""
 
         def numbers(path, x):
             rows = 2 if path[-1].key.startswith("e_") else 1
