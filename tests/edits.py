@@ -2446,16 +2446,15 @@ nu = dataclasses.replace(nu, layers=layers)
 
 # Wrong, and not refused: a number from the mesh is in a limit that no tiny run reaches.
 NOT_PROMISED: dict[str, Edit] = {
-    "warmup_in_local_tokens": Edit(
+    "warmup_in_local_tokens": block(
         MESH,
-        (
-            (
-                RATE,
-                RATE
-                + "\n    tokens = config.training.tokens.batch * config.training.tokens.len"
-                + "\n    rate = rate * jnp.minimum(1, tokens // config.mesh.d / 20)",
-            ),
-        ),
+        CLIPPED,
+        """
+        tokens = config.training.tokens
+        seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
+        rate = hyper.learning_rate * jnp.minimum(1, seen / 2000)
+        hyper = dataclasses.replace(hyper, learning_rate=rate)
+        """,
     ),
 }
 
