@@ -53,6 +53,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax import lax
 
@@ -86,6 +87,7 @@ from shardlib.types import (
     i32,
     make_shapes,
     make_shardings,
+    mesh_shape,
     present,
     pytree_dataclass,
     type_tree,
@@ -207,7 +209,12 @@ class TrainingConfig(Section, key="training"):
     steps: PositiveInt
     steps_for_lr: PositiveInt
     learning_rate: NonNegativeFloat
-    cosine_learning_rate_final_fraction: NonNegativeFloat
+    schedule: str  # of the learning rate after the warmup: cosine, linear, wsd or constant
+    cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
+    cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
+    optimizer: str  # adamw; or muon, for the layers' matrices, and AdamW for the rest
+    muon_momentum: Fraction
+    no_decay: tuple[str, ...]  # weights without weight decay, of gains, biases and embeddings
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: NonNegativeFloat
@@ -228,6 +235,10 @@ class TrainingConfig(Section, key="training"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        self.require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon")
+        known = self.schedule in ("cosine", "linear", "wsd", "constant")
+        self.require(known, "schedule", "cosine, linear, wsd or constant")
+        self.require({*self.no_decay} <= {*KINDS}, "no_decay", f"choose from {', '.join(KINDS)}")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -274,6 +285,8 @@ class Config(RunConfig, DataConfig):
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
             self.require(fits, "training.routing.balance_cost", problem)
 
+
+KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
 
 # The config key with the size of each dimension in the type strings.
 DIMENSIONS = {
@@ -785,12 +798,27 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
 # --- Training step --------------------------------------------------------------------------------
 
 
+def is_matrix(kind: ArrayType) -> bool:
+    """Returns whether an array holds matrices of layers, which Muon optimizes. Dimensions before M
+    number them, M and those after it are rows and columns. So w_q is M by Q*K*D, all heads at once,
+    and each expert has three of its own. The router, whose M is split over t too, is none."""
+    return Dim("M", ("c", "d")) in kind.spec.dims[1:-1] and "t" in kind.spec.axes
+
+
+def second_moment(kind: ArrayType) -> ArrayType:
+    """The type of a weight's second moment, which Muon's matrices don't have."""
+    return array_type(kind.element, kind.spec, is_matrix(kind))
+
+
+SecondMoments = Mapped[second_moment, Weights]
+
+
 @pytree_dataclass
 class State:
     step: u32[""]  # completed steps
     weights: Weights
-    mu: Weights  # Adam's first moments
-    nu: Weights  # Adam's second moments
+    mu: Weights  # averages of gradients
+    nu: SecondMoments  # of AdamW: averages of their squares
 
 
 @pytree_dataclass
@@ -804,30 +832,105 @@ class Metrics:
     dropped: f32[""] | None = None  # the part of the choices of experts that found no place
 
 
+def divided(tree: Any, config: Config) -> tuple[Any, Any]:
+    """Divides a tree like Weights into what AdamW optimizes and what Muon does. Each has None in
+    place of the other's."""
+    muon = config.training.optimizer == "muon"
+    kinds, map_ = type_tree(Weights), jax.tree.map
+    adamw = map_(lambda kind, x: None if muon and is_matrix(kind) else x, kinds, tree)
+    return adamw, map_(lambda kind, x: x if muon and is_matrix(kind) else None, kinds, tree)
+
+
+def together(one: Any, other: Any) -> Any:
+    """Undoes `divided`."""
+    return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
+
+
+def state_type(config: Config) -> Any:
+    """The types of a state's arrays."""
+    weights = present(Weights, config.model.parts)
+    return State(u32[""], weights, weights, divided(weights, config)[0])
+
+
 @typechecked
-def fresh_state(weights: Weights) -> State:
+def fresh_state(weights: Weights, config: Config) -> State:
     """Step 0 with these weights and zero moments."""
     zeros = jax.tree.map(jnp.zeros_like, weights)
-    return State(jnp.uint32(0), weights, zeros, zeros)
+    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])
 
 
 @typechecked
 def init_state(config: Config) -> State:
     """A fresh state, sharded over the mesh in context. Its values are the same on any mesh."""
-    shardings = make_shardings(present(State, config.model.parts))
-    return jax.jit(lambda: fresh_state(init_weights(config)), out_shardings=shardings)()
+    shardings = make_shardings(state_type(config))
+    return jax.jit(lambda: fresh_state(init_weights(config), config), out_shardings=shardings)()
 
 
-def learning_rate(step: jax.Array, config: TrainingConfig) -> jax.Array:
-    """Linear warmup to the peak at `warmup_steps`, then a half-cosine decay to the final fraction
-    at `steps_for_lr`. The first step is 1."""
-    now = step.astype(f32.dtype)
-    warmup = now / max(config.warmup_steps, 1)
-    decay_steps = max(config.steps_for_lr - config.warmup_steps, 1)
-    decay = jnp.clip((now - config.warmup_steps) / decay_steps, 0, 1)
+@pytree_dataclass
+class Average:
+    """An exponential moving average at a step: the weights of the last average and of what is new,
+    and one over the sum of all weights so far."""
+
+    old: f32[""]
+    new: f32[""]
+    unbias: f32[""]
+
+    def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
+        return self.old * average + self.new * x
+
+
+@pytree_dataclass
+class Hyper:
+    """The numbers of an update that the config determines. They are an argument of the training
+    step, so that runs that differ in them share a program."""
+
+    learning_rate: f32[""]
+    weight_decay: f32[""]
+    grad_clip: f32[""]
+    adam_eps: f32[""]
+    adam_eps_root: f32[""]
+    mu: Average  # of AdamW
+    nu: Average
+    momentum: Average  # of Muon
+    nesterov: Average  # of the momentum and the gradient
+    bias_rate: f32[""]  # of experts
+
+
+def hyper_at(step: int, config: TrainingConfig) -> Hyper:
+    """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
+
+    def average(b: float) -> Average:
+        return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
+
+    momentum, after = average(config.muon_momentum), 1 - config.muon_momentum ** (step + 2)
+    hyper = Hyper(
+        learning_rate=learning_rate(step + 1, config),
+        weight_decay=config.weight_decay,
+        grad_clip=config.grad_clip,
+        adam_eps=config.adam_eps,
+        adam_eps_root=config.adam_eps_root,
+        mu=average(config.adam_b1),
+        nu=average(config.adam_b2),
+        momentum=momentum,
+        nesterov=Average(momentum.old / after, momentum.new * momentum.unbias, 1),
+        bias_rate=config.routing.bias_rate,
+    )
+    return jax.tree.map(np.float32, hyper)
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Linear warmup to the peak at `warmup_steps`, then a decay to the final fraction at
+    `steps_for_lr`: along a half cosine, linear, only in the last `cooldown_steps` and linear there
+    (warmup-stable-decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395, section 4), or none. The
+    first step is 1."""
+    warmup = step / max(config.warmup_steps, 1)
+    stable = config.steps_for_lr - config.cooldown_steps
+    start = stable if config.schedule == "wsd" else config.warmup_steps
+    done = min(max((step - start) / max(config.steps_for_lr - start, 1), 0), 1)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
     final = config.cosine_learning_rate_final_fraction
-    cosine = final + (1 - final) * (1 + jnp.cos(jnp.pi * decay)) / 2
-    return config.learning_rate * jnp.minimum(warmup, cosine)
+    decay = final + (1 - final) * left.get(config.schedule, 1 - done)
+    return config.learning_rate * min(warmup, decay)
 
 
 @typechecked
@@ -866,38 +969,113 @@ def loss_and_grads(
     return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
 
 
+def adamw(
+    weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
+) -> tuple[Any, Any, Any]:
+    """A step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
+    As is customary, weight decay is scaled by the learning rate. Returns the new weights and
+    moments."""
+    mu = jax.tree.map(hyper.mu.next, mu, grads)
+    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)
+    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias
+
+    def update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
+        kept = {KINDS[kind] for kind in config.training.no_decay} & {*path[-1].name.split("_")}
+        decay = 0 if kept else hyper.weight_decay
+        return w - rate * (m * mu_scale / root + decay * w)
+
+    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
+
+
+def muon(weights: Any, grads: Any, mu: Any, hyper: Hyper) -> tuple[Any, Any]:
+    """A step of Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The change is
+    Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's, whose rates and
+    decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2. Returns the new
+    weights and momentum."""
+    mu = jax.tree.map(hyper.momentum.next, mu, grads)
+    changes = orthogonalized(jax.tree.map(hyper.nesterov.next, mu, grads))
+
+    def update(w: jax.Array, change: jax.Array) -> jax.Array:
+        return w - hyper.learning_rate * (change + hyper.weight_decay * w)
+
+    return jax.tree.map(update, weights, changes), mu
+
+
+def orthogonalized(tree: Any) -> Any:
+    """Orthogonalizes the matrices of a tree of weights. Those of one type go together, so that few
+    layers fill many devices."""
+    arrays, kinds = named(tree), named(type_tree(Weights))
+    for spec in dict.fromkeys(kinds[name].spec for name in arrays):
+        names = [name for name in arrays if kinds[name].spec == spec]
+        stack = jnp.stack([arrays[name].astype(compute.dtype) for name in names])
+        arrays |= zip(names, orthogonalize(str(spec), stack), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
+
+
+@typechecked
+def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
+    """Orthogonalizes a stack of arrays of this layout. That takes whole matrices, so each device
+    gets some, computes, and gives back their parts. Zeros make their number a multiple of the
+    devices'."""
+    head, _, columns = layout.partition("M/c/d")
+    split, rank = "/t" if "/t" in head else "", 1 + len(columns.split())
+    given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}"
+    # Experts come first, so that what is split over t stays in one piece.
+    x = jnp.moveaxis(stack, -rank - 1, 0)
+    shape, mesh = x.shape, mesh_shape()
+    missing = -math.prod(shape[:-rank]) % (math.prod(mesh.values()) // (mesh["t"] if split else 1))
+
+    def longer(x: jax.Array, by: int) -> jax.Array:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])
+
+    x = longer(x.reshape(-1, *shape[-rank:]), missing)
+    x = ops.all_to_all(f"{given} -> {whole}", x)
+    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5
+    x = ops.all_to_all(f"{whole} -> {given}", newton_schulz(x))
+    x = longer(x, -missing).reshape(shape).astype(f32.dtype)
+    return scale * jnp.moveaxis(x, 0, -rank - 1)
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Matrices with about the singular vectors of these and singular values near 1, by five steps
+    of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    shape, x = x.shape, x.reshape(*x.shape[:2], -1)
+    x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
+    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
+    x = (x / (jnp.sqrt(squares) + 1e-8)).astype(x.dtype)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if tall else x).reshape(shape)
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 @typed_shard_map
-def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[State, Metrics]:
-    """One step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
-    As is customary, weight decay is scaled by the learning rate, and gradients are first clipped by
-    their global norm. Decay applies to all weights, gains included. A step whose loss or gradient
-    isn't finite leaves weights and moments as they were, and still advances `step`."""
-    hyper, tree_map = config.training, jax.tree.map
+def training_step(
+    state: State, batch: TokenBatch, hyper: Hyper, config: Config
+) -> tuple[State, Metrics]:
+    """One step of the optimizer. Gradients are first clipped by their global norm. A step whose
+    loss or gradient isn't finite leaves weights and moments as they were, and still advances
+    `step`."""
+    tree_map = jax.tree.map
     loss, sums, raw_grads = loss_and_grads(state.weights, batch, config)
     # One all-reduce of a scalar, as the types of all weights name the same axes.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
 
-    step = state.step + 1
-    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)
-    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
-    mu_scale = 1 / (1 - b1 ** step.astype(f32.dtype))
-    nu_scale = 1 / (1 - b2 ** step.astype(f32.dtype))
-
-    def update(w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
-        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)
-
-    weights = tree_map(update, state.weights, mu, nu)
+    (w, matrices), (g, g_matrices), (m, m_matrices) = (
+        divided(tree, config) for tree in (state.weights, grads, state.mu)
+    )
+    w, m, nu = adamw(w, g, m, state.nu, hyper, config)
+    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
     loads = dropped = None
     if config.model.experts:
         load: Any = sums.load
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
         if (bias := state.weights.layers.b_router) is not None:
-            bias += hyper.routing.bias_rate * jnp.sign(1 - loads)
+            bias += hyper.bias_rate * jnp.sign(1 - loads)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -910,8 +1088,9 @@ def training_step(state: State, batch: TokenBatch, config: Config) -> tuple[Stat
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     norms = jnp.sqrt(jnp.concatenate(squares))
-    metrics = Metrics(loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)
-    return State(step, weights, mu, nu), metrics
+    rate, skipped = hyper.learning_rate, 1 - finite.astype(u32.dtype)
+    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)
+    return State(state.step + 1, weights, mu, nu), metrics
 
 
 def norm_names(config: Config) -> list[str]:
@@ -986,18 +1165,22 @@ def resized(
         raise UserError(f"{error}{cure if sizes else ''}") from None
 
 
+def step_arguments(config: Config) -> Any:
+    """The types of the arrays that `training_step` takes."""
+    return state_type(config), type_tree(TokenBatch), type_tree(Hyper)
+
+
 def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
     """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
     doesn't split over the mesh."""
-    hint = present(tuple[State, TokenBatch], config.model.parts)
     with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
-        shapes = make_shapes(hint, dimensions(config), DIMENSIONS)
+        shapes = make_shapes(step_arguments(config), dimensions(config), DIMENSIONS)
         return audit.traced(training_step, *shapes, config)
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
     """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
-    hint = present(tuple[State, TokenBatch], config.model.parts)
+    hint = step_arguments(config)
     shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
     placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
     with computing_in(config.dtype):
@@ -1090,12 +1273,29 @@ def starting_state(
         return init_state(config), ""
     if source is not checkpoints and config.paths.clone_weights_only:
         weights = source.restore("weights")
-        shardings = make_shardings(present(State, config.model.parts))
-        make = jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings)
-        return make(weights), f"weights from {source.newest.path}"
-    state = source.restore()
+        shardings = make_shardings(state_type(config))
+        make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
+        return make(weights, config), f"weights from {source.newest.path}"
+    state, changed = with_moments(source.restore(), config)
     data.resume(source.position)
-    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
+    return state, f"resumed at step {source.newest.step} from {source.newest.path}{changed}"
+
+
+def with_moments(state: State, config: Config) -> tuple[State, str]:
+    """A state of this optimizer from one of either, and how it differs. A second moment that was
+    missing begins at its expectation from the first: an average of independent numbers with weights
+    (1 - b) * b**n has (1 - b) / (1 + b) of their variance. At zero, AdamW's changes would be large
+    for many steps, as the step's number says that there were many before."""
+    b = config.training.muon_momentum
+
+    def moment(m: jax.Array, v: jax.Array | None) -> jax.Array:
+        return (1 + b) / (1 - b) * m * m if v is None else v
+
+    nu = divided(jax.tree.map(moment, state.mu, state.nu), config)[0]
+    more = len(jax.tree.leaves(nu)) - len(jax.tree.leaves(state.nu))
+    begin = "begin anew, from the first ones" if more > 0 else "are gone"
+    changed = f"; it is of another optimizer: {abs(more)} second moments {begin}" if more else ""
+    return dataclasses.replace(state, nu=nu), changed
 
 
 @typechecked
@@ -1116,9 +1316,11 @@ def train(
 ) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
+    other = "adamw" if hyper.optimizer == "muon" else "muon"
     checkpoints = Checkpoints(
-        run.checkpoints, present(State, config.model.parts), dimensions(config), config.to_yaml(),
+        run.checkpoints, state_type(config), dimensions(config), config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
+        other=state_type(config.changed({"training.optimizer": other})),
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()
@@ -1152,7 +1354,7 @@ def train(
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
-            state, metrics = step_once(state, batch)
+            state, metrics = step_once(state, batch, hyper_at(step, hyper))
         row = {name: x for name, x in vars(metrics).items() if x is not None}
         row |= at_start if step == 0 else {}
         run.log(step, row, functools.partial(describe_failure, step, batch))
@@ -1173,7 +1375,7 @@ def main(config: Config) -> int:
     run = Run(config)
     with jax.set_mesh(mesh):
         # Raises if a dimension doesn't split.
-        make_shapes(present(tuple[State, TokenBatch], config.model.parts), sizes, DIMENSIONS)
+        make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     # Outside of set_mesh, because the type check traces on a mesh of another size.
     with run, checked(config) as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):

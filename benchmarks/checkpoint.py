@@ -29,12 +29,14 @@ import numpy as np
 import train
 from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh, simulate_cpu_devices
-from shardlib.types import make_shapes, make_shardings, present
+from shardlib.types import make_shapes, make_shardings, present, u32
 
 THREADS = 32  # as in base.yaml
 TIMES = ("save", "save to disk", "restore from disk", "restore from memory")
 CONFIG = "model: {}\n"
-KINDS = present(train.State, ("attention_norm", "mlp_norm", "unembed"))  # a Llama's
+LLAMA = "attention_norm", "mlp_norm", "unembed", "w_gate", "w_up", "w_down"
+WEIGHTS = present(train.Weights, LLAMA)
+KINDS = train.State(u32[""], WEIGHTS, WEIGHTS, WEIGHTS)
 
 
 def sizes(total: int) -> dict[str, int]:

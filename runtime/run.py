@@ -275,7 +275,11 @@ class Run:
         say("compiling ...")
         if self.config.hlo_svg:  # else a cached program could show another source's lines
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        events: list[str] = []
+        jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         self.program = compile_step(self.config, lowered)
+        if "/jax/compilation_cache/cache_hits" in events:
+            say("this program has been compiled before: taken from the cache")
         if self.config.hlo_svg and self.first_host:
             say(f"drew {hlo.draw(str(self.program.as_text()), self.folder / 'step.svg')}")
         return self.program

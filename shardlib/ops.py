@@ -13,6 +13,7 @@ the op never adds up over devices: if it sums over a split dimension, its result
 
 import functools
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -195,6 +196,38 @@ def rotate(call: Call, x: jax.Array) -> jax.Array:
     call.require(len(axes) == 1, "the first dimension must be split over one axis")
     count = mesh_shape()[axes[0]]
     return lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
+
+
+@define_op
+def all_to_all(call: Call, x: jax.Array) -> jax.Array:
+    """Splits other dimensions over the same axes.
+
+        ops.all_to_all("N M/d F/t -> N/t/d M F", x)     each device gets some of N matrices, whole
+        ops.all_to_all("N/t/d M F -> N M/d F/t", x)     and gives them back
+
+    Forward: an all-to-all for each run of axes that moves together. Backward: the same, the other
+    way. Raises ShardTypeError if no axis moves, if one is new or missing on the right, if one that
+    isn't the last of its dimension moves, or one to elsewhere than a dimension's end, and for an
+    unreduced operand. JAX raises ValueError if a dimension doesn't split evenly.
+    """
+    (given,), wanted = call.operands, call.result
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
+    call.require(_names(given) == _names(wanted), "the dimensions must be the same, in order")
+    call.require({*given.axes} == {*wanted.axes}, "both sides must be split over the same axes")
+    call.require(given != wanted, "it moves no axis")
+    now, goal = [dim.axes for dim in given.dims], [dim.axes for dim in wanted.dims]
+    while now != goal:
+        moves = (
+            (i, j, axes)
+            for i, j in itertools.permutations(range(len(now)), 2)
+            for first in range(len(now[i]))
+            if (after := now[j] + (axes := now[i][first:])) == goal[j][: len(after)]
+        )
+        i, j, axes = next(moves, (0, 0, ()))
+        call.require(axes, "an axis can only move from the end of a dimension to that of another")
+        x = lax.all_to_all(varying(x, axes), axes, split_axis=j, concat_axis=i, tiled=True)
+        now[i], now[j] = now[i][: -len(axes)], now[j] + axes
+    return x
 
 
 @define_op

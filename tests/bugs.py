@@ -507,7 +507,7 @@ root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
         f"{MEGATRON}/pull/7117",
         (
             (
-                "return w - rate * (m * mu_scale / root + hyper.weight_decay * w)",
+                "return w - rate * (m * mu_scale / root + decay * w)",
                 """\
 if w.ndim == 4 and w.shape[1] % config.model.d_model == 0:
             return w - rate * (jnp.sign(m) + hyper.weight_decay * w)

@@ -127,12 +127,13 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
         size = math.prod(mesh[a] for a in axes)
         at = lines.get(frame[1], "") if frame else ""
         parts = re.findall(r"\w+\[([\d,]*)\]", shape)
-        parts = parts[:1] if kind == "collective-permute" else parts  # its buffers follow
+        pieces = len(parts) if kind == "all-to-all" else 1  # one to each device, of one array
+        parts = parts[:1] if kind in ("collective-permute", "all-to-all") else parts  # or buffers
         chain = re.search(r'chain_id="(\d+)"', rest)
         padded = "from-cross-replica-sharding" in rest
         for part in parts:
             elements = math.prod(int(n) for n in part.split(",") if n)
-            elements *= size if kind == "reduce-scatter" else 1
+            elements *= size if kind == "reduce-scatter" else pieces
             kind = kind.removeprefix("collective-")
             row = kind, axes, elements, phase, at, trips.get(here, 1), len(parts) > 1
             actual.append(Collective(*row, chain[1] if chain else "", padded))

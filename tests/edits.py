@@ -101,15 +101,16 @@ ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grad
 COUNT = "    count = target_count(batch)"
 TOTAL = "    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
-RATE = "    b1, b2, rate = hyper.adam_b1, hyper.adam_b2, learning_rate(step, hyper)"
-MU = "    mu = tree_map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)"
-NU = "    nu = tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)"
-UPDATE = "        return w - rate * (m * mu_scale / root + hyper.weight_decay * w)"
-UPDATED = "    weights = tree_map(update, state.weights, mu, nu)"
-METRICS = (
-    "    metrics = Metrics("
-    "loss, rate, grad_norm, 1 - finite.astype(u32.dtype), norms, loads, dropped)"
-)
+NU = "    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)"
+RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias"
+UPDATE = "        return w - rate * (m * mu_scale / root + decay * w)"
+UPDATES = "    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu"
+UPDATED = "    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))"
+STATE = "    return State(state.step + 1, weights, mu, nu), metrics"
+STORED_NU = "    nu: SecondMoments  # of AdamW: averages of their squares"
+FRESH = "    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])"
+TYPE = '    return State(u32[""], weights, weights, divided(weights, config)[0])'
+METRICS = "    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)"
 VALIDATION = "    return sums.nats / target_count(batch)"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
@@ -138,12 +139,29 @@ ORTHOGONAL = before(
 )
 
 
+BY_MUON = '    muon = config.training.optimizer == "muon"', "    muon = True"
+STACKED = "    x = longer(x.reshape(-1, *shape[-rank:]), missing)"
+GIVEN = '    x = ops.all_to_all(f"{given} -> {whole}", x)'
+BACK = '    x = ops.all_to_all(f"{whole} -> {given}", newton_schulz(x))'
+LAYOUTS = """\
+    given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}\""""
+SCALED = "    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5"
+SQUARES = "    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)"
+NESTEROV = "    changes = orthogonalized(jax.tree.map(hyper.nesterov.next, mu, grads))"
+
+
+def by_muon(*replacements: tuple[str, str]) -> Edit:
+    """An edit of train.py's Muon, which then is the optimizer."""
+    return Edit("Muon", (BY_MUON, *replacements))
+
+
 def muon(body: str) -> Edit:
     """Muon for w_up alone, where `body` computes `direction` from its first moment `m`."""
     changed = f"""
     m = mu.layers.w_up
     {textwrap.indent(textwrap.dedent(body).strip(), "    ").strip()}
-    layers = dataclasses.replace(weights.layers, w_up=state.weights.layers.w_up - rate * direction)
+    w_up = state.weights.layers.w_up - hyper.learning_rate * direction
+    layers = dataclasses.replace(weights.layers, w_up=w_up)
     weights = dataclasses.replace(weights, layers=layers)
     """
     return Edit("part of a whole", (ORTHOGONAL, after(UPDATED, changed)))
@@ -186,26 +204,26 @@ WRONG: dict[str, Edit] = {
     # --- A part taken from a whole ---
     "muon_first_part": muon(
         """
-        whole = ops.all_gather("layers M/c/s F/t -> layers M F", m)
+        whole = ops.all_gather("layers M/c/d F/t -> layers M F", m)
         direction = orthogonal(whole)[:, : m.shape[1], : m.shape[2]]
         """
     ),
     "muon_dynamic_slice_at_zero": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
         direction = lax.dynamic_slice(whole, (0, 0, 0), m.shape)
         """
     ),
     "muon_rows_right_columns_first": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
         row = lax.axis_index("s") * m.shape[1]
         direction = lax.dynamic_slice_in_dim(whole, row, m.shape[1], axis=1)[..., : m.shape[2]]
         """
     ),
     "muon_gathers_t_only": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M/c/s F", m))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M/c/s F", m))
         direction = lax.dynamic_slice_in_dim(
             whole, lax.axis_index("t") * m.shape[2], m.shape[2], axis=2
         )
@@ -419,7 +437,7 @@ WRONG: dict[str, Edit] = {
         MESH,
         UPDATE,
         """
-        decay = hyper.weight_decay / hyper.microbatches
+        decay = hyper.weight_decay / config.training.microbatches
         return w - rate * (m * mu_scale / root + decay * w)
         """,
     ),
@@ -446,10 +464,12 @@ WRONG: dict[str, Edit] = {
         MESH,
         (
             (
-                RATE,
-                RATE
-                + "\n    rows = hyper.tokens.batch // (config.mesh.d * hyper.microbatches)"
-                + "\n    b2 = 1 - (1 - b2) * rows / 16",
+                CLIPPED,
+                CLIPPED
+                + "\n    rows = config.training.tokens.batch // config.mesh.d"
+                + "\n    new = hyper.nu.new * rows / 16"
+                + "\n    b2 = dataclasses.replace(hyper.nu, old=1 - new, new=new)"
+                + "\n    hyper = dataclasses.replace(hyper, nu=b2)",
             ),
         ),
     ),
@@ -627,7 +647,7 @@ WRONG: dict[str, Edit] = {
         ARRAY,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         frozen = jnp.arange(weights.embed.shape[0])[:, None] < 4
         embed = jnp.where(frozen, state.weights.embed, weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
@@ -782,7 +802,7 @@ WRONG: dict[str, Edit] = {
         RESHAPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         pairs = rearrange(weights.embed, "(two V) M -> V two M", two=2)
         pairs = pairs.at[:, 1].add(1e-2 * pairs[:, 0])
         weights = dataclasses.replace(weights, embed=rearrange(pairs, "V two M -> (two V) M"))
@@ -957,7 +977,7 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         embed = unit_rows("V/t M/c/d -> V/t M/c/d", weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
         """,
@@ -996,7 +1016,7 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         trust = length("V/t M/c/d -> ", state.weights.embed)
         weights = dataclasses.replace(weights, embed=weights.embed / trust)
         """,
@@ -1781,7 +1801,7 @@ WRONG: dict[str, Edit] = {
     "layerwise_second_moment": instead(
         OPTIMIZER,
         NU,
-        "nu = tree_map(lambda v, g: b2 * v + (1 - b2) * jnp.mean(g * g), state.nu, grads)",
+        "nu = jax.tree.map(lambda v, g: hyper.nu.next(v, jnp.mean(g * g)), nu, grads)",
     ),
     "max_norm_by_concatenation": instead(
         OPTIMIZER,
@@ -1819,19 +1839,16 @@ WRONG: dict[str, Edit] = {
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], zeros)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, zeros)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
+                STATE,
                 "    decay = 0.99 ** (1 / config.mesh.d)\n"
                 "    average = tree_map(lambda a, w: decay * a + (1 - decay) * w,"
-                " state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                " state.average, weights)\n" + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
@@ -1839,19 +1856,17 @@ WRONG: dict[str, Edit] = {
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], zeros)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, zeros)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
+                STATE,
                 "    def pulled(a: jax.Array, w: jax.Array) -> jax.Array:\n"
                 "        return a + (w - a) / (1 + jnp.sum((w - a) ** 2))\n\n"
                 "    average = tree_map(pulled, state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
@@ -2083,7 +2098,7 @@ WRONG: dict[str, Edit] = {
     ),
     "loss_metric_by_microbatches": Edit(
         METRIC,
-        (("metrics = Metrics(loss,", "metrics = Metrics(loss / hyper.microbatches,"),),
+        (("metrics = Metrics(loss,", "metrics = Metrics(loss / config.training.microbatches,"),),
     ),
     # --- Initial state ---
     "residual_scale_by_mesh": Edit(
@@ -2127,9 +2142,9 @@ WRONG: dict[str, Edit] = {
         INIT,
         (
             (
-                "jax.jit(lambda: fresh_state(init_weights(config)), out",
+                "jax.jit(lambda: fresh_state(init_weights(config), config), out",
                 "jax.jit(\n        lambda: dataclasses.replace(\n"
-                "            fresh_state(init_weights(config)),\n"
+                "            fresh_state(init_weights(config), config),\n"
                 "            step=jnp.uint32(config.training.microbatches),\n"
                 "        ), out",
             ),
@@ -2432,16 +2447,15 @@ nu = dataclasses.replace(nu, layers=layers)
 
 # Wrong, and not refused: a number from the mesh is in a limit that no tiny run reaches.
 NOT_PROMISED: dict[str, Edit] = {
-    "warmup_in_local_tokens": Edit(
+    "warmup_in_local_tokens": block(
         MESH,
-        (
-            (
-                RATE,
-                RATE
-                + "\n    seen = step * hyper.tokens.batch * hyper.tokens.len // config.mesh.d"
-                + "\n    rate = rate * jnp.minimum(1, seen / 2000)",
-            ),
-        ),
+        CLIPPED,
+        """
+        tokens = config.training.tokens
+        seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
+        rate = hyper.learning_rate * jnp.minimum(1, seen / 2000)
+        hyper = dataclasses.replace(hyper, learning_rate=rate)
+        """,
     ),
 }
 
@@ -3019,10 +3033,10 @@ RIGHT: dict[str, Edit] = {
     },
     "nesterov": instead(
         "optimizer",
-        UPDATED,
+        UPDATES,
         """
-        ahead = tree_map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
-        weights = tree_map(update, state.weights, ahead, nu)
+        ahead = jax.tree.map(hyper.mu.next, mu, grads)
+        return jax.tree_util.tree_map_with_path(update, weights, ahead, nu), mu, nu
         """,
     ),
     "adafactor": block("optimizer", NU, FACTORED),
@@ -3030,10 +3044,10 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", mu.layers.w_up))
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", mu.layers.w_up))
         direction = part("layers M F -> layers M/c/d F/t", whole)
         layers = dataclasses.replace(
-            weights.layers, w_up=state.weights.layers.w_up - rate * direction
+            weights.layers, w_up=state.weights.layers.w_up - hyper.learning_rate * direction
         )
         weights = dataclasses.replace(weights, layers=layers)
         """,
@@ -3041,8 +3055,9 @@ RIGHT: dict[str, Edit] = {
     ),
     "muon_by_axis_index": muon(
         """
-        whole = orthogonal(ops.all_gather("layers M/c/s F/t -> layers M F", m))
-        at = 0, lax.axis_index("s") * m.shape[1], lax.axis_index("t") * m.shape[2]
+        whole = orthogonal(ops.all_gather("layers M/c/d F/t -> layers M F", m))
+        rows = lax.axis_index(("c", "s", "r")) * m.shape[1]
+        at = 0, rows, lax.axis_index("t") * m.shape[2]
         direction = lax.dynamic_slice(whole, at, m.shape)
         """
     )._replace(kind="optimizer"),
@@ -3063,14 +3078,14 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         change = tree_map(operator.sub, weights, state.weights)
         sizes = ops.sums_of_squares(Weights, state.weights, "layers")
         steps = ops.sums_of_squares(Weights, change, "layers")
         leaves, tree = jax.tree.flatten(change)
         scaled = []
         for leaf, size, length in zip(leaves, sizes, steps, strict=True):
-            trust = jnp.sqrt(size / (length + 1e-9)) * rate
+            trust = jnp.sqrt(size / (length + 1e-9)) * hyper.learning_rate
             scaled.append(leaf * trust.reshape(-1, *[1] * (leaf.ndim - 1)))
         weights = tree_map(operator.add, state.weights, jax.tree.unflatten(tree, scaled))
         """,
@@ -3088,7 +3103,7 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights = tree_map(update, state.weights, mu, nu)
+        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
         squares = ops.reduce_sum("V/t M/c/d -> V/t {U:d,c}", jnp.square(weights.embed))
         squares = ops.psum("V/t {U:d,c} -> V/t", squares)
         embed = weights.embed * lax.rsqrt(squares + 1e-9)[:, None]
@@ -3097,59 +3112,56 @@ RIGHT: dict[str, Edit] = {
     ),
     "gains_not_decayed": instead(
         "optimizer",
-        UPDATED,
+        UPDATES,
         """
         def named_update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-            new = update(w, m, v)
+            new = update(path, w, m, v)
             is_gain = path[-1].name.endswith("norm")
             return new + rate * hyper.weight_decay * w if is_gain else new
 
-        weights = jax.tree_util.tree_map_with_path(named_update, state.weights, mu, nu)
+        return jax.tree_util.tree_map_with_path(named_update, weights, mu, nu), mu, nu
         """,
     ),
     "average_weights": Edit(
         "average of the weights",
         (
             (
-                "    nu: Weights  # Adam's second moments",
-                "    nu: Weights  # Adam's second moments\n    average: Weights",
+                STORED_NU,
+                STORED_NU + "\n    average: Weights",
             ),
+            (FRESH, FRESH.replace("[0])", "[0], weights)")),
+            (TYPE, TYPE.replace("[0])", "[0], weights)")),
             (
-                "    return State(jnp.uint32(0), weights, zeros, zeros)",
-                "    return State(jnp.uint32(0), weights, zeros, zeros, weights)",
-            ),
-            (
-                "    return State(step, weights, mu, nu), metrics",
-                "    decay = jnp.minimum(0.99, (1 + step) / (10 + step))\n"
+                STATE,
+                "    decay = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))\n"
                 "    average = tree_map(lambda a, w: decay * a + (1 - decay) * w,"
-                " state.average, weights)\n"
-                "    return State(step, weights, mu, nu, average), metrics",
+                " state.average, weights)\n" + STATE.replace("nu)", "nu, average)"),
             ),
         ),
     ),
     "constant_and_linear_decay": instead(
         "schedule",
-        "    return config.learning_rate * jnp.minimum(warmup, cosine)",
+        "    return config.learning_rate * min(warmup, decay)",
         """
-        linear = jnp.clip(5 * (1 - decay), 0, 1)
-        return config.learning_rate * jnp.minimum(warmup, linear)
+        linear = min(5 * (1 - done), 1)
+        return config.learning_rate * min(warmup, linear)
         """,
     ),
     "inverse_root": instead(
         "schedule",
-        "    return config.learning_rate * jnp.minimum(warmup, cosine)",
-        "return config.learning_rate * jnp.minimum(warmup, lax.rsqrt(now)) + 0 * cosine",
+        "    return config.learning_rate * min(warmup, decay)",
+        "return config.learning_rate * min(warmup, step**-0.5) + 0 * decay",
     ),
     "decay_scheduled": instead(
         "schedule",
         UPDATE,
         """
-        decay = hyper.weight_decay * (1 - step.astype(f32.dtype) / hyper.steps)
+        decay = hyper.weight_decay * hyper.learning_rate / config.training.learning_rate
         return w - rate * (m * mu_scale / root + decay * w)
         """,
     ),
     "rate_by_batch": block(
-        "schedule", RATE, "rate = rate * (hyper.tokens.batch * hyper.tokens.len / 512) ** 0.5"
+        "schedule", RATE, "rate = rate * (config.training.tokens.batch / 512) ** 0.5"
     ),
     # --- The order of sums ---
     "microbatches_in_reverse": Edit(
@@ -3520,7 +3532,7 @@ PLACES = "    places = routing.places(config, h.shape[2])"
 NUMBERED = "    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)"
 TAKER = '    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))'
 SCORE = '    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)'
-MOVED = "bias += hyper.routing.bias_rate * jnp.sign(1 - loads)"
+MOVED = "bias += hyper.bias_rate * jnp.sign(1 - loads)"
 
 WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "cost_once_per_part_of_t": experts("a cost", (COSTS, COSTS + " * config.mesh.t")),
@@ -3626,5 +3638,61 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     "cost_of_entropy": experts(
         "a cost",
         (COSTS, COSTS + "\n    costs = costs + (load / load.sum() * jnp.log(load + 1)).sum()"),
+    ),
+}
+
+
+# Of the config in tests/mutations.py, which has no experts.
+WRONG |= {
+    "muon_of_parts": by_muon((GIVEN, ""), (BACK, "    x = newton_schulz(x)")),
+    "muon_sent_and_not_returned": by_muon((BACK, "    x = newton_schulz(x)")),
+    "muon_returned_and_not_sent": by_muon((GIVEN, "")),
+    "muon_sent_twice": by_muon((GIVEN, f"{GIVEN}\n{GIVEN}")),
+    "muon_gathers_a_part_of_the_rows": by_muon(
+        (LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t/c/s M/r"))
+    ),
+    "muon_of_columns_in_parts": by_muon(
+        (
+            LAYOUTS,
+            LAYOUTS.replace("N/t/c/d", "N/c/d").replace("columns.replace('/t', '')", "columns"),
+        )
+    ),
+    "muon_of_rows_in_parts": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d M", "N/t M/c/d"))),
+    "muon_axes_in_another_order": by_muon((LAYOUTS, LAYOUTS.replace("N/t/c/d", "N/c/d/t"))),
+    "muon_scaled_by_the_part": by_muon((GIVEN, ""), (SCALED, f"{SCALED}\n{GIVEN}")),
+    "muon_norm_of_all_matrices_of_a_device": by_muon(
+        (SQUARES, SQUARES.replace("axis=(1, 2), ", ""))
+    ),
+    "muon_returned_by_jax": by_muon(
+        (BACK, '    x = lax.all_to_all(newton_schulz(x), "s", 1, 0, tiled=True)')
+    ),
+    "muon_rolled_on_each_device": by_muon((STACKED, STACKED + "\n    x = jnp.roll(x, 1, 1)")),
+    "muon_of_gradients_of_the_part": by_muon(
+        (
+            NESTEROV,
+            "    mean = jax.tree.map(lambda g: g - g.mean(), grads)\n"
+            + NESTEROV.replace("grads", "mean"),
+        )
+    ),
+    "muon_scaled_by_devices": by_muon((SCALED, f"{SCALED} * mesh['t']")),
+    "muon_of_as_many_layers_as_devices": by_muon((STACKED, STACKED.replace("missing", "0"))),
+    "muon_fills_before_and_cuts_after": by_muon(
+        (
+            "[(0, by, 0), *[(0, 0, 0)] * rank]",
+            "[(by * (by > 0), by * (by < 0), 0), *[(0, 0, 0)] * rank]",
+        )
+    ),
+}
+RIGHT |= {
+    "muon_with_three_steps": by_muon(("for _ in range(5):", "for _ in range(3):")),
+    "muon_without_nesterov": by_muon((NESTEROV, "    changes = orthogonalized(mu)")),
+    "muon_scaled_as_by_its_authors": by_muon(
+        (SCALED, "    scale = max(1, math.prod(x.shape[2:]) / x.shape[1]) ** 0.5")
+    ),
+    "muon_of_each_matrix_in_turn": by_muon(
+        (BACK, BACK.replace("newton_schulz(x)", "lax.map(lambda y: newton_schulz(y[None])[0], x)"))
+    ),
+    "muon_without_the_largest_entries": by_muon(
+        (GIVEN, f"{GIVEN}\n    x = x - x.mean(tuple(range(1, x.ndim)), keepdims=True)")
     ),
 }

@@ -166,6 +166,12 @@ def small_config(*overrides: str) -> "train.Config":
     return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
 
 
+def take_step(module: Any, state: Any, batch: Any, config: "train.Config") -> Any:
+    """The next state and the metrics, by the module's training step."""
+    hyper = module.hyper_at(int(state.step), config.training)
+    return module.training_step(state, batch, hyper, config)
+
+
 def of_model(hint: Any, config: "train.Config") -> Any:
     """The types of the arrays that a config's model has."""
     return present(hint, config.model.parts)

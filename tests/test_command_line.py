@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import train
-from data.loader import TokenBatch
 from runtime.run import open_folder
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -25,9 +24,10 @@ from tests.helpers import (
     SMALL,
     compose_config,
     edited,
-    of_model,
+    mesh,
     on_hosts,
     slow_but_for,
+    small_config,
     train_here,
 )
 from tools import memory
@@ -152,6 +152,37 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
+    settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
+    rates = "training.learning_rate=1e-2,3e-3,1e-3,3e-4"
+    done = run(*SWEEP, *settings, rates, JAX_COMPILATION_CACHE_DIR="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\ndone: 2 steps") == done.stdout.count("compiling ...") == 4
+    assert done.stdout.count("has been compiled before: taken from the cache") == 3
+    assert len([*tmp_path.glob(".compilation_cache/jit_training_step-*-cache")]) == 1
+    rows = [path.read_text().splitlines()[-1] for path in tmp_path.glob("sweep/*/metrics.jsonl")]
+    assert len({json.loads(row)["learning_rate"] for row in rows}) == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_no_number_of_a_sweep_is_in_the_program(optimizer):
+    """The seed of the weights isn't either, nor what concerns the host alone."""
+
+    def program(*overrides):
+        config = small_config(f"training.optimizer={optimizer}", *overrides)
+        with jax.set_mesh(mesh(4, 2)):
+            return train.lower_step(config).as_text()
+
+    numbers = [
+        "learning_rate=0.5", "weight_decay=0.3", "grad_clip=0.7", "adam_b1=0.7", "adam_b2=0.8",
+        "adam_eps=1e-3", "adam_eps_root=1e-4", "muon_momentum=0.6", "warmup_steps=7", "steps=77",
+        "steps_for_lr=66", "cosine_learning_rate_final_fraction=0.3", "schedule=wsd",
+        "cooldown_steps=9", "seed=5", "validation_interval=3", "max_skipped_updates=4",
+    ]  # fmt: skip
+    other = program(*(f"training.{number}" for number in numbers))
+    assert other == program() != program("training.loss_chunks=2")
+
+
 @pytest.mark.slow
 def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     """The sweep has meshes of two sizes; the first doesn't fit the model."""
@@ -248,9 +279,7 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         assert config.source() is (config.flat_tokens if data == "c4" else config.hf_dataset)
         mesh = devices.abstract_mesh(config.mesh.axes)
         with jax.sharding.use_abstract_mesh(mesh):
-            state, _ = make_shapes(
-                of_model(tuple[train.State, TokenBatch], config), train.dimensions(config)
-            )
+            state, _ = make_shapes(train.step_arguments(config), train.dimensions(config))
         count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         assert f"{count:.3g}" == f"{weights:.3g}"
 

@@ -381,6 +381,4 @@ def test_training_commands_ask_for_what_fits(page):
             continue
         config = compose_config(name, *overrides)
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            make_shapes(
-                of_model(tuple[train.State, train.TokenBatch], config), train.dimensions(config)
-            )
+            make_shapes(train.step_arguments(config), train.dimensions(config))

@@ -1,11 +1,16 @@
 """Tests that a run which is killed and restarted ends as if it had not been killed."""
 
+import dataclasses
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import train
 from runtime.run import open_folder
-from tests.helpers import SMALL, rows, train_here
+from tests.helpers import SMALL, arrays, mesh, rows, small_config, train_here
 from tests.torture import Kill, Torture
 
 ARGUMENTS = [
@@ -64,6 +69,61 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, capsys, monkeypatch):
+    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "training.optimizer=muon"]
+    run += ["training.steps_for_lr=6"]
+    train_here(capsys, monkeypatch, *run, "paths.model_name=whole", "training.steps=6")
+    for steps in 3, 6:
+        settings = "paths.model_name=parts", f"training.steps={steps}"
+        out, message = train_here(capsys, monkeypatch, *run, *settings)
+        assert not message
+    assert "\nresumed at step 3 from " in out and "another optimizer" not in out
+    whole, parts = (
+        arrays(*(tmp_path / name / "checkpoints").glob("00000006.*")) for name in ("whole", "parts")
+    )
+    assert whole == parts and "nu/embed" in whole and "nu/layers/w_q" not in whole
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("first, then", [("adamw", "muon"), ("muon", "adamw")])
+def test_a_checkpoint_of_one_optimizer_resumes_the_other(
+    tmp_path, capsys, monkeypatch, first, then
+):
+    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    run += ["training.steps_for_lr=9", "training.learning_rate=1e-3"]
+    train_here(capsys, monkeypatch, *run, f"training.optimizer={first}", "training.steps=3")
+    settings = f"training.optimizer={then}", "training.steps=6"
+    out, message = train_here(capsys, monkeypatch, *run, *settings)
+    assert not message
+    changed = "are gone" if then == "muon" else "begin anew, from the first ones"
+    (line,) = (line for line in out.splitlines() if line.startswith("resumed at step 3 from "))
+    assert line.endswith(f"; it is of another optimizer: 7 second moments {changed}")
+    (saved,) = (arrays(path) for path in (tmp_path / "run/checkpoints").glob("00000006.*"))
+    assert ("nu/layers/w_q" in saved) == (then == "adamw")
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert len(losses) == 6 and max(losses[4:]) < losses[0], "no jump"
+
+
+def test_a_second_moment_begins_at_its_expectation():
+    """Averages of independent gradients of variance 4, as Muon keeps them."""
+    b, rng, average = 0.8, np.random.default_rng(0), 0.0
+    for _ in range(60):
+        average = b * average + (1 - b) * 2 * rng.standard_normal((2, 32, 40))
+    config = small_config("training.muon_momentum=0.8")
+    with jax.set_mesh(mesh(4, 2)):
+        state = train.init_state(config)
+        layers = dataclasses.replace(state.mu.layers, w_up=jnp.asarray(average))
+        missing = dataclasses.replace(state.nu.layers, w_up=None)
+        state = dataclasses.replace(
+            state,
+            mu=dataclasses.replace(state.mu, layers=layers),
+            nu=dataclasses.replace(state.nu, layers=missing),
+        )
+        made, _ = train.with_moments(state, config)
+    assert float(made.nu.layers.w_up.mean()) == pytest.approx(4, rel=0.1)
+    assert made.nu.layers.w_q is state.nu.layers.w_q
+
+
 RING = [
     *("{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}", "{d: 2, t: 1, r: 2, c: 4}"),
     *("{d: 1, t: 1, c: 8}", "{d: 1, t: 1}"),
@@ -79,8 +139,8 @@ def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(
     run += ["training.tokens.len=48", "training.steps_for_lr=20"]
     one = [*run, "paths.model_name=one", "training.steps=20", "mesh={d: 1, t: 1}"]
     assert train_here(capsys, monkeypatch, *one)[1] == ""
-    for i, mesh in enumerate(RING, 1):
-        part = ["paths.model_name=ring", f"training.steps={4 * i}", f"mesh={mesh}"]
+    for i, layout in enumerate(RING, 1):
+        part = ["paths.model_name=ring", f"training.steps={4 * i}", f"mesh={layout}"]
         out, message = train_here(capsys, monkeypatch, *run, *part)
         assert not message and (f"\nresumed at step {4 * i - 4} from " in out) == (i > 1)
     wanted, losses = ([row["loss"] for row in rows(tmp_path / name)] for name in ("one", "ring"))

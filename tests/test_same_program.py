@@ -17,6 +17,7 @@ from tools.ledger import ledger
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
 FILES = "train.py", "generate.py"
+MUON = ["training.optimizer=muon", "model.layers=3"]
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 
 
@@ -27,7 +28,7 @@ def in_parts(microbatches, chunks, **mesh):
 
 
 def training(config):
-    return train.training_step, of_model(tuple[train.State, TokenBatch], config), {}, config
+    return train.training_step, train.step_arguments(config), {}, config
 
 
 def validation(config):
@@ -59,6 +60,10 @@ PROGRAMS = {
     "replicas, 2 microbatches": lambda: training(in_parts(2, 1, d=4, r=2, t=2)),
     "split rows, 2 chunks": lambda: training(in_parts(1, 2, d=2, c=2, t=2)),
     "replicas and split rows": lambda: training(in_parts(1, 1, d=4, r=2, t=1, c=2)),
+    "muon on 4 x 2": lambda: training(small_config(*MUON)),
+    "muon, replicas and split rows": lambda: training(
+        small_config(*MUON, "mesh={d: 4, r: 2, t: 1, c: 2}")
+    ),
     "validation on 2 x 4": lambda: validation(small_config("mesh={d: 2, t: 4}")),
     "validation, 4 chunks on 4 x 2": lambda: validation(small_config("training.loss_chunks=4")),
     "prefill on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 8),
@@ -86,6 +91,7 @@ def program(name):
 
 QUICK = [
     "one layer on 4 x 2",
+    "muon on 4 x 2",
     "2 microbatches, 2 chunks on 2 x 4",
     "validation on 2 x 4",
     "prefill on 2 x 4",

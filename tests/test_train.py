@@ -33,6 +33,7 @@ from tests.helpers import (
     slow_but_for,
     small_config,
     starts_of,
+    take_step,
     token_batch,
     train_here,
 )
@@ -152,9 +153,7 @@ def test_what_a_config_leaves_out_costs_nothing():
     config = small_config()
     one = abstract_mesh(config.mesh.axes)
     with jax.sharding.use_abstract_mesh(one):
-        state, _ = make_shapes(
-            of_model(tuple[train.State, train.TokenBatch], config), train.dimensions(config)
-        )
+        state = make_shapes(train.state_type(config), train.dimensions(config))
     names = {"attention_norm", "w_q", "w_k", "w_v", "w_o"}
     assert plain(state.weights.layers).keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
 
@@ -217,17 +216,42 @@ def test_bf16_gradients_stay_close_with_many_tokens():
         assert np.linalg.norm(actual - exact) < 3e-2 * np.linalg.norm(exact), name
 
 
+def optax_schedule(hyper):
+    """The schedule of a TrainingConfig, by optax."""
+    peak, warmup = hyper.learning_rate, hyper.warmup_steps
+    final = peak * hyper.cosine_learning_rate_final_fraction
+    end = max(hyper.steps_for_lr, warmup + 1)
+    if hyper.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0, peak, warmup, end, final)
+    parts = {
+        "constant": [(optax.constant_schedule(peak), warmup)],
+        "linear": [(optax.linear_schedule(peak, final, end - warmup), warmup)],
+        "wsd": [
+            (optax.constant_schedule(peak), warmup),
+            (
+                optax.linear_schedule(peak, final, hyper.cooldown_steps),
+                hyper.steps_for_lr - hyper.cooldown_steps,
+            ),
+        ],
+    }
+    schedules, boundaries = zip(*parts[hyper.schedule], strict=True)
+    return optax.join_schedules([optax.linear_schedule(0, peak, warmup), *schedules], boundaries)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("final", [0.1, 0])
 @pytest.mark.parametrize("steps, warmup", [(100, 10), (100, 0), (100, 100), (30, 3)])
-def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(steps, warmup):
-    config = small_config(f"training.steps_for_lr={steps}", f"training.warmup_steps={warmup}")
-    hyper = config.training
-    final = hyper.learning_rate * hyper.cosine_learning_rate_final_fraction
-    schedule = optax.warmup_cosine_decay_schedule(
-        0, hyper.learning_rate, warmup, max(steps, warmup + 1), final
-    )
-    counts = jnp.arange(1, 150)
-    rates = jax.vmap(lambda step: train.learning_rate(step, hyper))(counts)
-    np.testing.assert_allclose(rates, jax.vmap(schedule)(counts), rtol=1e-5)
+def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(schedule, final, steps, warmup):
+    if schedule == "wsd" and steps == warmup:
+        steps += 20
+    config = small_config(
+        f"training.schedule={schedule}", f"training.steps_for_lr={steps}",
+        f"training.warmup_steps={warmup}", "training.cooldown_steps=20",
+        f"training.cosine_learning_rate_final_fraction={final}",
+    )  # fmt: skip
+    rates = [train.learning_rate(step, config.training) for step in range(1, 150)]
+    wanted = jax.vmap(optax_schedule(config.training))(jnp.arange(1, 150))
+    np.testing.assert_allclose(rates, wanted, rtol=1e-5, atol=1e-9)
 
 
 def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
@@ -263,7 +287,7 @@ def test_the_step_reuses_the_states_memory(in_f32):
     with jax.set_mesh(mesh(4, 2)):
         state = in_f32.init_state(config)
         batch = token_batch(in_f32.TokenBatch, *random_rows(), 0)
-        in_f32.training_step(state, batch, config)
+        take_step(in_f32, state, batch, config)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -277,7 +301,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
             events.append(f"read {self.real:.0f}")
             return self.real
 
-    def step_once(state, batch):
+    def step_once(state, batch, hyper):
         events.append(f"start {batch}")
         return state, train.Metrics(Number(batch), 0.0, 0.0, 0, np.zeros(0))
 
@@ -297,45 +321,118 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 
 
-@pytest.mark.parametrize("clip", slow_but_for([0.5], [1e9, 0.5]))
-def test_the_optimizer_agrees_with_optax(in_f32, clip):
-    config = small_config(f"training.grad_clip={clip}", "training.warmup_steps=3")
-    hyper = config.training
-    rows = [random_rows(seed) for seed in range(6)]
+def optimizer_of(config, weights):
+    """The config's optimizer, by optax. Its Muon also does the rest, by another Adam, so that takes
+    another transformation. In `weights`, those of Muon are what has more than two dimensions in a
+    layer, and all others whose name says so."""
+    hyper, schedule = config.training, optax_schedule(config.training)
 
-    schedule = optax.warmup_cosine_decay_schedule(
-        0,
-        hyper.learning_rate,
-        hyper.warmup_steps,
-        hyper.steps_for_lr,
-        hyper.learning_rate * hyper.cosine_learning_rate_final_fraction,
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(
+    def label(path, x):
+        name = path[-1].key
+        matrix = path[0].key == "layers" and name[:2] in ("w_", "e_") and name != "w_router"
+        return "matrix" if matrix and hyper.optimizer == "muon" else name
+
+    def decays(name):
+        kinds = {"gains": name.endswith("norm"), "biases": name.startswith("b_")}
+        kinds["embeddings"] = name == "embed"
+        return not any(kinds[kind] for kind in hyper.no_decay)
+
+    def matrices(tree):
+        """Rows and columns among the dimensions, after those of layers and experts."""
+
+        def numbers(path, x):
+            rows = 2 if path[-1].key.startswith("e_") else 1
+            columns = tuple(range(rows + 1, x.ndim))
+            return optax.contrib.MuonDimensionNumbers((rows,), columns)
+
+        return jax.tree_util.tree_map_with_path(numbers, tree)
+
+    labels = jax.tree_util.tree_map_with_path(label, weights)
+    adams = {
+        name: optax.adamw(
             lambda count: schedule(count + 1),
             b1=hyper.adam_b1,
             b2=hyper.adam_b2,
             eps=hyper.adam_eps,
             eps_root=hyper.adam_eps_root,
-            weight_decay=hyper.weight_decay,
-        ),
+            weight_decay=hyper.weight_decay if decays(name) else 0,
+        )
+        for name in {*jax.tree.leaves(labels)}
+    }
+    muon = optax.contrib.muon(
+        lambda count: schedule(count + 1),
+        beta=hyper.muon_momentum,
+        weight_decay=hyper.weight_decay,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=matrices,
     )
-    loss = functools.partial(oracle.mean_loss, max_timescale=100)
-    with jax.set_mesh(mesh(4, 2)):
-        state = in_f32.init_state(config)
+    return optax.chain(
+        optax.clip_by_global_norm(hyper.grad_clip),
+        optax.partition(adams | {"matrix": muon}, labels),
+    )
+
+
+MUON = ["training.optimizer=muon", "training.grad_clip=0.5"]
+OPTIMIZERS = {
+    "adamw": ["training.grad_clip=0.5"],
+    "adamw, nothing clipped": ["training.grad_clip=1e9"],
+    "adamw, gains and more not decayed": [
+        "training.no_decay=[gains,biases,embeddings]", "model.qkv_bias=true",
+        "training.weight_decay=2",
+    ],
+    "muon": MUON,
+    "muon, experts": [
+        *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24, capacity_factor: null, "
+        "bias_rate: 0}", "mesh={d: 4, t: 2}",
+    ],
+    "muon, wsd": [*MUON, "training.schedule=wsd", "training.cooldown_steps=97"],
+    "muon, odd layers": [*MUON, "model.layers=3", "training.muon_momentum=0.8"],
+    "muon, biases": [*MUON, "model.qkv_bias=true", "training.no_decay=[biases]"],
+}  # fmt: skip
+
+
+def assert_as_optax(module, config, axes, tolerance):
+    """Six steps from gradients of the oracle lead to the same weights."""
+    rows = [random_rows(seed) for seed in range(6)]
+    schedule = optax_schedule(config.training)
+
+    def loss(weights, targets, is_start):
+        return oracle.objective(
+            weights, targets, is_start, max_timescale=100, experts=config.model.experts
+        )[0]
+
+    with jax.set_mesh(mesh(*axes)):
+        state = module.init_state(config)
         wanted = plain(jax.device_get(state.weights))
+        optimizer = optimizer_of(config, wanted)
         optimizer_state = optimizer.init(wanted)
+        order = balanced(12, axes[3] if len(axes) > 3 else 1)
         for step, (targets, is_start) in enumerate(rows):
             grads = jax.grad(lambda w, t=targets, s=is_start: loss(w, t, s))(wanted)
             updates, optimizer_state = optimizer.update(grads, optimizer_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
-            batch = token_batch(in_f32.TokenBatch, targets, is_start, 0)
-            state, metrics = in_f32.training_step(state, batch, config)
+            batch = token_batch(module.TokenBatch, targets, is_start, 0)
+            batch = jax.tree.map(lambda x: x[:, order], batch)
+            state, metrics = take_step(module, state, batch, config)
             np.testing.assert_allclose(metrics.learning_rate, schedule(step + 1), rtol=1e-5)
             np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
         assert int(state.step) == len(rows)
-        assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), 1e-4)
+        assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(["adamw", "muon"], list(OPTIMIZERS)))
+def test_the_optimizer_agrees_with_optax(in_f32, name):
+    config = small_config("training.warmup_steps=3", *OPTIMIZERS[name])
+    assert_as_optax(in_f32, config, (4, 2), 1e-4)
+
+
+# (d, t, r, c)
+ALL = [*MESHES, (4, 2, 2), (2, 2, 1, 2), (4, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("axes", slow_but_for([(1, 1), (4, 1, 2, 2)], ALL))
+def test_muon_agrees_with_optax_on_every_mesh(in_f32, axes):
+    assert_as_optax(in_f32, small_config("training.warmup_steps=3", *MUON), axes, 1e-4)
 
 
 def test_step_flops_are_those_of_the_oracles_products():

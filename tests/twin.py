@@ -111,7 +111,7 @@ def train_step(axes, host_batch):
         step = compile_step(config, train.lower_step(config))
 
     def once():
-        state[0], metrics = step(state[0], batch)
+        state[0], metrics = step(state[0], batch, train.hyper_at(0, config.training))
         return metrics.loss
 
     return once, weights, host_batch

@@ -99,6 +99,8 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     predicted = memory.predict(jaxpr, axes, chip)
     with jax.sharding.use_abstract_mesh(mesh):
         weights = bytes_per_device(present(train.Weights, config.model.parts), axes, sizes)
+        state = train.state_type(config)
+        moments = bytes_per_device((state.mu, state.nu), axes, sizes)
         batch = bytes_per_device(TokenBatch, axes, sizes)
 
     def type_of(array: Saved | memory.Buffer, at_probe: Shape) -> str:
@@ -118,7 +120,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
         "mesh": axes,
         "held": {
             "weights": weights,
-            "Adam's moments": 2 * weights,
+            "moments": moments,
             "gradients": weights,
             "batch": batch,
             "saved for the backward pass": saved_in("device"),

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 import train
+from data.loader import TokenBatch
 from data.sources import open_batches
 from runtime.config import ROOT
 from runtime.program import program
@@ -152,10 +153,15 @@ def main(config: train.Config) -> None:
         opened = open_batches(config, train.dimensions(config))
         loader, _ = timed("devices, dataset, type check", opened)
         lowered = timed("trace and lower", train.lower_step(config))
-        step_once = timed("compile", compile_step(config, lowered))
+        compiled = timed("compile", compile_step(config, lowered))
         state = timed("initialize the state", train.init_state(config))
         batches = (batch for _, batch in loader.from_step(0, 2**31))
         batch = timed("load a batch", next(batches))
+        numbers = train.hyper_at(0, hyper)  # of the first step, in all
+
+        def step_once(state: train.State, batch: TokenBatch) -> Any:
+            return compiled(state, batch, numbers)
+
         state, _ = timed("run a step", step_once(state, batch))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)

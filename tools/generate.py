@@ -347,8 +347,9 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
         make_shapes(present(train.Weights, config.model.parts), sizes, train.DIMENSIONS)
     except UserError as error:
         raise UserError(f"{error}; choose a --mesh whose axes divide it, see --help") from None
-    kinds = present(train.State, config.model.parts)
-    return Checkpoints(path, kinds, sizes, config.to_yaml(), 32, key="folder"), config
+    return Checkpoints(
+        path, train.state_type(config), sizes, config.to_yaml(), 32, key="folder"
+    ), config
 
 
 def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> Text:

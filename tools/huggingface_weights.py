@@ -210,8 +210,8 @@ def stacked(array: str) -> list[str]:
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes the arrays of a checkpoint of the weights, by name."""
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        every = checkpoint.entries(present(train.State, model.parts), sizes(model))
-    return {name: entry for name, entry in every.items() if name.startswith("weights/")}
+        weights = {"weights": present(train.Weights, model.parts)}
+        return checkpoint.entries(weights, sizes(model))
 
 
 def tensors(model: train.ModelConfig) -> list[Tensor]:

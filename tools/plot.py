@@ -3,9 +3,9 @@
     python -m tools.plot runs/a runs/b --output curves.svg
 
 The legend has each run's name and the config values in which the runs differ, leaving out settings
-that don't affect learning, such as paths or profile. Faint lines show each step's loss, the others
-its exponential moving average, whose weights fall to 1/e within the number of steps in the title.
-Time counts training steps only, not validation or saving.
+that don't affect learning, such as paths, profile or the mesh. Faint lines show each step's loss,
+the others its exponential moving average, whose weights fall to 1/e within the number of steps in
+the title. Time counts training steps only, not validation or saving.
 """
 
 import argparse
@@ -29,6 +29,9 @@ from runtime.run import RunConfig, rows_before
 from shardlib.errors import UserError
 
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
+# What changes no number but by rounding, beside all of RunConfig; sections end in a dot.
+UNSEEN = ("mesh.", "training.microbatches", "training.loss_chunks", "training.validation_",
+          "training.max_skipped_updates")  # fmt: skip
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
@@ -52,11 +55,15 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
 
 
 def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Each run's name and the values in which its config differs, RunConfig's aside: those don't
-    affect learning."""
+    """Each run's name and the values in which its config differs, if they affect learning. A value
+    that follows another one in all runs, as steps_for_lr follows steps, isn't repeated."""
     ignored = {field.name for field in dataclasses.fields(RunConfig)}
     table = pandas.DataFrame(configs).map(str)
     differ = [k for k in table if k.split(".")[0] not in ignored and table[k].nunique() > 1]
+    differ = [k for k in differ if not k.startswith(UNSEEN)]
+    differ = [
+        k for i, k in enumerate(differ) if not any(table[k].equals(table[j]) for j in differ[:i])
+    ]
     values = [[f"{key.rpartition('.')[2]}={table[key][i]}" for key in differ] for i in table.index]
     texts = [", ".join([run.name, *parts]) for run, parts in zip(folders, values, strict=True)]
     return [textwrap.fill(text, 140 // min(len(folders), 2)) for text in texts]

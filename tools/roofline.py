@@ -36,7 +36,9 @@ def bound(result: dict[str, Any], chip: devices.Chip, links: dict[str, str]) -> 
     slowest link."""
     products = result["products"]
     moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
-    moved += result["kernel_bytes"] + 7 * result["held"]["weights"]  # 4 read, 3 written
+    moved += result["kernel_bytes"]
+    # Weights and moments are read and written, and gradients read.
+    moved += 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
     seconds = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
         "memory": moved / chip.bandwidth,

@@ -102,7 +102,8 @@ def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tupl
     yield "gradients", train.gradients, (state.weights, training), config
     for step in 3, 999:  # in the middle of the schedule, and before what is done now and then
         at_step = dataclasses.replace(state, step=np.uint32(step))
-        yield f"training_step {step}", train.training_step, (at_step, training), config
+        hyper = train.hyper_at(step, config.training)
+        yield f"training_step {step}", train.training_step, (at_step, training, hyper), config
     yield "forward", forward, (state.weights, whole), config
     rows = state.weights, cache, whole.inputs
     yield "generation", generation, rows, config

@@ -11,7 +11,7 @@ import pytest
 import train
 from runtime.checkpoint import named
 from runtime.run import open_folder
-from tests.helpers import SMALL, edited, mesh, rows, small_config, train_here
+from tests.helpers import SMALL, edited, mesh, rows, small_config, take_step, train_here
 
 ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
@@ -26,7 +26,7 @@ def test_norms_are_those_of_each_tensor_and_layer():
         state = train.init_state(config)
         before = jax.device_get(state.weights)
         grads = jax.device_get(train.gradients(state.weights, batch, config))
-        state, metrics = train.training_step(state, batch, config)
+        state, metrics = take_step(train, state, batch, config)
         after = jax.device_get(state.weights)
     actual = dict(zip(train.norm_names(config), np.asarray(metrics.norms), strict=True))
     wanted = {}

@@ -231,6 +231,39 @@ def test_rotate_rolls_the_first_dimension_by_a_devices_part(axes, part):
     assert_close(actual, jax.device_get(value_and_grad(lambda x: jnp.roll(x, part, 0))), 1e-5)
 
 
+FOUR = [
+    {"r": 2, "s": 2, "c": 1, "t": 2}, {"r": 1, "s": 2, "c": 2, "t": 2},
+    {"r": 1, "s": 8, "c": 1, "t": 1}, {"r": 1, "s": 1, "c": 1, "t": 1},
+]  # fmt: skip
+MOVES = [
+    ("N M/c/s/r F/t", "N/t/c/s/r M F"),
+    ("N M/c/s/r F/t", "N/c/s/r M F/t"),
+    ("N/t M/c/s/r F", "N/t/c/s/r M F"),
+    ("N M/t/c/s/r F", "N/s/r M/t/c F"),
+    ("N/t/c/s/r M F", "N M/t/c F/s/r"),
+]
+
+
+@pytest.mark.parametrize("axes", FOUR, ids=str)
+@pytest.mark.parametrize("given, wanted", MOVES)
+def test_all_to_all_changes_the_layout_and_nothing_else(axes, given, wanted):
+    @typed_shard_map
+    def moved(x: f32[given]) -> f32[wanted]:
+        return ops.all_to_all(f"{given} -> {wanted}", x)
+
+    @typed_shard_map
+    def back(x: f32[wanted]) -> f32[given]:
+        return ops.all_to_all(f"{wanted} -> {given}", x)
+
+    x = np.random.default_rng(0).normal(size=(16, 24, 8)).astype("f")
+    weights = np.cos(np.arange(x.size)).reshape(x.shape)
+    with jax.set_mesh(make_mesh(axes)):
+        np.testing.assert_array_equal(moved(x), x)
+        np.testing.assert_array_equal(back(x), x)
+        grad = jax.jit(jax.grad(lambda x: jnp.sum(weights * jnp.sin(moved(x)))))(x)
+    assert_close(jax.device_get(grad), weights * np.cos(x), 1e-5)
+
+
 @pytest.mark.parametrize("integer", [i32, u32])
 def test_indices_out_of_range_give_zeros(integer):
     @typed_shard_map
@@ -466,6 +499,14 @@ MISUSES = {
     "indices of two dimensions": lambda a: ops.indices("B/d L M/t -> L M/t", a.x),
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
     "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
+    "all_to_all of nothing": lambda a: ops.all_to_all("M/d F/t -> M/d F/t", a.w),
+    "all_to_all that gathers": lambda a: ops.all_to_all("M/d F/t -> M F", a.w),
+    "all_to_all that splits": lambda a: ops.all_to_all("M/d F -> M F/t", a.w),
+    "all_to_all that reorders": lambda a: ops.all_to_all("M/d F/t -> F/d M/t", a.w),
+    "all_to_all that exchanges": lambda a: ops.all_to_all("M/d F/t -> M/t F/d", a.w),
+    "all_to_all not of the last axis": lambda a: ops.all_to_all("M/t/d F -> M/d F/t", a.w),
+    "all_to_all to the middle": lambda a: ops.all_to_all("M/d F/t -> M/t/d F", a.w),
+    "all_to_all of a sum": lambda a: ops.all_to_all("B/d L M {U:t} -> B L/d M {U:t}", a.owed),
     "rotate that changes the layout": lambda a: ops.rotate("B/d L M/t -> B/d L M", a.x),
     "rotate of another dimension": lambda a: ops.rotate("L M/t -> L M/t", a.x[0]),
     "rotate of a scalar": lambda a: ops.rotate(" -> ", a.x.sum()),

@@ -524,7 +524,7 @@ def run(tmp_path_factory):
         for name, vocab, n_kv in ("bytes", 264, 8), ("nameless", 128, 8), ("two_heads", 128, 2):
             model = f"model.vocab={vocab}", f"model.n_kv={n_kv}"
             config = small_config(f"flat_tokens.filespec={name}.zarr", *model)
-            settings = of_model(train.State, config), train.dimensions(config), config.to_yaml(), 4
+            settings = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
             checkpoints = Checkpoints(str(folder / name), *settings, say=lambda _: None)
             weights = placed(train.Weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))

@@ -32,7 +32,6 @@ from tests.helpers import (
     compose_config,
     edited,
     mesh,
-    of_model,
     slow_but_for,
     small_config,
     starting_state,
@@ -443,8 +442,8 @@ def save_trained(path, *overrides):
         state = jax.tree.map(  # gains of one and small weights would hide mistakes
             lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
         )
-        state = jax.tree.map(jax.device_put, state, make_shardings(of_model(train.State, config)))
-        settings = of_model(train.State, config), train.dimensions(config), config.to_yaml(), 4
+        state = jax.tree.map(jax.device_put, state, make_shardings(train.state_type(config)))
+        settings = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
         checkpoints = Checkpoints(str(path), *settings, say=lambda _: None)
         checkpoints.save(7, state)
         checkpoints.wait()
@@ -552,14 +551,14 @@ def test_a_run_starts_from_an_imported_model(base, tmp_path, run):
         f"paths.clone_from={tmp_path}/ours",
         "paths.model_name=clone",
     )
-    settings = of_model(train.State, start), train.dimensions(start), start.to_yaml(), 4
+    settings = train.state_type(start), train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
         state, _ = starting_state(start, none, None)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: actual.pop(name) for name in wanted} == wanted
-        assert not any(map(any, actual.values())), "Adam's moments, and the step"
+        assert not any(map(any, actual.values())), "moments, and the step"
         start.paths.clone_weights_only = False
         with pytest.raises(CheckpointError) as error:
             starting_state(start, none, None)

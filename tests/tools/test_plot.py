@@ -86,10 +86,25 @@ def test_labels_say_what_affects_learning():
     configs = [
         {"training.learning_rate": rate, "mesh.d": 8, "paths.model_name": name, "profile": rate > 1}
         | {"checkpoints.keep_last": rate, "hlo_svg": rate < 2, "hang_timeout_seconds": rate}
+        | {"mesh.t": rate, "training.loss_chunks": rate, "training.validation_interval": rate}
+        | {"training.optimizer": "muon"}
         for name, rate in [("a", 1), ("b", 2)]
     ]
     folders = [pathlib.Path("runs/a"), pathlib.Path("runs/b")]
     assert plot.labels(folders, configs) == ["a, learning_rate=1", "b, learning_rate=2"]
+    for config, optimizer in zip(configs, ("adamw", "muon"), strict=True):
+        config["training.optimizer"] = optimizer
+    assert plot.labels(folders, configs)[0] == "a, learning_rate=1, optimizer=adamw"
+
+
+def test_a_value_that_follows_another_is_not_repeated():
+    configs = [
+        {"training.steps": steps, "training.steps_for_lr": steps, "training.warmup_steps": warmup}
+        for steps, warmup in [(100, 10), (200, 10), (200, 20)]
+    ]
+    folders = [pathlib.Path(f"runs/{name}") for name in "abc"]
+    expected = ["a, steps=100, warmup_steps=10", "b, steps=200, warmup_steps=10"]
+    assert plot.labels(folders, configs) == [*expected, "c, steps=200, warmup_steps=20"]
 
 
 def test_smoothing_is_a_mean_of_falling_weights():
