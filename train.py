@@ -181,7 +181,7 @@ class TokensConfig(Section, key="training.tokens"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class RoutingConfig(Section, key="training.routing"):
-    """What differs in training for models with experts."""
+    """Settings of experts that only training needs."""
 
     capacity_factor: NonNegativeFloat | None  # an expert's places per even share; None: no limit
     group: PositiveInt | None = None  # tokens that share an expert's places; None: a row

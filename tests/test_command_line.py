@@ -279,7 +279,7 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         assert config.source() is (config.flat_tokens if data == "c4" else config.hf_dataset)
         mesh = devices.abstract_mesh(config.mesh.axes)
         with jax.sharding.use_abstract_mesh(mesh):
-            state, _ = make_shapes(train.step_arguments(config), train.dimensions(config))
+            state, *_ = make_shapes(train.step_arguments(config), train.dimensions(config))
         count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
         assert f"{count:.3g}" == f"{weights:.3g}"
 

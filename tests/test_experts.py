@@ -94,7 +94,7 @@ def expected(name):
 
 
 def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
-    """In a model with a bias that has already moved."""
+    """Starts from biases that have moved."""
     config = small_config(*settings(1, costs=False), "training.routing.bias_rate=0.01")
     targets, is_start = random_rows()
     with jax.set_mesh(mesh(2, 4)):

@@ -469,7 +469,7 @@ def trained_experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained_layer(tmp_path_factory):
-    """Of one layer, so that a chunk holds half of the experts of a layer."""
+    """Trains one layer, so that a chunk holds half of its experts."""
     path = tmp_path_factory.mktemp("trained_layer")
     return save_trained(path, *MIXTURE, "model.layers=1")
 
