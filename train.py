@@ -896,10 +896,11 @@ class Hyper:
     bias_rate: f32[""]  # of experts
 
 
+@typechecked
 def hyper_at(step: int, config: TrainingConfig) -> Hyper:
     """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
 
-    def average(b: float) -> Average:
+    def average(b: float) -> Any:
         return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
 
     momentum, after = average(config.muon_momentum), 1 - config.muon_momentum ** (step + 2)
@@ -969,6 +970,7 @@ def loss_and_grads(
     return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
 
 
+@typechecked
 def adamw(
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
 ) -> tuple[Any, Any, Any]:
@@ -988,6 +990,7 @@ def adamw(
     return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
 
 
+@typechecked
 def muon(weights: Any, grads: Any, mu: Any, hyper: Hyper) -> tuple[Any, Any]:
     """A step of Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The change is
     Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's, whose rates and
@@ -1276,26 +1279,29 @@ def starting_state(
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
         return make(weights, config), f"weights from {source.newest.path}"
-    state, changed = with_moments(source.restore(), config)
+    saved = source.restore()
+    state = with_moments(saved, config)
+    before, after = (len(jax.tree.leaves(each.nu)) for each in (saved, state))
+    what = "begin anew, from the first ones" if after > before else "are gone"
+    changed = f"; it is of another optimizer: {abs(after - before)} second moments {what}"
+    origin = f"resumed at step {source.newest.step} from {source.newest.path}"
     data.resume(source.position)
-    return state, f"resumed at step {source.newest.step} from {source.newest.path}{changed}"
+    return state, origin + changed if after != before else origin
 
 
-def with_moments(state: State, config: Config) -> tuple[State, str]:
-    """A state of this optimizer from one of either, and how it differs. A second moment that was
-    missing begins at its expectation from the first: an average of independent numbers with weights
-    (1 - b) * b**n has (1 - b) / (1 + b) of their variance. At zero, AdamW's changes would be large
-    for many steps, as the step's number says that there were many before."""
+@typechecked
+def with_moments(state: State, config: Config) -> State:
+    """A state of this optimizer from one of either. A second moment that was missing begins at its
+    expectation from the first: an average of independent numbers with weights (1 - b) * b**n has
+    (1 - b) / (1 + b) of their variance. At zero, AdamW's changes would be large for many steps, as
+    the step's number says that there were many before."""
     b = config.training.muon_momentum
 
     def moment(m: jax.Array, v: jax.Array | None) -> jax.Array:
         return (1 + b) / (1 - b) * m * m if v is None else v
 
     nu = divided(jax.tree.map(moment, state.mu, state.nu), config)[0]
-    more = len(jax.tree.leaves(nu)) - len(jax.tree.leaves(state.nu))
-    begin = "begin anew, from the first ones" if more > 0 else "are gone"
-    changed = f"; it is of another optimizer: {abs(more)} second moments {begin}" if more else ""
-    return dataclasses.replace(state, nu=nu), changed
+    return dataclasses.replace(state, nu=nu)
 
 
 @typechecked

@@ -107,7 +107,8 @@ def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
         before = plain(jax.device_get(state.weights))
         batch = token_batch(in_f32.TokenBatch, targets, is_start)
         batch = jax.device_put(batch, make_shardings(in_f32.TokenBatch))
-        state, metrics = jax.device_get(in_f32.training_step(state, batch, config))
+        hyper = in_f32.hyper_at(0, config.training)
+        state, metrics = jax.device_get(in_f32.training_step(state, batch, hyper, config))
     experts = config.model.experts, config.training.routing
     _, (_, loads, dropped) = oracle.objective(before, targets, is_start, 100, experts=experts)
     even = loads.sum(-1, keepdims=True) / 8

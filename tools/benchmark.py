@@ -26,7 +26,6 @@ import jax
 import numpy as np
 
 import train
-from data.loader import TokenBatch
 from data.sources import open_batches
 from runtime.config import ROOT
 from runtime.program import program
@@ -159,7 +158,7 @@ def main(config: train.Config) -> None:
         batch = timed("load a batch", next(batches))
         numbers = train.hyper_at(0, hyper)  # of the first step, in all
 
-        def step_once(state: train.State, batch: TokenBatch) -> Any:
+        def step_once(state: Any, batch: Any) -> Any:
             return compiled(state, batch, numbers)
 
         state, _ = timed("run a step", step_once(state, batch))

@@ -210,8 +210,8 @@ def stacked(array: str) -> list[str]:
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes the arrays of a checkpoint of the weights, by name."""
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        weights = {"weights": present(train.Weights, model.parts)}
-        return checkpoint.entries(weights, sizes(model))
+        every = checkpoint.entries(present(train.Weights, model.parts), sizes(model))
+    return {f"weights/{name}": entry for name, entry in every.items()}
 
 
 def tensors(model: train.ModelConfig) -> list[Tensor]:

@@ -17,7 +17,7 @@ EXAMPLES = re.findall(
     "\n".join(DOCS),
     re.MULTILINE,
 )
-DIMENSIONS = ["B", "L", "M", "F", "V", "Q", "K", "D", "P", "Z"]
+DIMENSIONS = ["B", "L", "M", "F", "V", "Q", "K", "D", "N", "P", "Z"]
 
 
 def test_there_are_examples_of_each_op():
