@@ -44,7 +44,7 @@ class RecipeConfig(pytorch.TorchConfig):
 def make_nanogpt(config: RecipeConfig) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    options = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    options: dict[str, Any] = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     options |= dict.fromkeys(("bos_token_id", "eos_token_id"))
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=config.model.vocab, n_positions=config.training.tokens.len,
