@@ -133,9 +133,20 @@ GEMMA = (
 )
 
 
+EXPERTS = (
+    "model.experts={count: 8, per_token: 2, d_ff: 24}",
+    *("model.d_ff=0", "training.routing.capacity_factor=1"),
+)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sections, settings", [(list(SECTION)[:3], PIPELINE), (["Gemma 3"], GEMMA)]
+    "sections, settings",
+    [
+        (list(SECTION)[:3], PIPELINE),
+        (["Experts over all devices"], EXPERTS),
+        (["Gemma 3"], GEMMA),
+    ],
 )
 def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, monkeypatch):
     for section in sections:
@@ -186,12 +197,17 @@ def loss_and_grads(tree, *overrides, seed=0):
 
 
 def assert_equals(
-    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None
+    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None, **options
 ):
     """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed.
     Layers whose windows differ are the oracle's own, and `windows` lists them for the count."""
     mean_loss = functools.partial(
-        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100, window=window
+        oracle.mean_loss,
+        targets=targets,
+        is_start=is_start,
+        max_timescale=100,
+        window=window,
+        **options,
     )
     oracle_loss, oracle_grads = jax.device_get(jax.value_and_grad(mean_loss)(weights))
     np.testing.assert_allclose(loss, oracle_loss, rtol=1e-6)
@@ -204,7 +220,12 @@ def assert_equals(
     seen = sum(np.minimum(np.arange(length) + 0.5, size).sum() for size in windows)
     queries = weights["layers"]["w_q"][0, 0].size
     factors.append(weights.get("unembed", weights["embed"]))
-    assert flops[0] == 6 * targets.size * sum(w.size for w in factors)
+    count = sum(w.size for w in factors)
+    if "experts" in options:
+        experts = [w for name, w in weights["layers"].items() if name.startswith("e_")]
+        taken, of = options["experts"][0].per_token, options["experts"][0].count
+        count += sum(w.size for w in experts) * taken // of
+    assert flops[0] == 6 * targets.size * count
     assert flops[1] == 12 * queries * batch * seen
 
 
@@ -373,6 +394,39 @@ def test_the_check_refuses_wrong_pipelines(tree):
         (tree / "train.py").write_text(source.replace(old, new))
         checked = check_pipeline(tree)
         assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr
+
+
+EXPERTS_MESHES = [
+    "{d: 2, t: 2}",
+    "{d: 4, t: 2, r: 2}",
+    pytest.param("{d: 8, t: 1}", marks=SLOW),
+    pytest.param("{d: 2, t: 2, c: 2}", marks=SLOW),
+    pytest.param("{d: 4, t: 1, c: 2, r: 2}", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("mesh", EXPERTS_MESHES)
+def test_experts_over_all_devices_are_the_oracles(tree, mesh):
+    """Compares a layer in which some choices find no place."""
+    apply("experts", tree)
+    group = "training.routing.group=3" if "c:" in mesh else "training.routing.group=null"
+    overrides = *EXPERTS, f"mesh={mesh}", group
+    results = loss_and_grads(tree, *overrides)
+    config = helpers.small_config(*overrides)
+    experts = config.model.experts, config.training.routing
+    assert_equals(oracle, *results, experts=experts)
+    _, _, _, weights, targets, is_start = results
+    _, (_, _, dropped) = oracle.objective(weights, targets, is_start, 100, experts=experts)
+    assert dropped > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["mesh.r=2", "training.optimizer=muon"]])
+def test_the_check_accepts_experts_over_all_devices(tree, settings):
+    apply("experts", tree)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_experts", *settings]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
 @pytest.fixture
