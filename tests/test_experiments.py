@@ -13,7 +13,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import transformers
+import zarr
 
 from shardlib.devices import abstract_mesh, make_mesh
 from tests import compiled, helpers, mutations, oracle, pages
@@ -143,7 +145,7 @@ EXPERTS = (
 @pytest.mark.parametrize(
     "sections, settings",
     [
-        (list(SECTION)[:3], PIPELINE),
+        ([*list(SECTION)[:3], "An average of the weights"], PIPELINE),
         (["Experts over all devices"], EXPERTS),
         (["Gemma 3"], GEMMA),
     ],
@@ -427,6 +429,67 @@ def test_the_check_accepts_experts_over_all_devices(tree, settings):
     check = [sys.executable, "-m", "tools.check", "--config-name=local_experts", *settings]
     checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
     assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+@pytest.mark.parametrize("on", [(2, 4), pytest.param((4, 2, 2), marks=SLOW)])
+def test_the_average_of_the_weights_is_numpys(tree, on):
+    apply("average", tree)
+    with imported_from(tree):
+        module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
+        overrides = "training.average_decay=0.25", "paths.model_name=x", "training.grad_clip=1"
+        config = compose_config(
+            *("local_test_synthetic", *SMALL, "model.vocab=48", *overrides),
+            folder=tree / "configs",
+            schema=module.Config,
+        )
+        targets = np.random.default_rng(0).integers(1, 48, (8, 12)).astype(np.uint32)
+        batch = token_batch(module.TokenBatch, targets, np.zeros((8, 12), bool), 0)
+        with jax.set_mesh(helpers.mesh(*on)):
+            state = module.init_state(config)
+            expected = before = plain(jax.device_get(state.weights))
+            for kept in 1 / 10, 2 / 11, 1 / 4, 1 / 4:
+                state, _ = helpers.take_step(module, state, batch, config)
+                weights, actual = map(plain, jax.device_get((state.weights, state.average)))
+                mix = functools.partial(lambda k, old, new: k * old + (1 - k) * new, kept)
+                expected = jax.tree.map(mix, expected, weights)
+                assert_close(actual, expected, 1e-6)
+    assert np.abs(actual["embed"] - weights["embed"]).max() > 1e-4
+    assert np.abs(actual["embed"] - before["embed"]).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, capsys, monkeypatch):
+    apply("average", tree)
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=4"]
+    arguments += ["training.warmup_steps=0", "training.validation_interval=4"]
+    arguments += ["training.validation_batches=2", "paths.model_name=run", "dtype=f32"]
+    arguments += [f"paths.root_working_dir={tmp_path}"]
+    run = tmp_path / "run"
+    with imported_from(tree):
+        module = importlib.import_module("train")
+        generate = importlib.import_module("tools.generate")
+        sources = importlib.import_module("data.sources")
+        in_f32 = importlib.import_module("shardlib.types").computing_in("f32")
+        train_here(capsys, monkeypatch, *arguments, program=module.main)
+        with jax.set_mesh(helpers.mesh(1, 1)), in_f32:
+            checkpoints, config = generate.open_checkpoint(str(run / "checkpoints"))
+            _, held_out = sources.open_batches(config, module.dimensions(config))
+            losses = [
+                float(module.validate(config, checkpoints.restore(part), held_out))
+                for part in ("average", "weights")
+            ]
+        weights = importlib.import_module("tools.huggingface_weights")
+        weights.export_weights(str(run / "checkpoints"), str(tmp_path / "exported"), "float32")
+        (folder,) = (run / "checkpoints").glob("0*")
+        average = zarr.open_group(folder, mode="r")["average/embed"][()]
+        monkeypatch.setattr(generate.Checkpoints, "restore", lambda self, part: sys.exit(part))
+        command = str(run / "checkpoints"), "--prompt", "a", "--tokenizer", "bytes_utf8"
+        _, part = train_here(capsys, monkeypatch, *command, program=generate.main)
+    assert part == "average"
+    assert rows(run)[-1]["validation_loss"] == pytest.approx(losses[0], abs=1e-5)
+    assert abs(losses[1] - losses[0]) > 1e-3
+    exported = safetensors.numpy.load_file(tmp_path / "exported/model.safetensors")
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], average)
 
 
 @pytest.fixture
