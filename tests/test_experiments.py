@@ -147,6 +147,7 @@ EXPERTS = (
     [
         ([*list(SECTION)[:3], "An average of the weights"], PIPELINE),
         (["Experts over all devices"], EXPERTS),
+        (["Two tokens at once"], ("model.layers=1",)),
         (["Gemma 3"], GEMMA),
     ],
 )
@@ -490,6 +491,64 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
     assert abs(losses[1] - losses[0]) > 1e-3
     exported = safetensors.numpy.load_file(tmp_path / "exported/model.safetensors")
     np.testing.assert_array_equal(exported["model.embed_tokens.weight"], average)
+
+
+SECOND_HEAD = """\
+    if not experts:
+        after, there = targets[:, 1:], (targets[:, 1:] != 0) & (position[:, 1:] > 0)
+        likelihood = jax.nn.softmax(routed)[:, :-1]
+        likelihood = jnp.take_along_axis(likelihood, after[..., None].astype(int), -1)[..., 0]
+        return loss - jnp.sum(jnp.where(there, jnp.log(likelihood), 0)) / count, loss
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh", ["{d: 2, t: 4}", "{d: 2, t: 2, c: 2}", pytest.param("{d: 4, t: 2, r: 2}", marks=SLOW)]
+)
+def test_two_tokens_at_once_are_the_oracles(tree, mesh):
+    """Rows have several documents."""
+    apply("two_tokens", tree)
+    two_heads = edited(
+        "tests/oracle.py",
+        (
+            'for i in range(len(weights["layers"]["w_q"])):',
+            'count = len(weights["layers"]["w_q"])\n'
+            "    for i in range(count + 1):\n"
+            "        before = x if i == count - 1 else before if i else None\n"
+            "        x, main = (before, x) if i == count else (x, None)",
+        ),
+        (
+            'for name, value in weights["layers"].items()}',
+            'for name, value in weights["layers"].items()} if i < count else weights["second"]',
+        ),
+        (
+            '    x = normalize(x, weights["final_norm"])\n',
+            '    later = normalize(x, weights["final_norm"]) @ weights["unembed"].T\n'
+            '    x, routed = normalize(main, weights["final_norm"]), later\n',
+        ),
+        ("value[i]", "value[min(i, count - 1)]"),
+        ("    if not experts:\n        return loss, None\n", SECOND_HEAD),
+    )
+    options = "model.layers=2", f"mesh={mesh}", "training.microbatches=2", "training.loss_chunks=2"
+    flops, loss, grads, weights, targets, is_start = loss_and_grads(tree, *options)
+    objective = functools.partial(
+        two_heads.objective, targets=targets, is_start=is_start, max_timescale=100
+    )
+    (_, expected), gradients = jax.value_and_grad(objective, has_aux=True)(weights)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(grads, jax.device_get(gradients), 1e-5)
+    layers = weights["layers"] | {f"second {k}": v for k, v in weights["second"].items()}
+    factors = sum(w.size for name, w in layers.items() if "w_" in name)
+    assert flops[0] == 6 * targets.size * (factors + 2 * weights["unembed"].size)
+
+
+@pytest.mark.slow
+def test_the_check_accepts_two_tokens_at_once(tree):
+    apply("two_tokens", tree)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", "mesh.c=2"]
+    check += ["mesh.d=2", "training.optimizer=muon", "training.loss_chunks=2"]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
 @pytest.fixture
