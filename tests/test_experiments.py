@@ -13,7 +13,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import transformers
+import zarr
 
 from shardlib.devices import abstract_mesh, make_mesh
 from tests import compiled, helpers, mutations, oracle, pages
@@ -133,9 +135,21 @@ GEMMA = (
 )
 
 
+EXPERTS = (
+    "model.experts={count: 8, per_token: 2, d_ff: 24}",
+    *("model.d_ff=0", "training.routing.capacity_factor=1"),
+)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sections, settings", [(list(SECTION)[:3], PIPELINE), (["Gemma 3"], GEMMA)]
+    "sections, settings",
+    [
+        ([*list(SECTION)[:3], "An average of the weights"], PIPELINE),
+        (["Experts over all devices"], EXPERTS),
+        (["Two tokens at once"], ("model.layers=1",)),
+        (["Gemma 3"], GEMMA),
+    ],
 )
 def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, monkeypatch):
     for section in sections:
@@ -186,12 +200,17 @@ def loss_and_grads(tree, *overrides, seed=0):
 
 
 def assert_equals(
-    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None
+    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None, **options
 ):
     """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed.
     Layers whose windows differ are the oracle's own, and `windows` lists them for the count."""
     mean_loss = functools.partial(
-        oracle.mean_loss, targets=targets, is_start=is_start, max_timescale=100, window=window
+        oracle.mean_loss,
+        targets=targets,
+        is_start=is_start,
+        max_timescale=100,
+        window=window,
+        **options,
     )
     oracle_loss, oracle_grads = jax.device_get(jax.value_and_grad(mean_loss)(weights))
     np.testing.assert_allclose(loss, oracle_loss, rtol=1e-6)
@@ -204,7 +223,12 @@ def assert_equals(
     seen = sum(np.minimum(np.arange(length) + 0.5, size).sum() for size in windows)
     queries = weights["layers"]["w_q"][0, 0].size
     factors.append(weights.get("unembed", weights["embed"]))
-    assert flops[0] == 6 * targets.size * sum(w.size for w in factors)
+    count = sum(w.size for w in factors)
+    if "experts" in options:
+        experts = [w for name, w in weights["layers"].items() if name.startswith("e_")]
+        taken, of = options["experts"][0].per_token, options["experts"][0].count
+        count += sum(w.size for w in experts) * taken // of
+    assert flops[0] == 6 * targets.size * count
     assert flops[1] == 12 * queries * batch * seen
 
 
@@ -373,6 +397,158 @@ def test_the_check_refuses_wrong_pipelines(tree):
         (tree / "train.py").write_text(source.replace(old, new))
         checked = check_pipeline(tree)
         assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr
+
+
+EXPERTS_MESHES = [
+    "{d: 2, t: 2}",
+    "{d: 4, t: 2, r: 2}",
+    pytest.param("{d: 8, t: 1}", marks=SLOW),
+    pytest.param("{d: 2, t: 2, c: 2}", marks=SLOW),
+    pytest.param("{d: 4, t: 1, c: 2, r: 2}", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("mesh", EXPERTS_MESHES)
+def test_experts_over_all_devices_are_the_oracles(tree, mesh):
+    """Compares a layer in which some choices find no place."""
+    apply("experts", tree)
+    group = "training.routing.group=3" if "c:" in mesh else "training.routing.group=null"
+    overrides = *EXPERTS, f"mesh={mesh}", group
+    results = loss_and_grads(tree, *overrides)
+    config = helpers.small_config(*overrides)
+    experts = config.model.experts, config.training.routing
+    assert_equals(oracle, *results, experts=experts)
+    _, _, _, weights, targets, is_start = results
+    _, (_, _, dropped) = oracle.objective(weights, targets, is_start, 100, experts=experts)
+    assert dropped > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["mesh.r=2", "training.optimizer=muon"]])
+def test_the_check_accepts_experts_over_all_devices(tree, settings):
+    apply("experts", tree)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_experts", *settings]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+
+
+@pytest.mark.parametrize("on", [(2, 4), pytest.param((4, 2, 2), marks=SLOW)])
+def test_the_average_of_the_weights_is_numpys(tree, on):
+    apply("average", tree)
+    with imported_from(tree):
+        module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
+        overrides = "training.average_decay=0.25", "paths.model_name=x", "training.grad_clip=1"
+        config = compose_config(
+            *("local_test_synthetic", *SMALL, "model.vocab=48", *overrides),
+            folder=tree / "configs",
+            schema=module.Config,
+        )
+        targets = np.random.default_rng(0).integers(1, 48, (8, 12)).astype(np.uint32)
+        batch = token_batch(module.TokenBatch, targets, np.zeros((8, 12), bool), 0)
+        with jax.set_mesh(helpers.mesh(*on)):
+            state = module.init_state(config)
+            expected = before = plain(jax.device_get(state.weights))
+            for kept in 1 / 10, 2 / 11, 1 / 4, 1 / 4:
+                state, _ = helpers.take_step(module, state, batch, config)
+                weights, actual = map(plain, jax.device_get((state.weights, state.average)))
+                mix = functools.partial(lambda k, old, new: k * old + (1 - k) * new, kept)
+                expected = jax.tree.map(mix, expected, weights)
+                assert_close(actual, expected, 1e-6)
+    assert np.abs(actual["embed"] - weights["embed"]).max() > 1e-4
+    assert np.abs(actual["embed"] - before["embed"]).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, capsys, monkeypatch):
+    apply("average", tree)
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=4"]
+    arguments += ["training.warmup_steps=0", "training.validation_interval=4"]
+    arguments += ["training.validation_batches=2", "paths.model_name=run", "dtype=f32"]
+    arguments += [f"paths.root_working_dir={tmp_path}"]
+    run = tmp_path / "run"
+    with imported_from(tree):
+        module = importlib.import_module("train")
+        generate = importlib.import_module("tools.generate")
+        sources = importlib.import_module("data.sources")
+        in_f32 = importlib.import_module("shardlib.types").computing_in("f32")
+        train_here(capsys, monkeypatch, *arguments, program=module.main)
+        with jax.set_mesh(helpers.mesh(1, 1)), in_f32:
+            checkpoints, config = generate.open_checkpoint(str(run / "checkpoints"))
+            _, held_out = sources.open_batches(config, module.dimensions(config))
+            losses = [
+                float(module.validate(config, checkpoints.restore(part), held_out))
+                for part in ("average", "weights")
+            ]
+        weights = importlib.import_module("tools.huggingface_weights")
+        weights.export_weights(str(run / "checkpoints"), str(tmp_path / "exported"), "float32")
+        (folder,) = (run / "checkpoints").glob("0*")
+        average = zarr.open_group(folder, mode="r")["average/embed"][()]
+        monkeypatch.setattr(generate.Checkpoints, "restore", lambda self, part: sys.exit(part))
+        command = str(run / "checkpoints"), "--prompt", "a", "--tokenizer", "bytes_utf8"
+        _, part = train_here(capsys, monkeypatch, *command, program=generate.main)
+    assert part == "average"
+    assert rows(run)[-1]["validation_loss"] == pytest.approx(losses[0], abs=1e-5)
+    assert abs(losses[1] - losses[0]) > 1e-3
+    exported = safetensors.numpy.load_file(tmp_path / "exported/model.safetensors")
+    np.testing.assert_array_equal(exported["model.embed_tokens.weight"], average)
+
+
+SECOND_HEAD = """\
+    if not experts:
+        after, there = targets[:, 1:], (targets[:, 1:] != 0) & (position[:, 1:] > 0)
+        likelihood = jax.nn.softmax(routed)[:, :-1]
+        likelihood = jnp.take_along_axis(likelihood, after[..., None].astype(int), -1)[..., 0]
+        return loss - jnp.sum(jnp.where(there, jnp.log(likelihood), 0)) / count, loss
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh", ["{d: 2, t: 4}", "{d: 2, t: 2, c: 2}", pytest.param("{d: 4, t: 2, r: 2}", marks=SLOW)]
+)
+def test_two_tokens_at_once_are_the_oracles(tree, mesh):
+    """Rows have several documents."""
+    apply("two_tokens", tree)
+    two_heads = edited(
+        "tests/oracle.py",
+        (
+            'for i in range(len(weights["layers"]["w_q"])):',
+            'count = len(weights["layers"]["w_q"])\n'
+            "    for i in range(count + 1):\n"
+            "        before = x if i == count - 1 else before if i else None\n"
+            "        x, main = (before, x) if i == count else (x, None)",
+        ),
+        (
+            'for name, value in weights["layers"].items()}',
+            'for name, value in weights["layers"].items()} if i < count else weights["second"]',
+        ),
+        (
+            '    x = normalize(x, weights["final_norm"])\n',
+            '    later = normalize(x, weights["final_norm"]) @ weights["unembed"].T\n'
+            '    x, routed = normalize(main, weights["final_norm"]), later\n',
+        ),
+        ("value[i]", "value[min(i, count - 1)]"),
+        ("    if not experts:\n        return loss, None\n", SECOND_HEAD),
+    )
+    options = "model.layers=2", f"mesh={mesh}", "training.microbatches=2", "training.loss_chunks=2"
+    flops, loss, grads, weights, targets, is_start = loss_and_grads(tree, *options)
+    objective = functools.partial(
+        two_heads.objective, targets=targets, is_start=is_start, max_timescale=100
+    )
+    (_, expected), gradients = jax.value_and_grad(objective, has_aux=True)(weights)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(grads, jax.device_get(gradients), 1e-5)
+    layers = weights["layers"] | {f"second {k}": v for k, v in weights["second"].items()}
+    factors = sum(w.size for name, w in layers.items() if "w_" in name)
+    assert flops[0] == 6 * targets.size * (factors + 2 * weights["unembed"].size)
+
+
+@pytest.mark.slow
+def test_the_check_accepts_two_tokens_at_once(tree):
+    apply("two_tokens", tree)
+    check = [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", "mesh.c=2"]
+    check += ["mesh.d=2", "training.optimizer=muon", "training.loss_chunks=2"]
+    checked = subprocess.run(check, cwd=tree, check=True, capture_output=True, text=True)
+    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
 @pytest.fixture
