@@ -193,12 +193,6 @@ class RoutingConfig(Section, key="training.routing"):
         super().__post_init__()
         self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
 
-    def places(self, experts: ExpertsConfig, tokens: int) -> int:
-        """An expert's places in a group of so many tokens."""
-        share = experts.per_token * tokens / experts.count
-        factor = self.capacity_factor
-        return tokens if factor is None else min(math.ceil(factor * share), tokens)
-
 
 DROPLESS = RoutingConfig(capacity_factor=None)  # as generation and evaluation go
 
@@ -511,19 +505,21 @@ def mixture(
     w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
     w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
-    places = routing.places(config, h.shape[2])
+    load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
+    load = ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load)
     if routing.capacity_factor is None:
         y = kernels.experts(
             "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
             " -> B/d N/c S M {U:t}",
             h, chosen, score, w_gate, w_up, w_down,
         )  # fmt: skip
+        excess = jnp.zeros_like(load)
     else:
+        share = config.per_token * h.shape[2] / config.count
+        places = min(math.ceil(routing.capacity_factor * share), h.shape[2])
         y = in_places(h, chosen, score, w_gate, w_up, w_down, places, config.count)
+        excess = jnp.maximum(load - places, 0)
 
-    load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
-    load = ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load)
-    excess = jnp.maximum(load - places, 0)
     likely = scores / scores.sum(-1, keepdims=True)
     return y, Routing(
         load=load,

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import train
 from shardlib.kernels import balanced
 from shardlib.types import make_shardings, typed_shard_map
 from tests import oracle
@@ -91,6 +92,13 @@ def expected(name):
     )
     (_, others), grads = jax.value_and_grad(objective, has_aux=True)(weights)
     return jax.device_get((others, grads))
+
+
+@pytest.mark.parametrize("axes", ["{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}"])
+@pytest.mark.parametrize("name", ["in groups", "dropless"])
+def test_types_hold(name, axes):
+    settings = [*VARIANTS[name][0], f"mesh={axes}", "training.tokens.len=24"]
+    train.check_types(small_config(*settings))
 
 
 def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
