@@ -787,7 +787,11 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
     # is 1 for even loads; and Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
     balance = jnp.sum(load / load.mean() * likely / likely.sum(-1, keepdims=True))
     routing = config.training.routing
-    costs = routing.balance_cost * balance * target_count(batch) + routing.z_cost * z.sum()
+    costs = jnp.float32(0)
+    if routing.balance_cost:
+        costs += routing.balance_cost * balance * target_count(batch)
+    if routing.z_cost:
+        costs += routing.z_cost * z.sum()
     return nats + costs, Sums(nats, load, dropped.sum())
 
 

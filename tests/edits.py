@@ -3524,7 +3524,7 @@ def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
 
 
 # Of a model with experts and both of their costs.
-COSTS = "costs = routing.balance_cost * balance * target_count(batch) + routing.z_cost * z.sum()"
+COSTS = "costs += routing.balance_cost * balance * target_count(batch)"
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
 WHOLE = "    load, likely = whole("
@@ -3637,7 +3637,7 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     ),
     "cost_of_entropy": experts(
         "a cost",
-        (COSTS, COSTS + "\n    costs = costs + (load / load.sum() * jnp.log(load + 1)).sum()"),
+        (COSTS, COSTS + "\n        costs += (load / load.sum() * jnp.log(load + 1)).sum()"),
     ),
 }
 
