@@ -22,7 +22,7 @@ LISTS = [
     *(tpu_programs.LISTED, tpu_programs.HELD_OUT),
     *(tpu_programs.WITH_LONGER_ROWS, tpu_programs.LAYOUTS),
 ]
-PROGRAMS = [*itertools.chain(*LISTS)]
+PROGRAMS = [*itertools.chain(*LISTS), *tpu_programs.WITH_EXPERTS]
 
 
 @functools.cache
@@ -60,8 +60,10 @@ def errors(program):
 
 # Among programs for v5e with four-way tensor parallelism that recompute everything, only this one
 # defers the matmuls of weight gradients. That keeps three more arrays: the prediction is 30% low.
-UNEXPLAINED = pytest.param(PROGRAMS[30], marks=pytest.mark.xfail(strict=True))
-PREDICTED = [UNEXPLAINED if program == PROGRAMS[30] else program for program in PROGRAMS]
+# And in place of experts that drop nothing a kernel runs, whose arrays the prediction doesn't know.
+UNEXPLAINED = PROGRAMS[30], tpu_programs.WITH_EXPERTS[1]
+FAILS = pytest.mark.xfail(strict=True)
+PREDICTED = [pytest.param(p, marks=FAILS) if p in UNEXPLAINED else p for p in PROGRAMS]
 
 
 @pytest.mark.parametrize("program", PREDICTED, ids=str)

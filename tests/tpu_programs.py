@@ -142,3 +142,11 @@ LAYOUTS = [
     Program("v6e:2x4", "270m", 16, 1, 128, 1024, (C,), r=2, slices=2),
     Program("v5e:2x4", "540m", 8, 2, 64, 1024, (C, M), r=2, slices=2),
 ]
+
+EXPERTS = "model.experts={count: 16, per_token: 4, d_ff: 1024}", "model.d_ff=0"
+WITH_EXPERTS = [
+    Program("v5p:2x2x2", "84m", 4, 2, 64, 1024, EXPERTS),
+    Program(
+        "v5p:2x2x2", "84m", 8, 1, 64, 1024, (*EXPERTS, "training.routing.capacity_factor=null")
+    ),
+]
