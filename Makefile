@@ -56,7 +56,7 @@ mutations: $(VENV)/dev
 test-gpu:
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
 
-# Half an hour: compiles 54 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
+# Half an hour: compiles 62 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
 # own, as every program there prints its errors where there is no TPU.
 test-tpu:
 	$(MAKE) VENV=$(VENV_TPU) $(VENV_TPU)/dev
