@@ -67,7 +67,7 @@ SECONDS = 60  # that a program may take
 def overrides(schema):
     """A strategy for an override, with the names of which its error message must have one. They are
     empty unless the override sets a known key."""
-    known = st.sampled_from(sorted(_keys(schema)))
+    known = st.sampled_from(sorted(dict(_keys(schema))))
     keys = st.one_of(
         known,
         known.map(lambda key: key[:-1]),
