@@ -382,8 +382,8 @@ OPTIMIZERS = {
     ],
     "muon": MUON,
     "muon, experts": [
-        *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24, capacity_factor: null, "
-        "bias_rate: 0}", "mesh={d: 4, t: 2}",
+        *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24}", "mesh={d: 4, t: 2}",
+        "training.routing={capacity_factor: null, bias_rate: 0}",
     ],
     "muon, wsd": [*MUON, "training.schedule=wsd", "training.cooldown_steps=97"],
     "muon, odd layers": [*MUON, "model.layers=3", "training.muon_momentum=0.8"],
@@ -395,11 +395,10 @@ def assert_as_optax(module, config, axes, tolerance):
     """Six steps from gradients of the oracle lead to the same weights."""
     rows = [random_rows(seed) for seed in range(6)]
     schedule = optax_schedule(config.training)
+    experts = config.model.experts and (config.model.experts, config.training.routing)
 
     def loss(weights, targets, is_start):
-        return oracle.objective(
-            weights, targets, is_start, max_timescale=100, experts=config.model.experts
-        )[0]
+        return oracle.objective(weights, targets, is_start, 100, experts=experts)[0]
 
     with jax.set_mesh(mesh(*axes)):
         state = module.init_state(config)

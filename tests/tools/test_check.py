@@ -22,8 +22,9 @@ EDITS = {
         "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
     ),
     "an average of the weights by the length of a part": (
-        "weights = tree_map(update, state.weights, mu, nu)",
-        "weights = tree_map(lambda w, *m: update(w, *m) + 1e-3 * w.size, state.weights, mu, nu)",
+        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)",
+        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)\n"
+        "    w = tree_map(lambda w: w + 1e-3 * w.size, w)",
     ),
     "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
     "positions mixed outside of attend": (LINE, MIXED),
