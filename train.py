@@ -184,17 +184,18 @@ class RoutingConfig(Section, key="training.routing"):
     """Settings of experts that only training needs."""
 
     capacity_factor: NonNegativeFloat | None  # an expert's places per even share; None: no limit
-    group: PositiveInt | None = None  # tokens that share an expert's places; None: a row
-    bias_rate: NonNegativeFloat = 0.0  # a step's change of the bias of an expert
-    balance_cost: NonNegativeFloat = 0.0
-    z_cost: NonNegativeFloat = 0.0
+    group: PositiveInt | None  # tokens that share an expert's places; None: a row
+    bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
+    balance_cost: NonNegativeFloat
+    z_cost: NonNegativeFloat
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
 
 
-DROPLESS = RoutingConfig(capacity_factor=None)  # as generation and evaluation go
+# As generation and evaluation go.
+DROPLESS = RoutingConfig(None, group=None, bias_rate=0.0, balance_cost=0.0, z_cost=0.0)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
