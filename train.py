@@ -168,7 +168,7 @@ class ModelConfig(Section, key="model"):
             "w_gate w_up w_down": self.d_ff > 0,
             "w_router e_gate e_up e_down": self.experts is not None,
             "b_router": self.experts is not None and self.experts.bias,
-            "load dropped": self.experts is not None,
+            "balance_cost z_cost loads dropped": self.experts is not None,
         }
         return frozenset(name for names in there if there[names] for name in names.split())
 
@@ -737,11 +737,14 @@ def target_count(batch: TokenBatch) -> f32[""]:
 
 @pytree_dataclass
 class Sums:
-    """Sums over all devices."""
+    """Sums over all devices. Divided by the number of targets they are metrics, by these names, so
+    a term that is added to the objective, and is a field here, is logged."""
 
-    nats: f32[""]
-    load: f32["layers E"] | None  # tokens that chose an expert
-    dropped: f32[""] | None  # choices of an expert that found no place, in all layers
+    loss: f32[""]  # cross-entropy in nats
+    balance_cost: f32[""] | None = None  # without its weight, like z_cost
+    z_cost: f32[""] | None = None
+    loads: f32["layers E"] | None = None  # tokens that chose an expert
+    dropped: f32[""] | None = None  # choices of an expert that found no place, in all layers
 
 
 @typechecked
@@ -758,7 +761,7 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
         x: compute["B/d l/c M/t"],
         targets: u32["B/d l/c"],
         loss_mask: bool_["B/d l/c"],
-    ) -> f32[""]:
+    ) -> tuple[f32[""], Sums]:
         logits = unembed(unembedding, x, config.model)
         peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))  # all-reduce
         logits = logits - peak[:, :, None]
@@ -769,14 +772,15 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
         )
         target_logit = ops.psum("B/d l/c {U:t} -> B/d l/c", target_logit)
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
-        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
+        total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
+        return total, Sums(total)
 
     x, routed = forward(weights, batch, config.model, config.training.routing)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
-    nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+    objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
     if routed is None:
-        return nats, Sums(nats, None, None)
+        return objective, sums
 
     def whole(kept: str, x: jax.Array) -> jax.Array:
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
@@ -787,13 +791,12 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
     # Added up over layers. Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4, which
     # is 1 for even loads; and Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
     balance = jnp.sum(load / load.mean() * likely / likely.sum(-1, keepdims=True))
+    balance = balance * target_count(batch)
     routing = config.training.routing
-    costs = jnp.float32(0)
-    if routing.balance_cost:
-        costs += routing.balance_cost * balance * target_count(batch)
-    if routing.z_cost:
-        costs += routing.z_cost * z.sum()
-    return nats + costs, Sums(nats, load, dropped.sum())
+    costs = routing.balance_cost * balance + routing.z_cost * z.sum()
+    return objective + costs, dataclasses.replace(
+        sums, balance_cost=balance, z_cost=z.sum(), loads=load, dropped=dropped.sum()
+    )
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -823,14 +826,15 @@ class State:
 
 
 @pytree_dataclass
-class Metrics:
-    loss: f32[""]
+class Metrics(Sums):
+    """Means over targets, but loads are multiples of an even load, and `dropped` a part of the
+    choices."""
+
+    _: dataclasses.KW_ONLY
     learning_rate: f32[""]
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
     norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
-    loads: f32["layers E"] | None = None  # of experts, as multiples of an even load
-    dropped: f32[""] | None = None  # the part of the choices of experts that found no place
 
 
 def divided(tree: Any, config: Config) -> tuple[Any, Any]:
@@ -938,8 +942,8 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 @typechecked
 def loss_and_grads(
     weights: Weights, batch: TokenBatch, config: Config
-) -> tuple[f32[""], Sums, Weights]:
-    """The mean loss over all targets, the sums, and the gradient of the objective's mean. Gradients
+) -> tuple[Sums, f32[""], Weights]:
+    """The sums over all targets, their number, and the gradient of the objective's mean. Gradients
     come out of jax.grad added up over the devices of a replica and split like the weights, because
     the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
     microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
@@ -968,7 +972,7 @@ def loss_and_grads(
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
     (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     count = target_count(batch)
-    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)
+    return sums, count, jax.tree.map(lambda g: g / count, grads)
 
 
 @typechecked
@@ -1063,7 +1067,7 @@ def training_step(
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     tree_map = jax.tree.map
-    loss, sums, raw_grads = loss_and_grads(state.weights, batch, config)
+    sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
     # One all-reduce of a scalar, as the types of all weights name the same axes.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
@@ -1074,15 +1078,16 @@ def training_step(
     )
     w, m, nu = adamw(w, g, m, state.nu, hyper, config)
     weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
-    loads = dropped = None
+    means = tree_map(lambda x: x / count, sums)
     if config.model.experts:
-        load: Any = sums.load
+        load: Any = sums.loads
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
+        means = dataclasses.replace(means, loads=loads, dropped=dropped)
         if (bias := state.weights.layers.b_router) is not None:
             bias += hyper.bias_rate * jnp.sign(1 - loads)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
     # Elementwise, so that the new state overwrites the old one, which is donated.
     weights, mu, nu = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
@@ -1091,9 +1096,13 @@ def training_step(
         updates = tree_map(operator.sub, weights, state.weights)
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
-    norms = jnp.sqrt(jnp.concatenate(squares))
-    rate, skipped = hyper.learning_rate, 1 - finite.astype(u32.dtype)
-    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)
+    metrics = Metrics(
+        **vars(means),
+        learning_rate=hyper.learning_rate,
+        grad_norm=grad_norm,
+        skipped=1 - finite.astype(u32.dtype),
+        norms=jnp.sqrt(jnp.concatenate(squares)),
+    )
     return State(state.step + 1, weights, mu, nu), metrics
 
 
@@ -1116,7 +1125,7 @@ def load_names(config: Config) -> list[str]:
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
     _, sums = total_loss(gather_replica(weights), batch, config)
-    return sums.nats / target_count(batch)
+    return sums.loss / target_count(batch)
 
 
 @functools.partial(jax.jit, static_argnames="config")

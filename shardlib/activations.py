@@ -44,10 +44,10 @@ def explicit_activation_checkpointing(fn: F) -> F:
 
 
 def sum_over_chunks(
-    fn: Callable[..., jax.Array], chunks: int, shared: Any, x: jax.Array, *others: jax.Array
-) -> jax.Array:
-    """The sum of the scalars `fn(shared, x, *others)` over chunks of dimension 1 of `x` and
-    `others`.
+    fn: Callable[..., Any], chunks: int, shared: Any, x: jax.Array, *others: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The sums of what `fn(shared, x, *others)` returns, over chunks of dimension 1 of `x` and
+    `others`: a scalar, and a tree that has no gradient.
 
     Computes the gradient of each chunk right after its value. What is kept for the backward pass is
     the gradient of `shared`, summed in f32, and that of `x`; the backward pass only multiplies them
@@ -60,24 +60,28 @@ def sum_over_chunks(
     other_chunks = [split(array) for array in others]
 
     @jax.custom_vjp
-    def summed(shared: Any, x_chunks: jax.Array) -> jax.Array:
+    def summed(shared: Any, x_chunks: jax.Array) -> Any:
         values = lax.map(lambda chunk: fn(shared, *chunk), (x_chunks, *other_chunks))
-        return values.sum()
+        return total(values)
 
-    def forward(shared: Any, x_chunks: jax.Array) -> tuple[jax.Array, Any]:
+    def total(values: Any) -> Any:
+        return jax.tree.map(lambda x: x.sum(0), values)
+
+    def forward(shared: Any, x_chunks: jax.Array) -> tuple[Any, Any]:
         def add(grads_so_far: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-            def of_chunk(shared: Any, x: jax.Array) -> jax.Array:
+            def of_chunk(shared: Any, x: jax.Array) -> Any:
                 return fn(shared, x, *chunk[1:])
 
-            value_and_grads = jax.value_and_grad(of_chunk, argnums=(0, 1))
-            value, (shared_grads, x_grad) = value_and_grads(shared, chunk[0])
-            return jax.tree.map(jnp.add, grads_so_far, shared_grads), (value, x_grad)
+            values_and_grads = jax.value_and_grad(of_chunk, argnums=(0, 1), has_aux=True)
+            values, (shared_grads, x_grad) = values_and_grads(shared, chunk[0])
+            return jax.tree.map(jnp.add, grads_so_far, shared_grads), (values, x_grad)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), shared)
         shared_grads, (values, x_grads) = lax.scan(add, zeros, (x_chunks, *other_chunks))
-        return values.sum(), (shared_grads, x_grads)
+        return total(values), (shared_grads, x_grads)
 
-    def backward(grads: Any, cotangent: jax.Array) -> Any:
+    def backward(grads: Any, cotangents: Any) -> Any:
+        cotangent, _ = cotangents
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, (shared, x))
         return jax.tree.map(lambda g, dtype: (g * cotangent).astype(dtype), grads, dtypes)
 

@@ -458,13 +458,14 @@ def type_tree(hint: Any) -> Any:
         return array_type(parts[0].element, parts[0].spec, True)
     if is_dataclass := dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        parts = tuple(hints[field.name] for field in dataclasses.fields(hint))
+        names = [field.name for field in dataclasses.fields(hint)]
+        parts = tuple(hints[name] for name in names)
     tree: Any = tuple(Any if part is Any else type_tree(part) for part in parts)
     if hint != tuple[()] and all(part in (None, Any) for part in tree):
         return None
     checkable = None not in tree and (is_dataclass or typing.get_origin(hint) is tuple)
     if checkable and is_dataclass:
-        tree = typing.cast(Any, hint)(*tree)
+        tree = typing.cast(Any, hint)(**dict(zip(names, tree, strict=True)))
         checkable = not jax.tree_util.all_leaves([tree])  # it is registered as a pytree
     if not checkable:
         raise SpecError(

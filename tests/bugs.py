@@ -25,7 +25,7 @@ NATS = "nats = (jnp.log(sum_exp) - target_logit) * loss_mask"
 PART = "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 ADD = "return jax.tree.map(jnp.add, total, part), ()"
 COUNT = "count = target_count(batch)\n"
-MEAN = "return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
+MEAN = "return sums, count, jax.tree.map(lambda g: g / count, grads)"
 NORM = "grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))"
 HIDDEN = "hidden = hidden.astype(compute.dtype)\n"
 
@@ -49,8 +49,13 @@ ROUTER = (
 
 def cost(code: str) -> tuple[tuple[str, str], ...]:
     """The router with a cost that is added to the loss: code that sets `cost` from `scores`."""
-    total = "nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
-    return *ROUTER, (total, f"{code.strip()}\n    {total} + 0.1 * cost")
+    chunks = "chunks = config.training.loss_chunks\n"
+    total = "return objective, sums"
+    return (
+        *ROUTER,
+        (chunks, f"{chunks}    {code.strip()}\n"),
+        (total, "return objective + 0.1 * cost, sums"),
+    )
 
 
 BUGS: dict[str, Bug] = {
@@ -106,11 +111,11 @@ BUGS: dict[str, Bug] = {
         "https://github.com/jax-ml/jax/issues/3970",
         (
             (
-                'return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))',
+                'total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))',
                 """\
 total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         again = total * lax.axis_size("s")
-        return again - lax.stop_gradient(again - total)""",
+        total = again - lax.stop_gradient(again - total)""",
             ),
         ),
     ),
@@ -367,7 +372,7 @@ grads = jax.tree.map(lambda g: g / count, grads)
     experts = {name: getattr(grads.layers, name) for name in ("w_gate", "w_up", "w_down")}
     experts = {name: grad * lax.axis_size("t") for name, grad in experts.items()}
     layers = dataclasses.replace(grads.layers, **experts)
-    return sums.nats / count, sums, dataclasses.replace(grads, layers=layers)""",
+    return sums, count, dataclasses.replace(grads, layers=layers)""",
             ),
         ),
     ),
@@ -598,8 +603,8 @@ hidden = jax.nn.silu(gate) * up
         f"{TORCHTITAN}/issues/3329",
         (
             (
-                "metrics = Metrics(loss, rate,",
-                'metrics = Metrics(loss / lax.axis_size("s"), rate,',
+                "means = tree_map(lambda x: x / count, sums)",
+                'means = tree_map(lambda x: x / count / lax.axis_size("s"), sums)',
             ),
         ),
     ),

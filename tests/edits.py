@@ -92,14 +92,18 @@ TARGET = (
     '            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets\n'
     "        )"
 )
-LOSS = '        return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
+LOSS = '        total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))'
 FORWARD = "    x, routed = forward(weights, batch, config.model, config.training.routing)"
-SUMMED = "    nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
+SUMMED = (
+    "    objective, sums = sum_over_chunks("
+    "loss, chunks, unembedding, x, batch.targets, batch.loss_mask)"
+)
+
 # In the step:
 ADDED = "            return jax.tree.map(jnp.add, total, part), ()"
 ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 COUNT = "    count = target_count(batch)"
-TOTAL = "    return sums.nats / count, sums, jax.tree.map(lambda g: g / count, grads)"
+TOTAL = "    return sums, count, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
 NU = "    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)"
 RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias"
@@ -110,8 +114,9 @@ STATE = "    return State(state.step + 1, weights, mu, nu), metrics"
 STORED_NU = "    nu: SecondMoments  # of AdamW: averages of their squares"
 FRESH = "    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])"
 TYPE = '    return State(u32[""], weights, weights, divided(weights, config)[0])'
-METRICS = "    metrics = Metrics(loss, rate, grad_norm, skipped, norms, loads, dropped)"
-VALIDATION = "    return sums.nats / target_count(batch)"
+METRICS = "    metrics = Metrics("
+MEANS = "    means = tree_map(lambda x: x / count, sums)"
+VALIDATION = "    return sums.loss / target_count(batch)"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
 
@@ -409,16 +414,8 @@ WRONG: dict[str, Edit] = {
         """,
     ),
     # --- Numbers from the mesh ---
-    "loss_by_mesh_d": instead(
-        MESH,
-        TOTAL,
-        "return jax.tree.map(lambda x: x / count / config.mesh.d, (sums.nats, sums, grads))",
-    ),
-    "loss_by_device_count": instead(
-        MESH,
-        TOTAL,
-        "return jax.tree.map(lambda x: x / count / jax.device_count(), (sums.nats, sums, grads))",
-    ),
+    "loss_by_mesh_d": block(MESH, COUNT, "count = count * config.mesh.d"),
+    "loss_by_device_count": block(MESH, COUNT, "count = count * jax.device_count()"),
     "gradient_by_devices": instead(
         MESH,
         CLIPPED,
@@ -1213,30 +1210,33 @@ WRONG: dict[str, Edit] = {
         UNREDUCED,
         SUMMED,
         """
-        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        given = batch.targets, batch.loss_mask
+        objective, sums = sum_over_chunks(loss, chunks, unembedding, x, *given)
         gain = jnp.square(unembedding[0].astype(f32.dtype)).sum()
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", gain[None]))
-        nats = nats + target_count(batch) * 0.01 * penalty
+        objective = objective + target_count(batch) * 0.01 * penalty
         """,
     ),
     "penalty_of_each_data_part": instead(
         UNREDUCED,
         SUMMED,
         """
-        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        given = batch.targets, batch.loss_mask
+        objective, sums = sum_over_chunks(loss, chunks, unembedding, x, *given)
         squares = jnp.square(unembedding[1].astype(f32.dtype)).sum()
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", squares[None]))
-        nats = nats + target_count(batch) * 0.01 * penalty
+        objective = objective + target_count(batch) * 0.01 * penalty
         """,
     ),
     "penalty_of_each_microbatch": instead(
         UNREDUCED,
         SUMMED,
         """
-        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        given = batch.targets, batch.loss_mask
+        objective, sums = sum_over_chunks(loss, chunks, unembedding, x, *given)
         squares = jnp.square(weights.unembed)
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
-        nats = nats + penalty
+        objective = objective + penalty
         """,
     ),
     "penalty_of_each_chunk": instead(
@@ -1246,7 +1246,7 @@ WRONG: dict[str, Edit] = {
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         squares = jnp.square(unembedding[1].astype(f32.dtype)).sum() / config.mesh.d
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", squares[None]))
-        return total + 0.1 * penalty
+        total = total + 0.1 * penalty
         """,
     ),
     "one_joined_to_a_partial_sum": block(
@@ -1533,18 +1533,14 @@ WRONG: dict[str, Edit] = {
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask / own
         """,
     ),
-    "loss_by_positions_of_the_part": instead(
-        MEAN,
-        TOTAL,
-        "return jax.tree.map(lambda x: x / batch.targets.size, (sums.nats, sums, grads))",
-    ),
+    "loss_by_positions_of_the_part": block(MEAN, COUNT, "count = count * 0 + batch.targets.size"),
     "validation_by_positions_of_the_part": instead(
-        MEAN, VALIDATION, "return sums.nats / batch.targets.size"
+        MEAN, VALIDATION, "return sums.loss / batch.targets.size"
     ),
     "validation_by_count_of_a_chunk": instead(
         MEAN,
         VALIDATION,
-        "return sums.nats / target_count(batch) / config.mesh.d",
+        "return sums.loss / target_count(batch) / config.mesh.d",
     ),
     "gradient_by_microbatches": block(
         MEAN,
@@ -1555,8 +1551,7 @@ WRONG: dict[str, Edit] = {
         MEAN,
         TOTAL,
         """
-        grads = jax.tree.map(lambda x: x / count / microbatches, total[1])
-        return sums.nats / count, sums, grads
+        return sums, count, jax.tree.map(lambda g: g / count / microbatches, grads)
         """,
     ),
     "each_microbatch_clipped": block(
@@ -2053,7 +2048,9 @@ WRONG: dict[str, Edit] = {
                 ('    norms: f32["N"]', '    extra: f32[""]\n    norms: f32["N"]'),
                 (
                     METRICS,
-                    indented(METRICS, code) + "\n" + METRICS.replace("norms,", "extra, norms,"),
+                    indented(METRICS, code)
+                    + "\n"
+                    + METRICS.replace("(", "(\n        extra=extra,"),
                 ),
             ),
         )
@@ -2091,14 +2088,14 @@ WRONG: dict[str, Edit] = {
         METRIC,
         (
             (
-                "norms = jnp.sqrt(jnp.concatenate(squares))",
-                "norms = jnp.sqrt(jnp.concatenate(squares) / config.mesh.t)",
+                "norms=jnp.sqrt(jnp.concatenate(squares))",
+                "norms=jnp.sqrt(jnp.concatenate(squares) / config.mesh.t)",
             ),
         ),
     ),
     "loss_metric_by_microbatches": Edit(
         METRIC,
-        (("metrics = Metrics(loss,", "metrics = Metrics(loss / config.training.microbatches,"),),
+        ((MEANS, MEANS.replace("count", "count / config.training.microbatches")),),
     ),
     # --- Initial state ---
     "residual_scale_by_mesh": Edit(
@@ -2416,7 +2413,7 @@ METRIC_FIELD = ('    norms: f32["N"]', '    extra: f32[""]\n    norms: f32["N"]'
 
 def metric(code: str) -> Edit:
     """Adds a metric, computed by `code`."""
-    returned = METRICS.replace("norms,", "extra, norms,")
+    returned = METRICS.replace("(", "(\n        extra=extra,")
     return Edit("metric", (METRIC_FIELD, (METRICS, f"{indented(METRICS, code)}\n{returned}")))
 
 
@@ -2936,7 +2933,8 @@ RIGHT: dict[str, Edit] = {
                     later = jnp.pad(batch.targets[:, 1:], ((0, 0), (0, 1)))
                     mask = jnp.pad(batch.loss_mask[:, 1:], ((0, 0), (0, 1)))
                     total = functools.partial(sum_over_chunks, loss, chunks, unembedding, x)
-                    nats = total(batch.targets, batch.loss_mask) + 0.3 * total(later, mask)
+                    objective, sums = total(batch.targets, batch.loss_mask)
+                    objective += 0.3 * total(later, mask)[0]
                     """,
                 ),
             ),
@@ -2953,7 +2951,8 @@ RIGHT: dict[str, Edit] = {
                     near = 0.5 * (x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1])
                     given = batch.targets, batch.loss_mask
                     total = functools.partial(sum_over_chunks, loss, chunks, unembedding)
-                    nats = total(x, *given) + 0.1 * total(near, *given)
+                    objective, sums = total(x, *given)
+                    objective += 0.1 * total(near, *given)[0]
                     """,
                 ),
             ),
@@ -2963,10 +2962,11 @@ RIGHT: dict[str, Edit] = {
         "loss",
         SUMMED,
         """
-        nats = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
+        given = batch.targets, batch.loss_mask
+        objective, sums = sum_over_chunks(loss, chunks, unembedding, x, *given)
         squares = jnp.square(weights.unembed)
         penalty = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", squares))
-        nats = nats + target_count(batch) * 0.01 * penalty
+        objective = objective + target_count(batch) * 0.01 * penalty
         """,
     ),
     "log_of_documents": block(
@@ -3524,7 +3524,8 @@ def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
 
 
 # Of a model with experts and both of their costs.
-COSTS = "costs += routing.balance_cost * balance * target_count(batch)"
+BALANCE = "    balance = balance * target_count(batch)"
+SUM = "    return objective + costs, dataclasses.replace("
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
 WHOLE = "    load, likely = whole("
@@ -3535,15 +3536,15 @@ SCORE = '    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)'
 MOVED = "bias += hyper.bias_rate * jnp.sign(1 - loads)"
 
 WRONG_WITH_EXPERTS: dict[str, Edit] = {
-    "cost_once_per_part_of_t": experts("a cost", (COSTS, COSTS + " * config.mesh.t")),
+    "cost_once_per_part_of_t": experts("a cost", (BALANCE, BALANCE + " * config.mesh.t")),
     "cost_twice_where_the_batch_is_split": experts(
-        "a cost", ("return nats + costs, Sums", "return nats + costs * config.mesh.d, Sums")
+        "a cost", (SUM, SUM.replace("costs", "costs * config.mesh.d"))
     ),
     "cost_divided_by_the_devices": experts(
-        "a cost", ("return nats + costs, Sums", "return nats + costs / jax.device_count(), Sums")
+        "a cost", (SUM, SUM.replace("costs", "costs / jax.device_count()"))
     ),
     "cost_by_targets_of_the_part": experts(
-        "a cost", (COSTS, COSTS.replace("target_count(batch)", "batch.loss_mask.size"))
+        "a cost", (BALANCE, BALANCE.replace("target_count(batch)", "batch.loss_mask.size"))
     ),
     "cost_by_the_mean_load_of_a_part": experts(
         "a cost", ("load / load.mean() * likely", "load / routed.load.mean() * likely")
@@ -3637,7 +3638,7 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     ),
     "cost_of_entropy": experts(
         "a cost",
-        (COSTS, COSTS + "\n        costs += (load / load.sum() * jnp.log(load + 1)).sum()"),
+        (BALANCE, BALANCE + "\n    objective += (load / load.sum() * jnp.log(load + 1)).sum()"),
     ),
 }
 

@@ -145,7 +145,7 @@ EXPERTS = (
 @pytest.mark.parametrize(
     "sections, settings",
     [
-        ([*list(SECTION)[:3], "An average of the weights"], PIPELINE),
+        ([*list(SECTION)[:4], "An average of the weights"], PIPELINE),
         (["Experts over all devices"], EXPERTS),
         (["Two tokens at once"], ("model.layers=1",)),
         (["Gemma 3"], GEMMA),
@@ -162,6 +162,9 @@ def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, mo
     assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
+    assert "A term of the loss" not in sections or all(
+        "z_loss" in row for row in rows(tmp_path / "run")
+    )
 
 
 def loss_and_grads(tree, *overrides, seed=0):
@@ -186,8 +189,8 @@ def loss_and_grads(tree, *overrides, seed=0):
         def run(
             weights: module.Weights, batch: module.TokenBatch
         ) -> tuple[module.f32[""], module.Weights]:
-            loss, _, grads = module.loss_and_grads(weights, batch, config)
-            return loss, grads
+            sums, count, grads = module.loss_and_grads(weights, batch, config)
+            return sums.loss / count, grads
 
         with jax.set_mesh(make_mesh(config.mesh.axes)):
             shapes = module.make_shapes(
@@ -230,6 +233,24 @@ def assert_equals(
         count += sum(w.size for w in experts) * taken // of
     assert flops[0] == 6 * targets.size * count
     assert flops[1] == 12 * queries * batch * seen
+
+
+def test_a_term_of_the_loss_is_the_oracles(tree):
+    """Its weight is larger here, so that it shows in the gradient."""
+    apply("z_loss", tree)
+    source = tree / "train.py"
+    source.write_text(source.read_text().replace("1e-4 * z_loss", "0.1 * z_loss"))
+    term = """
+    squares = jnp.where(targets != 0, jax.nn.logsumexp(logits, axis=-1) ** 2, 0)
+    if not experts:
+        return loss + 0.1 * squares.sum() / count, loss
+"""
+    oracle = edited("tests/oracle.py", ("    if not experts:\n        return loss, None\n", term))
+    _, loss, grads, weights, *rows = loss_and_grads(tree, "training.loss_chunks=2")
+    objective = jax.value_and_grad(oracle.objective, has_aux=True)
+    (_, expected), gradients = jax.device_get(objective(weights, *rows, max_timescale=100))
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(grads, gradients, 1e-5)
 
 
 def test_squared_relu_is_the_oracles(tree):

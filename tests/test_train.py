@@ -64,8 +64,8 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
     @jax.jit
     @typed_shard_map
     def run(weights: module.Weights, batch: batch_type) -> tuple[module.f32[""], module.Weights]:
-        loss, _, grads = module.loss_and_grads(weights, batch, config)
-        return loss, grads
+        sums, count, grads = module.loss_and_grads(weights, batch, config)
+        return sums.loss / count, grads
 
     with jax.set_mesh(on):
         weights = module.init_state(config).weights
@@ -303,7 +303,9 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
 
     def step_once(state, batch, hyper):
         events.append(f"start {batch}")
-        return state, train.Metrics(Number(batch), 0.0, 0.0, 0, np.zeros(0))
+        return state, train.Metrics(
+            Number(batch), learning_rate=0.0, grad_norm=0.0, skipped=0, norms=np.zeros(0)
+        )
 
     class Loader:
         waited, position = 0.0, None

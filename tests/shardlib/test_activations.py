@@ -71,15 +71,17 @@ def test_a_sum_over_chunks_has_the_gradient_of_the_whole(chunks):
 
     def part(shared, x, scale):
         w, bias = shared
-        return jnp.sum(jnp.sin(x @ w + bias) * scale[..., None])
+        return jnp.sum(jnp.sin(x @ w + bias) * scale[..., None]), {"x": jnp.sum(x, axis=(0, 1))}
 
     def whole(w, bias, x):
-        return 3 * part((w, bias), x, scale) ** 2
+        value, others = part((w, bias), x, scale)
+        return 3 * value**2, others
 
     def chunked(w, bias, x):
-        return 3 * sum_over_chunks(part, chunks, (w, bias), x, scale) ** 2
+        value, others = sum_over_chunks(part, chunks, (w, bias), x, scale)
+        return 3 * value**2, others
 
-    actual = jax.value_and_grad(chunked, argnums=(0, 1, 2))(w, bias, x)
-    wanted = jax.value_and_grad(whole, argnums=(0, 1, 2))(w, bias, x)
+    actual = jax.value_and_grad(chunked, argnums=(0, 1, 2), has_aux=True)(w, bias, x)
+    wanted = jax.value_and_grad(whole, argnums=(0, 1, 2), has_aux=True)(w, bias, x)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)
