@@ -49,7 +49,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints, named
-from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
 from runtime.program import program
 from runtime.run import Run, RunConfig, due, make_mesh, say
 from shardlib import audit, kernels, numbers, ops
@@ -117,14 +117,13 @@ class ExpertsConfig(Section, key="model.experts"):
     count: PositiveInt
     per_token: PositiveInt
     d_ff: PositiveInt  # of each expert
-    score: str = "softmax"  # over all experts, or sigmoid of each
+    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"  # over all experts, or of each
     renormalize: bool = True  # makes the scores of a token's experts add up to one
     bias: bool = True  # added to the scores for the choice alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.per_token <= self.count, "per_token", "there are fewer experts")
-        self.require(self.score in ("softmax", "sigmoid"), "score", "softmax or sigmoid")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -143,7 +142,7 @@ class ModelConfig(Section, key="model"):
     # What families of models differ in; configs/base.yaml names some that have each.
     norms_after: bool = False  # attention and MLP: their results, not what they take
     qkv_bias: bool = False
-    qk_norm: str | None = None  # of queries and keys, over each head or all heads: head or all
+    qk_norm: Annotated[str, OneOf("head all")] | None = None  # of queries and keys
     tied_embeddings: bool = False
     sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
     experts: ExpertsConfig | None = None
@@ -152,7 +151,6 @@ class ModelConfig(Section, key="model"):
         super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
-        self.require(self.qk_norm in (None, "head", "all"), "qk_norm", "null, head or all")
         self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
 
     @property
@@ -198,18 +196,21 @@ class RoutingConfig(Section, key="training.routing"):
 DROPLESS = RoutingConfig(None, group=None, bias_rate=0.0, balance_cost=0.0, z_cost=0.0)
 
 
+KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class TrainingConfig(Section, key="training"):
     warmup_steps: NonNegativeInt
     steps: PositiveInt
     steps_for_lr: PositiveInt
     learning_rate: NonNegativeFloat
-    schedule: str  # of the learning rate after the warmup: cosine, linear, wsd or constant
+    schedule: Annotated[str, OneOf("cosine linear wsd constant")]  # see `learning_rate`
     cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
     cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
-    optimizer: str  # adamw; or muon, for the layers' matrices, and AdamW for the rest
+    optimizer: Annotated[str, OneOf("adamw muon")]
     muon_momentum: Fraction
-    no_decay: tuple[str, ...]  # weights without weight decay, of gains, biases and embeddings
+    no_decay: tuple[Annotated[str, OneOf(" ".join(KINDS))], ...]  # weights that don't decay
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: NonNegativeFloat
@@ -230,10 +231,6 @@ class TrainingConfig(Section, key="training"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
-        self.require(self.optimizer in ("adamw", "muon"), "optimizer", "adamw or muon")
-        known = self.schedule in ("cosine", "linear", "wsd", "constant")
-        self.require(known, "schedule", "cosine, linear, wsd or constant")
-        self.require({*self.no_decay} <= {*KINDS}, "no_decay", f"choose from {', '.join(KINDS)}")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -258,12 +255,11 @@ class Config(RunConfig, DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    dtype: str  # of compute[...]: bf16 or f32
+    dtype: Annotated[str, OneOf(" ".join(COMPUTE))]  # of compute[...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         hyper, mesh = self.training, self.mesh
-        self.require(self.dtype in COMPUTE, "dtype", f"choose from {', '.join(COMPUTE)}")
         rows, length = hyper.tokens.batch // mesh.d, hyper.tokens.len // mesh.c
         problem = f"it must divide training.tokens.batch/mesh.d={rows}"
         self.require(rows % hyper.microbatches == 0, "training.microbatches", problem)
@@ -280,8 +276,6 @@ class Config(RunConfig, DataConfig):
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
             self.require(fits, "training.routing.balance_cost", problem)
 
-
-KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
 
 # The config key with the size of each dimension in the type strings.
 DIMENSIONS = {

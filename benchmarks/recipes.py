@@ -19,7 +19,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 import train
 from benchmarks import pytorch
 from data.sources import open_batches
+from runtime.config import OneOf
 from runtime.program import program
 from runtime.run import make_mesh
 from shardlib.errors import UserError
@@ -34,11 +35,7 @@ from shardlib.errors import UserError
 
 @dataclasses.dataclass(unsafe_hash=True)
 class RecipeConfig(pytorch.TorchConfig):
-    recipe: str = "llama"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.recipe in ("llama", "nanogpt"), "recipe", "llama or nanogpt")
+    recipe: Annotated[str, OneOf("llama nanogpt")] = "llama"
 
 
 def make_nanogpt(config: RecipeConfig) -> Any:

@@ -26,6 +26,12 @@ class Bound(NamedTuple):
     below: float = 2**31
 
 
+class OneOf(NamedTuple):
+    """Strings out of a few, which `names` lists."""
+
+    names: str
+
+
 def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
     """Returns an argparse type for numbers from `low` to `high`."""
 
@@ -51,8 +57,8 @@ class Section:
     """Base of the dataclasses that make up a config. Values are checked on construction.
 
     `key` is the section's place in the config. OmegaConf checks types. This class raises UserError
-    for a number out of the bounds of its type, and for an empty name. A section checks anything
-    else in its own __post_init__, after calling this one.
+    for a number out of the bounds of its type, for a string that isn't one of its names, and for an
+    empty one. A section checks anything else in its own __post_init__, after calling this one.
     """
 
     prefix = ""
@@ -71,8 +77,12 @@ class Section:
                 raise UserError(f"{key} must not be empty")
             if PATH in parts:
                 setattr(self, name, os.path.expanduser(value))
+            values = value if tuple in parts else [value]
+            for names in (part.names.split() for part in parts if isinstance(part, OneOf)):
+                if not {*values} <= {*names}:
+                    raise UserError(f"{key}={value}: choose from {', '.join(names)}")
             for low, below in (part for part in parts if isinstance(part, Bound)):
-                for number in value if tuple in parts else [value]:
+                for number in values:
                     if not (isinstance(number, int | float) and low <= number < below):
                         limit = f"below {below}" if below < math.inf else "finite"
                         raise UserError(f"{key}={value}: it must be at least {low} and {limit}")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from runtime.config import (
     ROOT,
     Name,
     NonNegativeInt,
+    OneOf,
     Path,
     PositiveInt,
     Seconds,
@@ -81,7 +82,7 @@ class RunConfig(Section):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    check: str  # before the first step: numbers, types or none
+    check: Annotated[str, OneOf("numbers types none")]  # before the first step
     checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
     checkpoints: CheckpointsConfig
     hang_timeout_seconds: Seconds  # before a step counts as hung; 0 disables
@@ -97,8 +98,6 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("numbers", "types", "none")
-        self.require(self.check in known, "check", f"choose from {', '.join(known)}")
         _, colon, port = self.coordinator.rpartition(":")
         valid = not self.coordinator or (colon and port.isdecimal() and 0 < int(port) < 2**16)
         self.require(valid, "coordinator", "it must be ADDRESS:PORT of the first host")
