@@ -33,8 +33,8 @@ backward pass, and its collectives follow from those written here:
     ops.all_gather      all-gather           reduce-scatter
     ops.psum_scatter    reduce-scatter       all-gather
     ops.psum            all-reduce           nothing
-    ops.rotate          permute              permute, the other way
     ops.reduce_max      all-reduce           no gradient
+    ops.all_to_all      all-to-all           all-to-all, the other way
     ops.sum_of_squares  all-reduce           not for use there
     ops.broadcast       nothing              all-reduce
     all other ops       nothing              nothing, as what they take varies over all axes
@@ -117,13 +117,15 @@ class ExpertsConfig(Section, key="model.experts"):
     count: PositiveInt
     per_token: PositiveInt
     d_ff: PositiveInt  # of each expert
-    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"  # over all experts, or of each
+    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"
     renormalize: bool = True  # makes the scores of a token's experts add up to one
     bias: bool = True  # added to the scores for the choice alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.per_token <= self.count, "per_token", "there are fewer experts")
+        problem = "with per_token=1 each score would be 1, and the router would learn nothing"
+        self.require(self.per_token > 1 or not self.renormalize, "renormalize", problem)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -134,7 +136,7 @@ class ModelConfig(Section, key="model"):
     d_head: PositiveInt
     layers: PositiveInt
     vocab: PositiveInt
-    d_ff: NonNegativeInt  # beside experts, that of one that all tokens take; 0: none
+    d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
     rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
     norm_eps: NonNegativeFloat
@@ -181,7 +183,7 @@ class TokensConfig(Section, key="training.tokens"):
 class RoutingConfig(Section, key="training.routing"):
     """Settings of experts that only training needs."""
 
-    capacity_factor: NonNegativeFloat | None  # an expert's places per even share; None: no limit
+    capacity_factor: NonNegativeFloat | None  # places, as a multiple of an even share; None: all
     group: PositiveInt | None  # tokens that share an expert's places; None: a row
     bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
     balance_cost: NonNegativeFloat
@@ -192,7 +194,7 @@ class RoutingConfig(Section, key="training.routing"):
         self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
 
 
-# As generation and evaluation go.
+# For generation and evaluation.
 DROPLESS = RoutingConfig(None, group=None, bias_rate=0.0, balance_cost=0.0, z_cost=0.0)
 
 
@@ -231,6 +233,9 @@ class TrainingConfig(Section, key="training"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
+        problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
+        self.require(fits, "cooldown_steps", problem)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -269,7 +274,7 @@ class Config(RunConfig, DataConfig):
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
         if self.model.experts:
             routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
-            group = routing.capacity_factor and (routing.group or hyper.tokens.len)
+            group = routing.group or (routing.capacity_factor and hyper.tokens.len)
             problem = f"it must divide {piece}, a device's tokens in sequence; null is a row"
             self.require(piece % (group or 1) == 0, "training.routing.group", problem)
             fits = hyper.microbatches == 1 or not routing.balance_cost
@@ -600,9 +605,10 @@ def decoder(
     sin, cos = rotation(position, config)
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
-    # and feed-forward, gate and up, what a norm after takes, and in kernels.attention its result.
-    # The backward pass recomputes the rest: norms, and before norms of q and k their matmuls, RoPE,
-    # SwiGLU and the gathers of weights and x.
+    # and feed-forward, gate and up, what a norm after takes, in kernels.attention its result, in
+    # `mixture` the router's logits and choices. The backward pass recomputes the rest: norms, and
+    # before norms of q and k their matmuls, RoPE, SwiGLU, kernels.experts, and the gathers of
+    # weights and x.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
@@ -799,7 +805,7 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
 def is_matrix(kind: ArrayType) -> bool:
     """Returns whether an array holds matrices of layers, which Muon optimizes. Dimensions before M
     number them, M and those after it are rows and columns. So w_q is M by Q*K*D, all heads at once,
-    and each expert has three of its own. The router, whose M is split over t too, is none."""
+    and each expert has three of its own. The router isn't one: its M is split over t too."""
     return Dim("M", ("c", "d")) in kind.spec.dims[1:-1] and "t" in kind.spec.axes
 
 
@@ -821,8 +827,8 @@ class State:
 
 @pytree_dataclass
 class Metrics(Sums):
-    """Means over targets, but loads are multiples of an even load, and `dropped` a part of the
-    choices."""
+    """Means over targets, except `loads`, as multiples of an even load, and `dropped`, as a
+    fraction of all choices."""
 
     _: dataclasses.KW_ONLY
     learning_rate: f32[""]
@@ -838,11 +844,6 @@ def divided(tree: Any, config: Config) -> tuple[Any, Any]:
     kinds, map_ = type_tree(Weights), jax.tree.map
     adamw = map_(lambda kind, x: None if muon and is_matrix(kind) else x, kinds, tree)
     return adamw, map_(lambda kind, x: x if muon and is_matrix(kind) else None, kinds, tree)
-
-
-def together(one: Any, other: Any) -> Any:
-    """Undoes `divided`."""
-    return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
 
 
 def state_type(config: Config) -> Any:
@@ -1018,8 +1019,8 @@ def orthogonalized(tree: Any) -> Any:
 @typechecked
 def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     """Orthogonalizes a stack of arrays of this layout. That takes whole matrices, so each device
-    gets some, computes, and gives back their parts. Zeros make their number a multiple of the
-    devices'."""
+    gets some, computes, and gives back their parts. Zero matrices make their number a multiple of
+    the number of devices."""
     head, _, columns = layout.partition("M/c/d")
     split, rank = "/t" if "/t" in head else "", 1 + len(columns.split())
     given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}"
@@ -1062,7 +1063,7 @@ def training_step(
     `step`."""
     tree_map = jax.tree.map
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
-    # One all-reduce of a scalar, as the types of all weights name the same axes.
+    # An all-reduce of a scalar, and another one for biases, which are split over t alone.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
@@ -1071,7 +1072,8 @@ def training_step(
         divided(tree, config) for tree in (state.weights, grads, state.mu)
     )
     w, m, nu = adamw(w, g, m, state.nu, hyper, config)
-    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+    parts = (w, m), muon(matrices, g_matrices, m_matrices, hyper)
+    weights, mu = tree_map(lambda x, y: y if x is None else x, *parts, is_leaf=lambda x: x is None)
     means = tree_map(lambda x: x / count, sums)
     if config.model.experts:
         load: Any = sums.loads
@@ -1136,6 +1138,7 @@ PARTS = "training.microbatches", "training.loss_chunks"
 TINY = {
     "dtype": "f32",
     "training.learning_rate": 0.1,
+    "training.schedule": "cosine",
     "training.warmup_steps": 2,
     "training.steps": 10,
     "training.steps_for_lr": 10,
@@ -1286,7 +1289,7 @@ def starting_state(
     saved = source.restore()
     state = with_moments(saved, config)
     before, after = (len(jax.tree.leaves(each.nu)) for each in (saved, state))
-    what = "begin anew, from the first ones" if after > before else "are gone"
+    what = "were estimated from the first" if after > before else "were dropped"
     changed = f"; it is of another optimizer: {abs(after - before)} second moments {what}"
     origin = f"resumed at step {source.newest.step} from {source.newest.path}"
     data.resume(source.position)

@@ -59,9 +59,8 @@ def make_model(config: TorchConfig) -> Any:
         ours = jax.tree.leaves(
             make_shapes(present(train.Weights, config.model.parts), train.dimensions(config))
         )
-    assert model.num_parameters() == sum(leaf.size for leaf in ours), (
-        "not the same model as train.py's"
-    )
+    if model.num_parameters() != sum(leaf.size for leaf in ours):
+        raise UserError("transformers' LlamaForCausalLM has other weights than the config's model")
     if config.checkpointing:
         model.gradient_checkpointing_enable()
     return model

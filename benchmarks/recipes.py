@@ -7,8 +7,8 @@ Needs PyTorch: pip install torch. Runs on a CPU in f32, and writes no files. End
 JSON, whose loss is that of the validation split's first batches, as in train.py, in nats per token.
 
 - recipe=nanogpt is the character model of nanoGPT's README for CPUs: GPT-2 with 4 layers of 4 heads
-  and 128 dimensions, without dropout; AdamW with betas of 0.9 and 0.99, a decay of 0.1 for
-  matrices and embeddings alone, and a cosine to a tenth of the rate.
+  and 128 dimensions, without dropout, but with transformers' biases; AdamW with betas of 0.9 and
+  0.99, a decay of 0.1 for matrices and embeddings alone, and a cosine to a tenth of the rate.
 - recipe=llama is transformers' LlamaForCausalLM with the config's shapes and transformers' initial
   weights; torch's AdamW with the config's betas, decay and schedule.
 
@@ -75,7 +75,9 @@ def run(config: RecipeConfig, data: Any, held_out: Any) -> dict[str, Any]:
     optimizer = make_optimizer(config, model)
     schedule = hyper
     if nanogpt:
-        schedule = dataclasses.replace(hyper, cosine_learning_rate_final_fraction=0.1)
+        schedule = dataclasses.replace(
+            hyper, schedule="cosine", cosine_learning_rate_final_fraction=0.1
+        )
 
     def losses(batches: Any, steps: int) -> Iterator[Any]:
         for _, batch in batches.from_step(0, steps):

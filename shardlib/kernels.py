@@ -247,7 +247,8 @@ def ragged_experts(
         """Zeros beyond the last expert's rows, where results and gradients are undefined."""
         return jnp.where(own.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
-    rows, score = masked(tokens[token]), masked(score.ravel()[order])
+    wide = tokens.astype(jnp.float32)  # so that its gradient is summed in f32
+    rows, score = masked(wide[token].astype(x.dtype)), masked(score.ravel()[order])
     gate, up = lax.ragged_dot(rows, w_gate, load), lax.ragged_dot(rows, w_up, load)
     y = lax.ragged_dot(swiglu(gate, up, score), rearrange(w_down, "E M G -> E G M"), load)
     total = jnp.zeros_like(tokens, jnp.float32).at[token].add(masked(y).astype(jnp.float32))

@@ -109,7 +109,10 @@ NU = "    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)"
 RATE = "    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias"
 UPDATE = "        return w - rate * (m * mu_scale / root + decay * w)"
 UPDATES = "    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu"
-UPDATED = "    weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))"
+UPDATED = (
+    "    weights, mu = tree_map("
+    "lambda x, y: y if x is None else x, *parts, is_leaf=lambda x: x is None)"
+)
 STATE = "    return State(state.step + 1, weights, mu, nu), metrics"
 STORED_NU = "    nu: SecondMoments  # of AdamW: averages of their squares"
 FRESH = "    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])"
@@ -644,7 +647,8 @@ WRONG: dict[str, Edit] = {
         ARRAY,
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         frozen = jnp.arange(weights.embed.shape[0])[:, None] < 4
         embed = jnp.where(frozen, state.weights.embed, weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
@@ -799,7 +803,8 @@ WRONG: dict[str, Edit] = {
         RESHAPE,
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         pairs = rearrange(weights.embed, "(two V) M -> V two M", two=2)
         pairs = pairs.at[:, 1].add(1e-2 * pairs[:, 0])
         weights = dataclasses.replace(weights, embed=rearrange(pairs, "V two M -> (two V) M"))
@@ -974,7 +979,8 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         embed = unit_rows("V/t M/c/d -> V/t M/c/d", weights.embed)
         weights = dataclasses.replace(weights, embed=embed)
         """,
@@ -1013,7 +1019,8 @@ WRONG: dict[str, Edit] = {
         SCOPE,
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         trust = length("V/t M/c/d -> ", state.weights.embed)
         weights = dataclasses.replace(weights, embed=weights.embed / trust)
         """,
@@ -3078,7 +3085,8 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         change = tree_map(operator.sub, weights, state.weights)
         sizes = ops.sums_of_squares(Weights, state.weights, "layers")
         steps = ops.sums_of_squares(Weights, change, "layers")
@@ -3103,7 +3111,8 @@ RIGHT: dict[str, Edit] = {
         "optimizer",
         UPDATED,
         """
-        weights, mu = together((w, m), muon(matrices, g_matrices, m_matrices, hyper))
+        updated = lambda x, y: y if x is None else x
+        weights, mu = tree_map(updated, *parts, is_leaf=lambda x: x is None)
         squares = ops.reduce_sum("V/t M/c/d -> V/t {U:d,c}", jnp.square(weights.embed))
         squares = ops.psum("V/t {U:d,c} -> V/t", squares)
         embed = weights.embed * lax.rsqrt(squares + 1e-9)[:, None]

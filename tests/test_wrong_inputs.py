@@ -128,11 +128,27 @@ CASES = {
     "experts without their number": (nothing, ["model.experts.per_token=2"]),
     "more experts for a token than there are": (nothing, [f"{EXPERTS}, per_token: 9}}"]),
     "scores of experts of another kind": (nothing, [f"{EXPERTS}, per_token: 2, score: linear}}"]),
+    "one expert for a token, with scores that add up to 1": (
+        nothing,
+        [f"{EXPERTS}, per_token: 1}}"],
+    ),
+    "a cooldown of no steps": (nothing, ["training.schedule=wsd"]),
+    "a cooldown before the first step": (
+        nothing,
+        ["training.schedule=wsd", "training.cooldown_steps=999"],
+    ),
     "no place for any token": (nothing, ["training.routing.capacity_factor=0"]),
     "no feed-forward and no experts": (nothing, ["model.d_ff=0"]),
     "groups of tokens that a row isn't": (
         nothing,
         [f"{EXPERTS}, per_token: 2}}", "training.routing.group=5"],
+    ),
+    "groups that a row isn't, with places for all": (
+        nothing,
+        [
+            f"{EXPERTS}, per_token: 2}}",
+            *("training.routing.capacity_factor=null", "training.routing.group=5"),
+        ],
     ),
     "a row's places on several devices": (nothing, [f"{EXPERTS}, per_token: 2}}", "mesh.c=2"]),
     "a balance of microbatches": (

@@ -27,7 +27,8 @@ part of the likeliest token's probability.
 
 Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them:
 raise t if the model is too large for one device, and d to generate many samples. t must divide the
-number of key-value heads (model.n_kv), model.d_ff and model.vocab; d * t must divide model.d_model.
+number of key-value heads (model.n_kv), model.d_ff, model.vocab and the number of experts; d * t
+must divide model.d_model.
 Any such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
 padded. The same seed gives the same text on any mesh, up to rounding.
 
@@ -375,7 +376,8 @@ def with_rows(config: train.Config, length: int) -> train.Config:
         "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
     }
     # These divide the training's rows. Here rows aren't divided.
-    whole = {"training.microbatches": 1, "mesh.c": 1, "training.routing.capacity_factor": None}
+    whole: dict[str, Any] = {"training.microbatches": 1, "mesh.c": 1}
+    whole |= {f"training.routing.{key}": None for key in ("capacity_factor", "group")}
     return config.changed(size | whole)
 
 

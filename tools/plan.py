@@ -12,6 +12,7 @@ A layout's time is that of the resource which needs longest: see `tools.audit`. 
 fit, microbatches or loss chunks are added, one divisor at a time, until it does.
 """
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -108,7 +109,8 @@ def smaller(plan: Plan) -> PlanConfig | None:
     logits = {"L", "V"} <= {*re.findall(r"\w+", plan.result["peak"][0]["type"])}
     for key in reversed(PARTS) if logits else PARTS:
         if more := [n for n in divisors(wholes[key]) if n > parts_of(config)[key]]:
-            return config.changed({key: more[0]})
+            with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
+                return config.changed({key: more[0]})
     return None
 
 
