@@ -236,7 +236,7 @@ def assert_equals(
 
 
 def test_a_term_of_the_loss_is_the_oracles(tree):
-    """Its weight is larger here, so that it shows in the gradient."""
+    """Gives the term a larger weight, so that it shows in the gradient."""
     apply("z_loss", tree)
     source = tree / "train.py"
     source.write_text(source.read_text().replace("1e-4 * z_loss", "0.1 * z_loss"))
