@@ -168,7 +168,7 @@ class ModelConfig(Section, key="model"):
             "w_gate w_up w_down": self.d_ff > 0,
             "w_router e_gate e_up e_down": self.experts is not None,
             "b_router": self.experts is not None and self.experts.bias,
-            "balance_cost z_cost loads dropped": self.experts is not None,
+            "z_cost loads likely dropped": self.experts is not None,
         }
         return frozenset(name for names in there if there[names] for name in names.split())
 
@@ -194,7 +194,7 @@ class RoutingConfig(Section, key="training.routing"):
         self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
 
 
-# For generation and evaluation.
+# For tools that generate and evaluate. Validation drops like training.
 DROPLESS = RoutingConfig(None, group=None, bias_rate=0.0, balance_cost=0.0, z_cost=0.0)
 
 
@@ -275,7 +275,7 @@ class Config(RunConfig, DataConfig):
         if self.model.experts:
             routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
             group = routing.group or (routing.capacity_factor and hyper.tokens.len)
-            problem = f"it must divide {piece}, a device's tokens in sequence; null is a row"
+            problem = f"null is a row; with mesh.c={mesh.c} it must be a divisor of {piece}"
             self.require(piece % (group or 1) == 0, "training.routing.group", problem)
             fits = hyper.microbatches == 1 or not routing.balance_cost
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
@@ -466,7 +466,7 @@ class Routing:
     """Sums over the tokens of a group."""
 
     load: f32["B/d N/c E"]  # tokens that chose an expert
-    likely: f32["B/d N/c E"]  # scores, as parts of one
+    likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
     z: f32["B/d N/c"]  # squares of the logarithms of the softmax's denominators
     dropped: f32["B/d N/c"]  # choices that found no place
 
@@ -479,10 +479,10 @@ def mixture(
     routing: RoutingConfig,
     gather: Callable[..., jax.Array],
 ) -> tuple[compute["B/d N/c S M {U:t}"], Routing]:
-    """Each token goes to the experts with the highest scores, and gets the sum of their results,
-    weighted by scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Experts are whole,
-    and split over t. A device has all tokens of its rows, so it picks those of its experts, and
-    nothing is sent but the scores' and the results' sums over t.
+    """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
+    the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
+    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
+    all that is sent are the sums over t of logits and of outputs.
 
     A bias takes part in the choice, and not in the weights: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
@@ -540,10 +540,10 @@ def in_places(
     places: int,
     experts: int,
 ) -> compute["B/d N/c S M {U:t}"]:
-    """Adds up what the chosen experts make of each token. In a group of tokens an expert has a
-    number of places, for the first that choose it. To others it adds nothing: Lepikhin et al. 2020,
-    https://arxiv.org/abs/2006.16668. So what is dropped depends on earlier documents of the group,
-    but not on the mesh."""
+    """Sums the outputs of each token's experts. In a group of tokens an expert has a number of
+    places, its capacity, for the first tokens that choose it. To others it adds nothing: Lepikhin
+    et al. 2020, https://arxiv.org/abs/2006.16668. So what is dropped depends on earlier documents
+    of the group, but not on the mesh."""
     # Numbers the places of a group expert by expert; the number after the last means none. A is the
     # choices of a group, P its places.
     _, _, size, count = chosen.shape
@@ -737,14 +737,22 @@ def target_count(batch: TokenBatch) -> f32[""]:
 
 @pytree_dataclass
 class Sums:
-    """Sums over all devices. Divided by the number of targets they are metrics, by these names, so
-    a term that is added to the objective, and is a field here, is logged."""
+    """Sums over all devices and microbatches. A term that is added to the objective, and is a field
+    here, is logged by this name: see `Metrics`."""
 
     loss: f32[""]  # cross-entropy in nats
-    balance_cost: f32[""] | None = None  # without its weight, like z_cost
-    z_cost: f32[""] | None = None
+    z_cost: f32[""] | None = None  # without its weight
     loads: f32["layers E"] | None = None  # tokens that chose an expert
+    likely: f32["layers E"] | None = None  # experts' scores, normalized
     dropped: f32[""] | None = None  # choices of an expert that found no place, in all layers
+
+
+def balance_cost(sums: Sums) -> jax.Array:
+    """The sum over layers of a cost that is 1 for even loads: Fedus et al. 2021,
+    https://arxiv.org/abs/2101.03961, equation 4."""
+    assert sums.loads is not None and sums.likely is not None
+    load, likely = (x / x.mean(-1, keepdims=True) for x in (sums.loads, sums.likely))
+    return jnp.sum(jnp.mean(load * likely, axis=-1))
 
 
 @typechecked
@@ -786,17 +794,17 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
         return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
 
-    load, likely = whole("E", routed.load), whole("E", routed.likely)
-    z, dropped = whole("", routed.z), whole("", routed.dropped)
-    # Added up over layers. Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equation 4, which
-    # is 1 for even loads; and Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
-    balance = jnp.sum(load / load.mean() * likely / likely.sum(-1, keepdims=True))
-    balance = balance * target_count(batch)
-    routing = config.training.routing
-    costs = routing.balance_cost * balance + routing.z_cost * z.sum()
-    return objective + costs, dataclasses.replace(
-        sums, balance_cost=balance, z_cost=z.sum(), loads=load, dropped=dropped.sum()
+    sums = dataclasses.replace(
+        sums,
+        # Added up over layers. Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
+        z_cost=whole("", routed.z).sum(),
+        loads=whole("E", routed.load),
+        likely=whole("E", routed.likely),
+        dropped=whole("", routed.dropped).sum(),
     )
+    routing = config.training.routing
+    balance = balance_cost(sums) * target_count(batch)
+    return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -827,10 +835,11 @@ class State:
 
 @pytree_dataclass
 class Metrics(Sums):
-    """Means over targets, except `loads`, as multiples of an even load, and `dropped`, as a
-    fraction of all choices."""
+    """The sums divided by the number of targets, except `loads`, as multiples of an even load, and
+    `dropped`, as a fraction of all choices. Of `likely` only the cost is logged."""
 
     _: dataclasses.KW_ONLY
+    balance_cost: f32[""] | None = None
     learning_rate: f32[""]
     grad_norm: f32[""]
     skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
@@ -1078,7 +1087,7 @@ def training_step(
     if config.model.experts:
         load: Any = sums.loads
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
-        means = dataclasses.replace(means, loads=loads, dropped=dropped)
+        means = dataclasses.replace(means, loads=loads, likely=None, dropped=dropped)
         if (bias := state.weights.layers.b_router) is not None:
             bias += hyper.bias_rate * jnp.sign(1 - loads)
             layers = dataclasses.replace(weights.layers, b_router=bias)
@@ -1094,6 +1103,7 @@ def training_step(
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     metrics = Metrics(
         **vars(means),
+        balance_cost=balance_cost(sums) if config.model.experts else None,
         learning_rate=hyper.learning_rate,
         grad_norm=grad_norm,
         skipped=1 - finite.astype(u32.dtype),
@@ -1231,9 +1241,10 @@ def tiny(config: Config) -> list[Config]:
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
     parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
-    if config.model.experts:
-        parts["training.routing.group"] = 3
-    sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12}
+    sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12 * split["c"]}
+    if config.model.experts:  # 3 choices of 6 tokens, of which not all find one of two places
+        factor = config.training.routing.capacity_factor and sizes["E"] / 10
+        parts |= {"training.routing.group": 6, "training.routing.capacity_factor": factor}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []

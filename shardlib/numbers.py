@@ -55,8 +55,7 @@ def stirred(tree: Any) -> Any:
     def leaf(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        # What is zero, such as a moment, stays small: else it would drown the gradient.
-        added = random.uniform(0.01, 0.05, x.shape) * np.where(x == 0, 1e-4, np.where(x < 0, -1, 1))
+        added = random.uniform(0.01, 0.05, x.shape) * np.where(x < 0, -1, 1)
         return np.asarray(x * random.uniform(0.5, 1.5, x.shape) + added, x.dtype)
 
     return jax.tree.map(leaf, jax.device_get(tree))

@@ -3533,11 +3533,10 @@ def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
 
 
 # Of a model with experts and both of their costs.
-BALANCE = "    balance = balance * target_count(batch)"
-SUM = "    return objective + costs, dataclasses.replace("
+BALANCE = "    balance = balance_cost(sums) * target_count(batch)"
+SUM = "    return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums"
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
-WHOLE = "    load, likely = whole("
 PLACES = "        places = min(math.ceil(routing.capacity_factor * share), h.shape[2])"
 NUMBERED = "    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)"
 TAKER = '    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))'
@@ -3547,16 +3546,16 @@ MOVED = "bias += hyper.bias_rate * jnp.sign(1 - loads)"
 WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "cost_once_per_part_of_t": experts("a cost", (BALANCE, BALANCE + " * config.mesh.t")),
     "cost_twice_where_the_batch_is_split": experts(
-        "a cost", (SUM, SUM.replace("costs", "costs * config.mesh.d"))
+        "a cost", (SUM, SUM.replace("+ routing.", "+ config.mesh.d * routing."))
     ),
     "cost_divided_by_the_devices": experts(
-        "a cost", (SUM, SUM.replace("costs", "costs / jax.device_count()"))
+        "a cost", (SUM, SUM.replace("+ routing.", "+ 1 / jax.device_count() * routing."))
     ),
     "cost_by_targets_of_the_part": experts(
         "a cost", (BALANCE, BALANCE.replace("target_count(batch)", "batch.loss_mask.size"))
     ),
     "cost_by_the_mean_load_of_a_part": experts(
-        "a cost", ("load / load.mean() * likely", "load / routed.load.mean() * likely")
+        "a cost", (BALANCE, BALANCE + " * routed.load.mean()")
     ),
     "cost_of_the_first_group": experts(
         "a cost", ("routed.z)", "jnp.broadcast_to(routed.z[:, :1], routed.z.shape))")
@@ -3579,6 +3578,10 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "bias_of_choices_by_the_rows_of_a_part": experts(
         "the choice", (CHOSEN, CHOSEN.replace("(biased,", "(biased - biased.mean((0, 1, 2)),"))
     ),
+    "bias_of_another_expert_on_each_device": experts(
+        "the choice",
+        ("scores + w.b_router)", "scores + jnp.roll(w.b_router, lax.axis_index('s')))"),
+    ),
     "places_over_all_rows_of_a_part": experts("places", (PLACES, PLACES + " * h.shape[0]")),
     "places_are_numbered_over_rows": experts(
         "places",
@@ -3591,6 +3594,10 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
             PLACES + " - 1 + w_gate.shape[0] // 2",
         ),
     ),
+    "places_one_of_each_expert_first": experts(
+        "places", ("(E C) ... -> B N E C", "(C E) ... -> B N E C")
+    ),
+    "results_of_one_place_of_each_expert_first": experts("places", ("B N (E C) M", "B N (C E) M")),
     "first_places_on_all_devices": experts(
         "an expert of another device",
         (TAKER, "    taker = ops.varying(invert(place), ('t',))[..., : w_gate.shape[0] * places]"),
@@ -3647,7 +3654,11 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     ),
     "cost_of_entropy": experts(
         "a cost",
-        (BALANCE, BALANCE + "\n    objective += (load / load.sum() * jnp.log(load + 1)).sum()"),
+        (
+            BALANCE,
+            BALANCE
+            + "\n    objective += (sums.loads / sums.loads.sum() * jnp.log(sums.loads + 1)).sum()",
+        ),
     ),
 }
 

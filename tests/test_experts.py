@@ -102,10 +102,9 @@ def test_types_hold(name, axes):
     train.check_types(small_config(*settings))
 
 
-def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
-    """Starts from biases that have moved."""
-    config = small_config(*settings(1, costs=False), "training.routing.bias_rate=0.01")
-    targets, is_start = random_rows()
+def step(in_f32, targets, is_start, *options):
+    """Weights before a step, and after it, and its metrics. Starts from biases that have moved."""
+    config = small_config(*settings(1, costs=False), "training.routing.bias_rate=0.01", *options)
     with jax.set_mesh(mesh(2, 4)):
         state = in_f32.init_state(config)
         bias = 0.1 * jax.random.normal(jax.random.key(2), state.weights.layers.b_router.shape)
@@ -118,14 +117,28 @@ def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
         batch = jax.device_put(batch, make_shardings(in_f32.TokenBatch))
         hyper = in_f32.hyper_at(0, config.training)
         state, metrics = jax.device_get(in_f32.training_step(state, batch, hyper, config))
+        return config, before, plain(state.weights), metrics
+
+
+def test_a_step_moves_the_bias_and_says_what_was_dropped(in_f32):
+    targets, is_start = random_rows()
+    config, before, after, metrics = step(in_f32, targets, is_start)
     experts = config.model.experts, config.training.routing
     _, (_, loads, dropped) = oracle.objective(before, targets, is_start, 100, experts=experts)
     even = loads.sum(-1, keepdims=True) / 8
     np.testing.assert_allclose(metrics.loads, loads / even, rtol=1e-6)
     np.testing.assert_allclose(metrics.dropped, dropped, rtol=1e-6)
-    moved = state.weights.layers.b_router - before["layers"]["b_router"]
+    moved = after["layers"]["b_router"] - before["layers"]["b_router"]
     assert len({*np.sign(even - loads).ravel().tolist()}) >= 2
     np.testing.assert_allclose(moved, 0.01 * np.sign(even - loads), atol=1e-7)
+
+
+def test_microbatches_change_no_metric(in_f32):
+    targets, is_start = random_rows()
+    *_, whole = step(in_f32, targets, is_start)
+    *_, parts = step(in_f32, targets, is_start, "training.microbatches=2")
+    assert whole.balance_cost > 1 and whole.dropped > 0
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), parts, whole)
 
 
 WITH_C = (2, 2, 1, 2)  # (d, t, r, c), which splits rows, so that none of them is a group

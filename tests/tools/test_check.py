@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests import golden
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow_but_for
 
 PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
@@ -36,10 +36,10 @@ EDITS = {
 }
 
 
-def check(folder, *settings):
+def check(folder, *settings, name="local_test_synthetic"):
     """Runs the program on the source in a folder. Returns its exit code and what it printed."""
     result = subprocess.run(
-        [sys.executable, "-m", "tools.check", "--config-name=local_test_synthetic", *settings],
+        [sys.executable, "-m", "tools.check", f"--config-name={name}", *settings],
         cwd=folder,
         env=os.environ | {"XLA_FLAGS": ""},
         capture_output=True,
@@ -49,8 +49,22 @@ def check(folder, *settings):
     return result.returncode, result.stdout + result.stderr
 
 
-def test_the_source_as_it_is_passes():
-    code, printed = check(ROOT)
+EXPERTS = (
+    ("local_experts", "training.microbatches=2"),
+    (
+        *("local_experts", "training.routing.balance_cost=0.1"),
+        *("mesh={d: 2, c: 2, t: 1, r: 2}", "training.routing.group=8"),
+    ),
+    ("fineweb_edu_h100x8x8_olmoe",),
+)
+
+
+@pytest.mark.parametrize(
+    "config", slow_but_for([("local_test_synthetic",)], [("local_test_synthetic",), *EXPERTS])
+)
+def test_the_source_as_it_is_passes(config):
+    name, *settings = config
+    code, printed = check(ROOT, *settings, name=name)
     assert code == 0, printed
     assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
