@@ -1239,9 +1239,10 @@ def tiny(config: Config) -> list[Config]:
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
     splits along."""
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
-    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], dimensions(config), split)
-    parts = {key: min(operator.attrgetter(key)(config), 3) for key in PARTS}
-    sizes |= {"B": sizes["B"] * parts["training.microbatches"], "L": 12 * split["c"]}
+    sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
+    del sizes["L"]
+    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split) | {"L": 12 * split["c"]}
+    parts = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     if config.model.experts:  # 3 choices of 6 tokens, of which not all find one of two places
         factor = config.training.routing.capacity_factor and sizes["E"] / 10
         parts |= {"training.routing.group": 6, "training.routing.capacity_factor": factor}
