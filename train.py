@@ -1242,7 +1242,7 @@ def tiny(config: Config) -> list[Config]:
     sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split) | {"L": 12 * split["c"]}
-    parts = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
+    parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     if config.model.experts:  # 3 choices of 6 tokens, of which not all find one of two places
         factor = config.training.routing.capacity_factor and sizes["E"] / 10
         parts |= {"training.routing.group": 6, "training.routing.capacity_factor": factor}
