@@ -747,7 +747,8 @@ class Sums:
     dropped: f32[""] | None = None  # choices of an expert that found no place, in all layers
 
 
-def balance_cost(sums: Sums) -> jax.Array:
+@typechecked
+def balance_cost(sums: Sums) -> f32[""]:
     """The sum over layers of a cost that is 1 for even loads: Fedus et al. 2021,
     https://arxiv.org/abs/2101.03961, equation 4."""
     assert sums.loads is not None and sums.likely is not None
