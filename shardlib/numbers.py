@@ -34,17 +34,19 @@ TOLERANCE = 3e-5  # of an array's largest entry
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
     """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that
-    split over all axes, into parts without a common factor, and so close that parts over two axes
-    compare otherwise than the whole dimensions do. The others have at most 12."""
-    unit = math.prod(axes.values())
-    split = {
-        dim.name for kind in jax.tree.leaves(type_tree(hint)) for dim in kind.spec.dims if dim.axes
-    }
+    split over the same axes, and over each other one, into parts without a common factor, and so
+    close that parts over two axes compare otherwise than the whole dimensions do. The others have
+    at most 12."""
+    units: dict[str, int] = {}
+    for kind in jax.tree.leaves(type_tree(hint)):
+        for dim in kind.spec.dims:
+            if dim.axes:
+                parts = math.prod(axes[axis] for axis in dim.axes)
+                units[dim.name] = math.lcm(units.get(dim.name, 1), parts, *axes.values())
     primes = iter(PRIMES[2:])
-    return {
-        name: unit * next(primes) if name in split else min(size, 12)
-        for name, size in sizes.items()
-    }
+    split = sorted((name for name in sizes if name in units), key=lambda name: -units[name])
+    small = {name: min(size, 12) for name, size in sizes.items()}
+    return small | {name: units[name] * next(primes) for name in split}
 
 
 def stirred(tree: Any) -> Any:

@@ -41,6 +41,7 @@ def run(*arguments, **settings):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
     """The second start loads the programs that the first one cached, with the same results."""
     losses, entries = [], []
@@ -152,6 +153,7 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
     rates = "training.learning_rate=1e-2,3e-3,1e-3,3e-4"

@@ -234,7 +234,7 @@ def printed_by(output: pages.Output, alone: bool = False) -> list[str]:
 OTHERS = [page for page in PAGES if page != "docs/experiments.md"]
 
 
-@pytest.mark.parametrize("page", slow_but_for(["README.md", "docs/audit.md"], OTHERS))
+@pytest.mark.parametrize("page", slow_but_for(["README.md"], OTHERS))
 def test_what_a_page_shows_is_what_audits_and_compiles_print(page):
     """UPDATE_GOLDEN=1 updates the page. tests/test_experiments.py has docs/experiments.md."""
     path, stale = ROOT / page, []

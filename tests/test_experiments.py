@@ -114,7 +114,7 @@ def walk(section, tree, capsys, monkeypatch):
     return text
 
 
-@pytest.mark.parametrize("section", SECTION)
+@pytest.mark.parametrize("section", helpers.slow_but_for(["Squared ReLU"], list(SECTION)))
 def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
     """UPDATE_GOLDEN=1 writes into the page what is printed now."""
     text = walk(section, tree, capsys, monkeypatch)
@@ -423,13 +423,13 @@ def test_the_check_refuses_wrong_pipelines(tree):
 EXPERTS_MESHES = [
     "{d: 2, t: 2}",
     "{d: 4, t: 2, r: 2}",
-    pytest.param("{d: 8, t: 1}", marks=SLOW),
-    pytest.param("{d: 2, t: 2, c: 2}", marks=SLOW),
-    pytest.param("{d: 4, t: 1, c: 2, r: 2}", marks=SLOW),
+    "{d: 8, t: 1}",
+    "{d: 2, t: 2, c: 2}",
+    "{d: 4, t: 1, c: 2, r: 2}",
 ]
 
 
-@pytest.mark.parametrize("mesh", EXPERTS_MESHES)
+@pytest.mark.parametrize("mesh", helpers.slow_but_for(EXPERTS_MESHES[1:2], EXPERTS_MESHES))
 def test_experts_over_all_devices_are_the_oracles(tree, mesh):
     """Compares a layer in which some choices find no place."""
     apply("experts", tree)
@@ -523,9 +523,10 @@ SECOND_HEAD = """\
 """
 
 
-@pytest.mark.parametrize(
-    "mesh", ["{d: 2, t: 4}", "{d: 2, t: 2, c: 2}", pytest.param("{d: 4, t: 2, r: 2}", marks=SLOW)]
-)
+TWO_TOKENS_MESHES = ["{d: 2, t: 4}", "{d: 2, t: 2, c: 2}", "{d: 4, t: 2, r: 2}"]
+
+
+@pytest.mark.parametrize("mesh", helpers.slow_but_for(TWO_TOKENS_MESHES[1:2], TWO_TOKENS_MESHES))
 def test_two_tokens_at_once_are_the_oracles(tree, mesh):
     """Rows have several documents."""
     apply("two_tokens", tree)
@@ -593,7 +594,7 @@ def gemma_oracle():
     )
 
 
-@pytest.mark.parametrize("mesh", ["{d: 1, t: 1}", "{d: 2, t: 4}"])
+@pytest.mark.parametrize("mesh", [pytest.param("{d: 1, t: 1}", marks=SLOW), "{d: 2, t: 4}"])
 def test_gemma_3_is_the_oracles(tree, mesh, gemma_oracle):
     apply_all("Gemma 3", tree)
     results = loss_and_grads(tree, *GEMMA, f"mesh={mesh}")

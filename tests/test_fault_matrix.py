@@ -30,6 +30,7 @@ def matrix(bucket):
         yield Matrix()
 
 
+@pytest.mark.slow
 def test_a_sample_of_faults(matrix):
     for name in OPERATIONS:
         matrix.prepare(name)

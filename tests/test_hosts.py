@@ -69,6 +69,7 @@ def assert_ends_as_one_that_was_left_alone(run, steps):
     assert arrays(ends[0]) == arrays(ends[1])
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_host_stops_both_after_the_same_step(run):
     """The host turns Ctrl-C into SIGTERM, which JAX announces to the other hosts."""
     codes, signal_name, step = run.stop(1, signal.SIGINT)

@@ -69,6 +69,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, capsys, monkeypatch):
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "training.optimizer=muon"]
     run += ["training.steps_for_lr=6"]
@@ -85,6 +86,7 @@ def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, capsys, monkeypatch)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, then", [("adamw", "muon"), ("muon", "adamw")])
 def test_a_checkpoint_of_one_optimizer_resumes_the_other(
     tmp_path, capsys, monkeypatch, first, then

@@ -421,7 +421,7 @@ def assert_as_optax(module, config, axes, tolerance):
         assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), tolerance)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["adamw", "muon"], list(OPTIMIZERS)))
+@pytest.mark.parametrize("name", slow_but_for(["adamw"], list(OPTIMIZERS)))
 def test_the_optimizer_agrees_with_optax(in_f32, name):
     config = small_config("training.warmup_steps=3", *OPTIMIZERS[name])
     assert_as_optax(in_f32, config, (4, 2), 1e-4)
@@ -431,7 +431,7 @@ def test_the_optimizer_agrees_with_optax(in_f32, name):
 ALL = [*MESHES, (4, 2, 2), (2, 2, 1, 2), (4, 1, 2, 2)]
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(1, 1), (4, 1, 2, 2)], ALL))
+@pytest.mark.parametrize("axes", slow_but_for([(4, 1, 2, 2)], ALL))
 def test_muon_agrees_with_optax_on_every_mesh(in_f32, axes):
     assert_as_optax(in_f32, small_config("training.warmup_steps=3", *MUON), axes, 1e-4)
 

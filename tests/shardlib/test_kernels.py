@@ -152,8 +152,8 @@ def on_tpu(monkeypatch):
     [
         (128, 512, 4096, (2, 2), 128),
         (512, 128, 4096, (1, 1), 150),
-        (512, 128, 256, (2, 2), 512),
-        (512, 128, 256, (2, 1, 1, 2), 150),
+        pytest.param(512, 128, 256, (2, 2), 512, marks=pytest.mark.slow),
+        pytest.param(512, 128, 256, (2, 1, 1, 2), 150, marks=pytest.mark.slow),
     ],
 )
 def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, window, on_tpu, monkeypatch):
@@ -168,6 +168,7 @@ def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, window, on_
     assert_close(grads, gradients_by_hand(*arrays, window), 1e-5)
 
 
+@pytest.mark.slow
 def test_blocks_that_no_query_sees_are_skipped(on_tpu, monkeypatch):
     """Keys and values that are NaN would spread into every block that is computed."""
     monkeypatch.setattr(flash_attention, "BLOCK", 128)

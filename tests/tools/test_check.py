@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests import golden
-from tests.helpers import ROOT, slow_but_for
+from tests.helpers import ROOT
 
 PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
@@ -59,9 +59,8 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "config", slow_but_for([("local_test_synthetic",)], [("local_test_synthetic",), *EXPERTS])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [("local_test_synthetic",), *EXPERTS])
 def test_the_source_as_it_is_passes(config):
     name, *settings = config
     code, printed = check(ROOT, *settings, name=name)

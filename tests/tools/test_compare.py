@@ -4,7 +4,7 @@ import re
 import pytest
 
 from tests import golden
-from tests.helpers import train_here
+from tests.helpers import slow_but_for, train_here
 from tools import audit, tables
 
 CONFIG = ["--config-name=c4_h100x8_1b", "audit.chip=h100"]
@@ -37,6 +37,7 @@ def test_the_changes_are_the_differences_of_two_audits(tmp_path, capsys, monkeyp
     assert not any(line[0] in ("weights", "gradients") for line in shown), "both are split over all"
 
 
+@pytest.mark.slow
 def test_an_audit_does_not_differ_from_itself(tmp_path, capsys, monkeypatch):
     file = tmp_path / "audit.json"
     audited(capsys, monkeypatch, f"audit.json={file}")
@@ -52,7 +53,9 @@ def test_a_clean_tree_does_not_differ_from_its_revision(capsys, monkeypatch):
     assert not message and out.startswith("MFU at most")
 
 
-@pytest.mark.parametrize("against", ["nowhere", "text", "list", "older", "another_chip"])
+@pytest.mark.parametrize(
+    "against", slow_but_for(["text"], ["nowhere", "text", "list", "older", "another_chip"])
+)
 def test_what_cannot_be_compared(against, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("weights: 1")

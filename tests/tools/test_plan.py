@@ -11,9 +11,8 @@ from tools import audit, plan, roofline, tables
 CONFIG = "local_test_synthetic", "paths.model_name=x", "model.layers=1", "training.loss_chunks=1"
 
 
-@pytest.mark.parametrize(
-    ("count", "memory"), [(2, 40e6), pytest.param(4, 24e6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "memory"), [(2, 40e6), (4, 24e6)])
 def test_it_finds_what_trying_everything_finds(count, memory):
     """Tries all meshes that the tool's rules allow, with several numbers of parts each, and takes
     for each mesh the fastest that fits."""
@@ -53,6 +52,7 @@ def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
     assert one.config.mesh.t == 2 and one.config.training.microbatches == 1
 
 
+@pytest.mark.slow
 def test_the_worth_of_a_save_is_what_deleting_it_changes(monkeypatch):
     """Compares with audits of an edited source."""
     config = compose_config(*CONFIG, "mesh={d: 2, t: 2}", schema=plan.PlanConfig)
