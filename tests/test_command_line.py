@@ -59,6 +59,7 @@ def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
     assert any(name.startswith("jit_training_step") for name in entries[0])
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     done = run(
         "--config-name=local_test_synthetic",

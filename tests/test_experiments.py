@@ -114,7 +114,8 @@ def walk(section, tree, capsys, monkeypatch):
     return text
 
 
-@pytest.mark.parametrize("section", helpers.slow_but_for(["Squared ReLU"], list(SECTION)))
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTION)
 def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
     """UPDATE_GOLDEN=1 writes into the page what is printed now."""
     text = walk(section, tree, capsys, monkeypatch)
@@ -235,6 +236,7 @@ def assert_equals(
     assert flops[1] == 12 * queries * batch * seen
 
 
+@pytest.mark.slow
 def test_a_term_of_the_loss_is_the_oracles(tree):
     """Gives the term a larger weight, so that it shows in the gradient."""
     apply("z_loss", tree)
@@ -263,10 +265,8 @@ def test_squared_relu_is_the_oracles(tree):
     assert_equals(edited("tests/oracle.py", *ungated), *loss_and_grads(tree))
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("window", [40, pytest.param(192, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [40, 192])
 def test_a_token_sees_a_window_of_its_row_and_no_more(tree, window):
     """Rows of 192 tokens are three blocks of queries. A window of a whole row changes nothing."""
     settings = "training.tokens.len=192", f"model.sliding_window={window}"
@@ -313,7 +313,8 @@ def apply_narrow(tree, *variants):
 VARIANTS = ["narrow_backward"], ["fp8"], ["narrow_backward", "fp8"]
 
 
-@pytest.mark.parametrize("variants", [[], *(pytest.param(v, marks=SLOW) for v in VARIANTS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variants", [[], *VARIANTS])
 def test_narrow_matmuls_are_the_oracles(tree, variants):
     apply_narrow(tree, *variants)
     rounding, limit = "jnp.round", "127"
@@ -351,13 +352,14 @@ def test_the_check_accepts_narrow_matmuls_on_two_meshes(tree, variants):
 
 PIPELINES = [
     ("{d: 4, t: 2, p: 2}", 2, 1),
-    pytest.param("{d: 2, t: 2, p: 2, c: 2}", 8, 1, marks=SLOW),
-    pytest.param("{d: 4, t: 2, p: 2, r: 2}", 2, 2, marks=SLOW),
-    pytest.param("{d: 4, t: 2, p: 4}", 4, 1, marks=SLOW),
-    pytest.param("{d: 4, t: 2}", 2, 1, marks=SLOW),
+    ("{d: 2, t: 2, p: 2, c: 2}", 8, 1),
+    ("{d: 4, t: 2, p: 2, r: 2}", 2, 2),
+    ("{d: 4, t: 2, p: 4}", 4, 1),
+    ("{d: 4, t: 2}", 2, 1),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, parts, microbatches", PIPELINES)
 def test_a_pipeline_is_the_oracles(tree, mesh, parts, microbatches):
     """Rows have several documents."""
@@ -429,7 +431,8 @@ EXPERTS_MESHES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", helpers.slow_but_for(EXPERTS_MESHES[1:2], EXPERTS_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", EXPERTS_MESHES)
 def test_experts_over_all_devices_are_the_oracles(tree, mesh):
     """Compares a layer in which some choices find no place."""
     apply("experts", tree)
@@ -453,7 +456,8 @@ def test_the_check_accepts_experts_over_all_devices(tree, settings):
     assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
-@pytest.mark.parametrize("on", [(2, 4), pytest.param((4, 2, 2), marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [(2, 4), (4, 2, 2)])
 def test_the_average_of_the_weights_is_numpys(tree, on):
     apply("average", tree)
     with imported_from(tree):
@@ -526,7 +530,8 @@ SECOND_HEAD = """\
 TWO_TOKENS_MESHES = ["{d: 2, t: 4}", "{d: 2, t: 2, c: 2}", "{d: 4, t: 2, r: 2}"]
 
 
-@pytest.mark.parametrize("mesh", helpers.slow_but_for(TWO_TOKENS_MESHES[1:2], TWO_TOKENS_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", TWO_TOKENS_MESHES)
 def test_two_tokens_at_once_are_the_oracles(tree, mesh):
     """Rows have several documents."""
     apply("two_tokens", tree)
@@ -594,7 +599,8 @@ def gemma_oracle():
     )
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("{d: 1, t: 1}", marks=SLOW), "{d: 2, t: 4}"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["{d: 1, t: 1}", "{d: 2, t: 4}"])
 def test_gemma_3_is_the_oracles(tree, mesh, gemma_oracle):
     apply_all("Gemma 3", tree)
     results = loss_and_grads(tree, *GEMMA, f"mesh={mesh}")
@@ -637,6 +643,7 @@ def gemma_logits(oracle, weights, inputs):
     return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, 100))
 
 
+@pytest.mark.slow
 def test_gemma_3_generates_by_the_oracles_logits(tree, gemma_oracle):
     module, tool, config = gemma_modules(tree)
     weights = test_generate.random_weights(config, module)

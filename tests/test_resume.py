@@ -42,6 +42,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, tmp_pat
     assert torture.ends.total() == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monkeypatch):
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     short = [*run, "training.steps_for_lr=10", "training.steps=2"]

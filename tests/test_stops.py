@@ -121,6 +121,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     assert int(state.step) == 2
 
 
+@pytest.mark.slow
 def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
     """The loss of steps 2 and 3 is made infinite."""
     bad = "count = jnp.where((state.step == 2) | (state.step == 3), 0, count)"
@@ -221,6 +222,7 @@ def test_metrics_that_can_not_be_written_end_the_run_after_a_checkpoint(runs, st
     assert arrays(checkpoint(runs / "full", 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_save_fails_does_not_end_well(start, monkeypatch):
     def fail(*_):
         raise OSError("no room")

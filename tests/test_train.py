@@ -102,7 +102,7 @@ def expected(length=12, *overrides):
     return jax.device_get(jax.value_and_grad(loss)(weights))
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(4, 2), (2, 4)], MESHES))
+@pytest.mark.parametrize("axes", slow_but_for([(2, 4)], MESHES))
 def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
     loss, grads, _ = loss_and_grads(in_f32, small_config(), *random_rows(), mesh(*axes))
     expected_loss, expected_grads = expected()
@@ -113,7 +113,7 @@ def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
 LAYOUTS = [(4, 2, 2), (2, 2, 1, 2), (2, 1, 2, 4), (1, 1, 1, 8), (8, 1, 4)]
 
 
-@pytest.mark.parametrize("axes", slow_but_for(LAYOUTS[:2], LAYOUTS))
+@pytest.mark.parametrize("axes", slow_but_for(LAYOUTS[1:2], LAYOUTS))
 def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, axes):
     """Meshes (d, t, r, c)."""
     config = small_config("training.tokens.len=48", *PARTS[:1])
@@ -135,8 +135,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(2, 2, 2, 2)], [(1, 1), (2, 4), (2, 2, 2, 2)]))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("axes", slow_but_for([(2, 4)], [(1, 1), (2, 4), (2, 2, 2, 2)]))
+@pytest.mark.parametrize("variant", slow_but_for(["OLMo 2"], list(VARIANTS)))
 def test_loss_and_gradients_of_variants_agree_with_the_oracle(in_f32, variant, axes):
     """Meshes (d, t, r, c)."""
     config = small_config(*VARIANTS[variant])
@@ -172,7 +172,7 @@ PARTS = ["training.microbatches=2", "training.loss_chunks=4"]
 
 
 @pytest.mark.parametrize("parts", slow_but_for([PARTS], [PARTS[:1], PARTS[1:], PARTS]))
-@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("axes", slow_but_for([(4, 2)], [(1, 1), (4, 2)]))
 def test_parts_of_the_batch_and_of_the_logits_add_up_to_the_whole(in_f32, axes, parts):
     """The last row is padded, so that the parts have different numbers of targets."""
     loss, grads, _ = loss_and_grads(in_f32, small_config(*parts), *random_rows(), mesh(*axes))
@@ -431,7 +431,8 @@ def test_the_optimizer_agrees_with_optax(in_f32, name):
 ALL = [*MESHES, (4, 2, 2), (2, 2, 1, 2), (4, 1, 2, 2)]
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(4, 1, 2, 2)], ALL))
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ALL)
 def test_muon_agrees_with_optax_on_every_mesh(in_f32, axes):
     assert_as_optax(in_f32, small_config("training.warmup_steps=3", *MUON), axes, 1e-4)
 
@@ -514,6 +515,7 @@ def stdlib(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_previous_token_alone_is_not_enough_for_the_stdlib_figure(stdlib):
     """A validation loss of 2.1 nats per byte needs attention: on the validation batches, the
     entropy of a byte given the one before it is higher."""

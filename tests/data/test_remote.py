@@ -35,6 +35,7 @@ def test_a_dataset_is_written_and_read_there_as_on_disk(path, tmp_path):
     np.testing.assert_array_equal(some_rows(path), some_rows(local))
 
 
+@pytest.mark.slow
 def test_answers_that_fail_or_are_late_are_asked_for_again(path):
     wanted, requests = some_rows(path), set()
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from data.loader import Batches
 from runtime.config import NonNegativeInt, Section
@@ -34,6 +35,7 @@ class CountingConfig(Section, key="counting"):
         return batches
 
 
+@pytest.mark.slow
 def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
     last = "    hf_dataset: HuggingFaceConfig | None\n"
     sources = edited(

@@ -541,6 +541,7 @@ REMOTE_DAMAGE = {
 }
 
 
+@pytest.mark.slow
 def test_checkpoints_in_a_bucket(remote, capsys):
     assert opened_tiny(remote).newest.step == 0
     checkpoints = opened_tiny(remote, keeping(keep_last=2))
@@ -590,6 +591,7 @@ def test_what_a_bucket_fails_to_do_is_tried_again(remote):
     assert {"GET", "PUT", "HEAD"} <= set(failed)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_for_good_gets_one_message(remote, capsys):
     def fails(part):
         Proxy.trouble = staticmethod(lambda method, path: 503 if part in path else None)

@@ -53,6 +53,7 @@ def test_the_names_in_a_compiled_program():
     assert any(name.startswith("elementwise: ") for name in names)
 
 
+@pytest.mark.slow
 def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
     out, message = train_here(
         capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL, "training.steps=4",

@@ -17,6 +17,7 @@ ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_each_tensor_and_layer():
     """Compares norms with numpy's, for weights that are split over both axes."""
     config = small_config("model.vocab=128", "metrics.norms_interval=1", "mesh={d: 2, t: 4}")

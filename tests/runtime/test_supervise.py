@@ -89,7 +89,8 @@ print("over")
 """
 
 
-@pytest.mark.parametrize("ends", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["true", "false"])
 def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
     """A save may take any time."""
     command = [sys.executable, "-c", HANGS, str(tmp_path), ends]

@@ -151,7 +151,7 @@ def on_tpu(monkeypatch):
     "length, block, held, axes, window",
     [
         (128, 512, 4096, (2, 2), 128),
-        (512, 128, 4096, (1, 1), 150),
+        pytest.param(512, 128, 4096, (1, 1), 150, marks=pytest.mark.slow),
         pytest.param(512, 128, 256, (2, 2), 512, marks=pytest.mark.slow),
         pytest.param(512, 128, 256, (2, 1, 1, 2), 150, marks=pytest.mark.slow),
     ],

@@ -139,15 +139,15 @@ def test_the_compute_dtype_is_that_of_the_context():
 
 
 def test_tiny_sizes_split_over_each_axis_and_the_others_stay_small():
-    hint = tuple[f32["B/d L M/t"], f32["V/t/d D"], Stacked["layers", f32["M/d D"]]]
+    hint = tuple[f32["B/s L M/t"], f32["V/t/s D"], Stacked["layers", f32["M/s D"]]]
     real = {"B": 512, "L": 4096, "M": 8192, "V": 10**5, "D": 128, "layers": 2}
-    sizes = numbers.tiny_sizes(hint, real, OTHER)
+    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "t": 3})
     assert [sizes[name] % 6 for name in "BMV"] == [0, 0, 0] and max(sizes.values()) < 100
     parts = [sizes[name] // n for name in "BMV" for n in (2, 3)]
     assert math.gcd(*parts) == 1 and len({*parts}) == 6
     assert sizes["layers"] == 2 and sizes["D"] <= 12 and sizes["L"] <= 12
-    hint = tuple[hint, f32["M/t/c/d"]]
-    sizes = numbers.tiny_sizes(hint, real, {"d": 2, "c": 2, "t": 3})
+    hint = tuple[hint, f32["M/t/c/s"]]
+    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "c": 2, "t": 3})
     assert [sizes[name] % n for name, n in zip("BMV", (6, 12, 6), strict=True)] == [0, 0, 0]
     assert sizes["M"] % 24 and max(sizes.values()) / 4 < min(sizes[name] for name in "BMV")
 

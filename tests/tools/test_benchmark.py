@@ -10,6 +10,7 @@ from tests.helpers import SMALL, mesh, small_config, train_here
 from tools import benchmark
 
 
+@pytest.mark.slow
 def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
     monkeypatch.setattr(benchmark, "MAX_STEPS", 4)

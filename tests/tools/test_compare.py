@@ -14,6 +14,7 @@ def audited(capsys, monkeypatch, *options):
     return train_here(capsys, monkeypatch, *CONFIG, *options, program=audit.main)
 
 
+@pytest.mark.slow
 def test_the_changes_are_the_differences_of_two_audits(tmp_path, capsys, monkeypatch):
     files = [tmp_path / name for name in ("one.json", "two.json")]
     audited(capsys, monkeypatch, f"audit.json={files[0]}")

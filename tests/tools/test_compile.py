@@ -9,6 +9,7 @@ from tools import compile as compiler
 CONFIG = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
 
 
+@pytest.mark.slow
 def test_the_report(capsys, monkeypatch):
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=compiler.main)
     title, seconds, _, _, arguments, *_ = out.splitlines()

@@ -242,6 +242,7 @@ def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
     assert len(np.unique(actual[0])) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_text_is_that_of_its_prompt_alone(in_f32, temperature, monkeypatch):
     """Prompts of several lengths beside each other, two of which are computed in several parts. The
@@ -261,6 +262,7 @@ def test_a_text_is_that_of_its_prompt_alone(in_f32, temperature, monkeypatch):
     assert len(np.unique(alone, axis=0)) == 5
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_on_any_mesh_and_beside_any_others(in_f32):
     config = small_config()
     weights, how = random_weights(config), generate.Sampling(1, None, 0.9, IDS)
@@ -283,6 +285,7 @@ def test_a_step_is_compiled_once_and_reuses_the_caches_memory(in_f32, monkeypatc
     assert len(caches) == 9 and all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 1), (2, 4)])
 def test_layers_apart_give_the_same_text_and_are_not_copied(in_f32, axes, monkeypatch):
     """A step with layers in a loop, or without moving w_o, would hold copies of matrices."""

@@ -258,6 +258,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.slow
 def test_killed_at_any_write_and_its_source_changed(shards, tmp_path, monkeypatch):
     """Every conversion ends equal, byte for byte, to one that wasn't killed; while its source is
     another, it is refused and stays as it is."""

@@ -483,6 +483,7 @@ def only(folder):
 MATRIX = 48 * 24  # of an expert
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layers, mlp",
     [
@@ -795,6 +796,7 @@ def test_an_export_that_is_cut_off_is_no_model(place, name, trained, tmp_path, r
     assert not (tmp_path / "hf/config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base, layers", [(LLAMA_2, 24), (MIXTRAL, 8)], ids=["dense", "experts"])
 def test_an_import_holds_a_tensor_at_a_time_and_an_export_a_file(
     base, layers, tmp_path, run, monkeypatch

@@ -43,6 +43,7 @@ def test_it_finds_what_trying_everything_finds(count, memory):
     assert any(each.config.training.microbatches > 1 for each in plans), "memory is too large"
 
 
+@pytest.mark.slow
 def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
     experts = "model.experts={count: 4, per_token: 2, d_ff: 1024}", "model.d_ff=0"
     options = *experts, "training.routing.balance_cost=1", "training.loss_chunks=64"

@@ -61,6 +61,7 @@ def test_mixture_draws_from_few_skewed_distributions():
     assert min(most_common) == FIRST_SYMBOL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["--seed=1", "--vocab=50"])
 def test_arguments_change_the_dataset(tmp_path, argument):
     path = str(tmp_path / "x.zarr")
