@@ -23,7 +23,7 @@ import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT
 from shardlib.devices import make_mesh
-from shardlib.types import present
+from shardlib.types import make_shardings, present
 from tests import mutations
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
@@ -175,6 +175,14 @@ def take_step(module: Any, state: Any, batch: Any, config: "train.Config") -> An
 def of_model(hint: Any, config: "train.Config") -> Any:
     """The types of the arrays that a config's model has."""
     return present(hint, config.model.parts)
+
+
+def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
+    """A model's weights on the mesh in context. None is zero or one, which would hide mistakes."""
+    weights = module.init_state(config).weights
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
+    return jax.device_put(weights, make_shardings(of_model(module.Weights, config)))
 
 
 def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:

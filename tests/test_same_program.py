@@ -130,6 +130,7 @@ def test_without_the_rule_some_program_is_not_explained(rule):
     assert compiled.unexplained(*program(shown_by[rule])[:3], rules) != ([], [])
 
 
+@pytest.mark.slow
 def test_a_row_too_many_or_too_few_is_noticed():
     transfers, actual, axes, _ = program("2 microbatches, 2 chunks on 2 x 4")
     for i in range(0, len(transfers), 5):

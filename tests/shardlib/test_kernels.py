@@ -181,6 +181,7 @@ def test_blocks_that_no_query_sees_are_skipped(on_tpu, monkeypatch):
         assert np.isfinite(out[:, others]).all() and np.isfinite(by_q[:, others]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["plain_attention", "on_tpu"])
 def test_bf16_attention_adds_blocks_up_in_f32(kernel, monkeypatch, request):
     """The gradients of k and v are off by 0.0025 and 0.0018 in norm. Summed over the 16 blocks in

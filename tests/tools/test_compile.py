@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests import golden
 from tests.helpers import SMALL, train_here
 from tools import compile as compiler
