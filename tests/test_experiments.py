@@ -255,6 +255,7 @@ def test_a_term_of_the_loss_is_the_oracles(tree):
     assert_close(grads, gradients, 1e-5)
 
 
+@pytest.mark.slow
 def test_squared_relu_is_the_oracles(tree):
     ungated = (
         ('h, layer["w_gate"], ', "h, 0, "),

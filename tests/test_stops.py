@@ -162,6 +162,7 @@ def test_a_batch_that_is_left_out(runs, start):
     assert (first["commit"] or "").removesuffix("-dirty") == head.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_clone_starts_from_anothers_whole_state(runs, start):
     third = checkpoint(runs / "whole", 3)
     clone = f"paths.clone_from={third}", "paths.clone_weights_only=false"
@@ -201,6 +202,7 @@ def test_a_clone_starts_from_anothers_weights(runs):
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
 
 
+@pytest.mark.slow
 def test_metrics_that_can_not_be_written_end_the_run_after_a_checkpoint(runs, start, monkeypatch):
     def json_lines(*arguments):
         write = sinks.json_lines(*arguments)

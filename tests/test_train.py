@@ -281,6 +281,7 @@ def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_the_step_reuses_the_states_memory(in_f32):
     config = small_config()
     with jax.set_mesh(mesh(4, 2)):

@@ -293,6 +293,7 @@ def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(Run, "compile", lambda *_: None)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
     start = ["--config-name=local_test_synthetic", *MODEL]
     clone = [*start, "paths.model_name=clone", "paths.clone_from=runs/run/checkpoints"]

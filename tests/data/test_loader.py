@@ -84,6 +84,7 @@ def first_rows(opened, count):
     return [row for batch in rows for row in batch][:count]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     streams=st.sampled_from([1, 2, 4]),

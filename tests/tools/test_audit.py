@@ -214,6 +214,7 @@ def test_rows_in_a_while_loop_count_once_and_say_so():
     assert text.splitlines()[1] == "all-gather  10 B  at least 5   50 B"
 
 
+@pytest.mark.slow
 def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch):
     chip = ["audit.chip=a100", "audit.links={s: ib}"]
     out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)

@@ -173,6 +173,7 @@ def test_an_edit_of_trains_block_is_an_edit_of_generation():
     assert np.abs(actual - before).max() > 0.1 * np.abs(before).max()
 
 
+@pytest.mark.slow
 def test_bf16_is_close():
     """The tolerance allows for about thirty successive roundings of at most 2**-9."""
     config = small_config()
@@ -305,6 +306,7 @@ def test_layers_apart_give_the_same_text_and_are_not_copied(in_f32, axes, monkey
     assert memory.temp_size_in_bytes < one_matrix
 
 
+@pytest.mark.slow
 def test_ids_come_as_often_as_they_are_likely():
     """The model gives all ids the same probability. Chi-squared has 46 degrees of freedom, and is
     above 86 once in 3,000 times."""

@@ -375,6 +375,7 @@ def test_ctrl_c(shards, tmp_path):
     assert (run.returncode, errors) == (130, message)
 
 
+@pytest.mark.slow
 def test_a_full_disk(shards, whole, tmp_path):
     """Simulates a full disk by a limit on the size of files."""
     command = [*PROGRAM, *arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
