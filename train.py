@@ -757,10 +757,12 @@ def balance_cost(sums: Sums) -> f32[""]:
 
 
 @typechecked
-def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tuple[f32[""], Sums]:
+def total_loss(
+    weights: ReplicaWeights, batch: TokenBatch, count: f32[""], config: Config
+) -> tuple[f32[""], Sums]:
     """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
     vocabulary stays split: only the logits' maximum, the sum of their exponentials and the target's
-    logit are reduced."""
+    logit are reduced. The caller divides by the batch's count of targets."""
     unembedding = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
@@ -804,7 +806,7 @@ def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config) -> tu
         dropped=whole("", routed.dropped).sum(),
     )
     routing = config.training.routing
-    balance = balance_cost(sums) * target_count(batch)
+    balance = balance_cost(sums) * count
     return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums
 
 
@@ -955,9 +957,10 @@ def loss_and_grads(
     f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
     targets in the batch."""
     replica, scatter = jax.vjp(gather_replica, weights)
-    value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
-    value_and_grads = functools.partial(value_and_grads, replica, config=config)
     microbatches = config.training.microbatches
+    count = target_count(batch)
+    value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
+    value_and_grads = functools.partial(value_and_grads, replica, count=count, config=config)
     if microbatches == 1:
         total = value_and_grads(batch)
     else:
@@ -976,7 +979,6 @@ def loss_and_grads(
     (_, sums), grads = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
     (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
-    count = target_count(batch)
     return sums, count, jax.tree.map(lambda g: g / count, grads)
 
 
@@ -1131,8 +1133,9 @@ def load_names(config: Config) -> list[str]:
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
-    _, sums = total_loss(gather_replica(weights), batch, config)
-    return sums.loss / target_count(batch)
+    targets = target_count(batch)
+    _, sums = total_loss(gather_replica(weights), batch, targets, config)
+    return sums.loss / targets
 
 
 @functools.partial(jax.jit, static_argnames="config")

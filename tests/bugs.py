@@ -68,7 +68,10 @@ BUGS: dict[str, Bug] = {
                 PART,
                 f"{PART}\n            part = jax.tree.map(lambda x: x / target_count(rows), part)",
             ),
-            (COUNT, "count = target_count(batch) if microbatches == 1 else microbatches\n"),
+            (
+                COUNT,
+                "count = target_count(batch) if microbatches == 1 else jnp.float32(microbatches)\n",
+            ),
         ),
     ),
     "transformers #34242": Bug(
@@ -103,7 +106,7 @@ BUGS: dict[str, Bug] = {
                 PART,
                 f"{PART}\n            part = jax.tree.map(lambda x: x / target_count(rows), part)",
             ),
-            (COUNT, "count = target_count(batch) if microbatches == 1 else 1\n"),
+            (COUNT, "count = target_count(batch) if microbatches == 1 else jnp.float32(1)\n"),
         ),
     ),
     "jax #3970": Bug(

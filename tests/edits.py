@@ -103,6 +103,7 @@ SUMMED = (
 ADDED = "            return jax.tree.map(jnp.add, total, part), ()"
 ROWS = "            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))"
 COUNT = "    count = target_count(batch)"
+GRADS = "    (_, sums), grads = total"
 TOTAL = "    return sums, count, jax.tree.map(lambda g: g / count, grads)"
 CLIPPED = "    grads = tree_map(lambda g: g * clip, raw_grads)"
 NU = "    nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)"
@@ -119,7 +120,7 @@ FRESH = "    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[
 TYPE = '    return State(u32[""], weights, weights, divided(weights, config)[0])'
 METRICS = "    metrics = Metrics("
 MEANS = "    means = tree_map(lambda x: x / count, sums)"
-VALIDATION = "    return sums.loss / target_count(batch)"
+VALIDATION = "    return sums.loss / targets"
 # In the initial weights:
 NORMAL = '        return normal * deviation.get(name, size["M"] ** -0.5)'
 
@@ -388,11 +389,11 @@ WRONG: dict[str, Edit] = {
     ),
     "embedding_rows_by_frequency": block(
         SCATTER,
-        COUNT,
+        GRADS,
         """
         seen = jnp.zeros(config.model.vocab).at[batch.inputs].add(1.0)
-        rate = 1 / (1 + seen[: total[1].embed.shape[0]])
-        total = total[0], dataclasses.replace(total[1], embed=total[1].embed * rate[:, None])
+        rate = 1 / (1 + seen[: grads.embed.shape[0]])
+        grads = dataclasses.replace(grads, embed=grads.embed * rate[:, None])
         """,
     ),
     "argsort_of_losses": block(
@@ -1520,7 +1521,7 @@ WRONG: dict[str, Edit] = {
             ),
             (
                 COUNT,
-                "    count = microbatches if microbatches > 1 else target_count(batch)",
+                "    count = jnp.float32(microbatches) if microbatches > 1 else target_count(batch)",
             ),
         ),
     ),
@@ -1547,7 +1548,7 @@ WRONG: dict[str, Edit] = {
     "validation_by_count_of_a_chunk": instead(
         MEAN,
         VALIDATION,
-        "return sums.loss / target_count(batch) / config.mesh.d",
+        "return sums.loss / targets / config.mesh.d",
     ),
     "gradient_by_microbatches": block(
         MEAN,
@@ -2388,9 +2389,8 @@ PART_OP = before(
 )
 LOSS_OF_ROWS = (
     (
-        "def total_loss(weights: ReplicaWeights, batch: TokenBatch, config: Config)",
-        "def total_loss(\n    weights: ReplicaWeights, batch: TokenBatch, config: "
-        "Config, rows: Any = None\n)",
+        'batch: TokenBatch, count: f32[""], config: Config\n)',
+        'batch: TokenBatch, count: f32[""], config: Config, rows: Any = None\n)',
     ),
     ("total = value_and_grads(batch)", "total = value_and_grads(batch, rows=ids)"),
     ("value_and_grads(rows))", "value_and_grads(rows[0], rows=rows[1]))"),
@@ -3186,7 +3186,7 @@ RIGHT: dict[str, Edit] = {
                 + "\n            whole = target_count(batch)"
                 + "\n            part = jax.tree.map(lambda x: x / whole, part)",
             ),
-            (COUNT, "    count = 1 if microbatches > 1 else target_count(batch)"),
+            (COUNT, "    count = jnp.float32(1) if microbatches > 1 else target_count(batch)"),
         ),
     ),
     "microbatches_unrolled": Edit(
@@ -3533,7 +3533,7 @@ def experts(kind: str, *replacements: tuple[str, str]) -> Edit:
 
 
 # Of a model with experts and both of their costs.
-BALANCE = "    balance = balance_cost(sums) * target_count(batch)"
+BALANCE = "    balance = balance_cost(sums) * count"
 SUM = "    return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums"
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
@@ -3552,7 +3552,7 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
         "a cost", (SUM, SUM.replace("+ routing.", "+ 1 / jax.device_count() * routing."))
     ),
     "cost_by_targets_of_the_part": experts(
-        "a cost", (BALANCE, BALANCE.replace("target_count(batch)", "batch.loss_mask.size"))
+        "a cost", (BALANCE, BALANCE.replace("* count", "* batch.loss_mask.size"))
     ),
     "cost_by_the_mean_load_of_a_part": experts(
         "a cost", (BALANCE, BALANCE + " * routed.load.mean()")

@@ -258,8 +258,9 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     """The result of `audit_step` as text."""
     count, *held = summary(result, chip)
     sent, products = result["transfers"], result["products"]
-    by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in sent)
-    by_phase = sums((row["phase"], row["total"]) for row in sent)
+    largest_first = sorted(sent, key=lambda row: -row["total"])
+    by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
+    by_phase = sums((row["phase"], row["total"]) for row in largest_first)
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
     needed = result["model_flops"] / math.prod(result["mesh"].values())
     return "\n".join(
