@@ -111,7 +111,8 @@ def recording() -> Iterator[list[Event]]:
     """Stores what the ops compute in functions that are traced and run in this context. The list is
     filled at its end."""
     names: list[tuple[str, Spec]] = []
-    stored: list[tuple[Any, ...]] = []  # what a device computed, and its place in the mesh
+    # What a device computed, and its place in the mesh.
+    stored: collections.deque[tuple[Any, ...]] = collections.deque()
 
     def store(*computed: Any) -> None:
         stored.append(computed)  # reading an array's values here would block the devices
@@ -151,13 +152,17 @@ def recording() -> Iterator[list[Event]]:
     with ops.watching(watch):
         yield events
     jax.effects_barrier()
-    # The parts of each value by number, pass and axes to sum over, then by device.
+    # The parts of each value by number, pass and axes to sum over, then by device. There may be
+    # gigabytes, so that no copy is made of them all.
     parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))
-    for key, x, *place in stored:
-        parts[key][tuple(map(int, place))].append(np.asarray(x, np.float64))
-    for (number, backward, pending), devices in sorted(parts.items()):
+    while stored:
+        key, x, *place = stored.popleft()
+        parts[key][tuple(map(int, place))].append(x)
+    for number, backward, pending in sorted(parts):
+        devices = parts.pop((number, backward, pending))
         what, spec = names[number]
-        block = np.stack([devices[place] for place in np.ndindex(*axes.values())])
+        places = np.ndindex(*axes.values())
+        block = np.stack([np.asarray(devices[place], np.float32) for place in places])
         values = assembled(block.reshape(*axes.values(), *block.shape[1:]), spec, axes, pending)
         events.append(Event(what, number, backward, values))
 

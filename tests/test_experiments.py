@@ -413,7 +413,7 @@ def test_the_check_accepts_the_pipeline(tree):
 
 @pytest.mark.slow
 def test_the_check_refuses_wrong_pipelines(tree):
-    """Tries one after the other: to find the place where numbers part takes up to 14 GB."""
+    """Tries one after the other: to find the place where numbers part takes up to 9 GB."""
     apply("pipeline", tree)
     source = (tree / "train.py").read_text()
     for old, new in WRONG_PIPELINES.values():

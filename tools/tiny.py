@@ -149,7 +149,8 @@ def main() -> None:
             made = dict(results(config, *recorded))
         except Exception as error:  # any error of JAX or Python in an edited step
             sys.exit(explain(error))
-    pathlib.Path(f"{file}.pickle").write_bytes(pickle.dumps(made))
+    with pathlib.Path(f"{file}.pickle").open("wb") as stored:
+        pickle.dump(made, stored)
 
 
 if __name__ == "__main__":
