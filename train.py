@@ -123,7 +123,8 @@ class ExpertsConfig(Section, key="model.experts"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.per_token <= self.count, "per_token", "there are fewer experts")
+        problem = f"there are only {self.count} experts"
+        self.require(self.per_token <= self.count, "per_token", problem)
         problem = "with per_token=1 each score would be 1, and the router would learn nothing"
         self.require(self.per_token > 1 or not self.renormalize, "renormalize", problem)
 
@@ -275,7 +276,7 @@ class Config(RunConfig, DataConfig):
         if self.model.experts:
             routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
             group = routing.group or (routing.capacity_factor and hyper.tokens.len)
-            problem = f"null is a row; with mesh.c={mesh.c} it must be a divisor of {piece}"
+            problem = f"it must divide {piece}, a device's adjacent tokens of a row (null: a row)"
             self.require(piece % (group or 1) == 0, "training.routing.group", problem)
             fits = hyper.microbatches == 1 or not routing.balance_cost
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
@@ -486,6 +487,10 @@ def mixture(
 
     A bias takes part in the choice, and not in the weights: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
+
+    def normalized(scores: jax.Array) -> jax.Array:
+        return scores / (scores.sum(-1, keepdims=True) + 1e-15)  # all may round to 0
+
     w_router = gather("M/t/c/s E -> M/t E", w.w_router)
     part = ops.split("B/d N/c S M -> B/d N/c S M/t", h)
     logits = ops.einsum_unreduced(
@@ -499,7 +504,7 @@ def mixture(
     chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])
     score = jnp.take_along_axis(scores, chosen, axis=-1)
     if config.renormalize:
-        score = score / score.sum(-1, keepdims=True)
+        score = normalized(score)
     score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)
 
     w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
@@ -516,14 +521,13 @@ def mixture(
         excess = jnp.zeros_like(load)
     else:
         share = config.per_token * h.shape[2] / config.count
-        places = min(math.ceil(routing.capacity_factor * share), h.shape[2])
+        places = math.ceil(min(routing.capacity_factor * share, h.shape[2]))
         y = in_places(h, chosen, score, w_gate, w_up, w_down, places, config.count)
         excess = jnp.maximum(load - places, 0)
 
-    likely = scores / scores.sum(-1, keepdims=True)
     return y, Routing(
         load=load,
-        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", likely),
+        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)),
         z=ops.reduce_sum("B/d N/c S -> B/d N/c", jnp.square(jax.nn.logsumexp(logits, -1))),
         dropped=ops.reduce_sum("B/d N/c E -> B/d N/c", excess),
     )
@@ -797,10 +801,11 @@ def total_loss(
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
         return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
 
+    tokens = config.training.tokens
     sums = dataclasses.replace(
         sums,
-        # Added up over layers. Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5.
-        z_cost=whole("", routed.z).sum(),
+        # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers.
+        z_cost=whole("", routed.z).sum() * count / tokens.batch / tokens.len,
         loads=whole("E", routed.load),
         likely=whole("E", routed.likely),
         dropped=whole("", routed.dropped).sum(),
@@ -1173,15 +1178,17 @@ def resized(
     """The config with these sizes of dimensions and of mesh axes, and with other values by key.
     With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
     # Other dimensions follow from these.
-    values = {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
-    values |= {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    values |= {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
     values["mesh.d"] = axes["r"] * axes["s"]
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
-        if config.model.experts:
+        if config.model.experts:  # two places of an expert for three choices of each token
+            group = sizes.get("S", sizes["L"] // (2 * axes["c"]))
+            factor = config.training.routing.capacity_factor and sizes["E"] / (2 * group)
+            values |= {"training.routing.group": group, "training.routing.capacity_factor": factor}
             values["model.experts.per_token"] = 3
-            values["training.routing.group"] = sizes["L"] // (2 * axes["c"])
     try:
         return config.changed(values | others)
     except UserError as error:
@@ -1245,11 +1252,9 @@ def tiny(config: Config) -> list[Config]:
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
-    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split) | {"L": 12 * split["c"]}
+    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split)
+    sizes |= {"L": 12 * split["c"], "S": 6}  # S: tokens in a group
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
-    if config.model.experts:  # 3 choices of 6 tokens, of which not all find one of two places
-        factor = config.training.routing.capacity_factor and sizes["E"] / 10
-        parts |= {"training.routing.group": 6, "training.routing.capacity_factor": factor}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []

@@ -91,7 +91,7 @@ class Section:
         """Raises UserError with the key, its value and `problem` unless the condition holds."""
         if not condition:
             value = operator.attrgetter(name)(self)
-            raise UserError(f"{self.prefix}{name}={value}: {problem}")
+            raise UserError(f"{self.prefix}{name}={'null' if value is None else value}: {problem}")
 
     def changed(self, values: dict[str, Any]) -> typing.Self:
         """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""

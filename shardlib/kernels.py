@@ -29,6 +29,12 @@ def runs_kernel(path: str, kind: str) -> bool:
     return re.search(rf"kernel_of_\w*{platform}", path) is not None
 
 
+def kernel_flops(path: str, flops: int) -> int:
+    """The FLOPs of a kernel for those of an equation of its twin, which has this path of scopes."""
+    part = re.search(r"kernel_of_\w*_(\d+)_of_(\d+)", path)
+    return flops * int(part[1]) // int(part[2]) if part else flops
+
+
 def balanced(length: int, parts: int) -> np.ndarray:
     """The order of a row's positions, int[length], in which each of `parts` devices gets an early
     and a late piece of the row: in causal attention the same work for all. The length is a multiple
@@ -201,7 +207,8 @@ def experts(
     if device and device.platform == "tpu":
         y = ragged_experts(x, chosen, score, *weights)
     else:
-        with jax.named_scope("kernel_of_tpu"):
+        experts = math.prod(map(lax.axis_size, number.axes)) * w_gate.shape[0]
+        with jax.named_scope(f"kernel_of_tpu_{chosen.shape[-1]}_of_{experts}"):
             y = plain_experts(x, chosen, score, *weights)
     return lax.pcast(y, number.axes, to="unreduced") if number.axes else y
 

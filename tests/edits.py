@@ -3537,7 +3537,7 @@ BALANCE = "    balance = balance_cost(sums) * count"
 SUM = "    return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums"
 ROUTED = '    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))'
 CHOSEN = "    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])"
-PLACES = "        places = min(math.ceil(routing.capacity_factor * share), h.shape[2])"
+PLACES = "        places = math.ceil(min(routing.capacity_factor * share, h.shape[2]))"
 NUMBERED = "    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)"
 TAKER = '    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))'
 SCORE = '    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)'

@@ -134,7 +134,8 @@ def laid_out_objective(weights, targets, before, position, sees, max_timescale, 
     cost, (_, routing) = 0, experts
     for load, likely, z, _ in routed:  # of each layer
         parts = load / load.sum(), likely / targets.size
-        cost += routing.balance_cost * load.size * jnp.dot(*parts) + routing.z_cost * z / count
+        cost += routing.balance_cost * load.size * jnp.dot(*parts)
+        cost += routing.z_cost * z / targets.size
     loads, _, _, dropped = zip(*routed, strict=True)
     loads = jnp.stack(loads)
     return loss + cost, (loss, loads, sum(dropped) / loads.sum())

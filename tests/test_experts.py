@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import train
+from shardlib.devices import abstract_mesh
 from shardlib.kernels import balanced
 from shardlib.types import make_shardings, typed_shard_map
 from tests import oracle
@@ -24,6 +25,7 @@ from tests.helpers import (
     token_batch,
 )
 from tests.test_train import plain, random_rows
+from tools.ledger import ledger
 
 ONLY = "model.d_ff=0"  # no expert that all tokens take
 
@@ -54,8 +56,8 @@ def in_f32():
     return edited("train.py", IN_F32)
 
 
-def losses(module, config, on):
-    """The loss, what else is summed, and gradients, as NumPy arrays."""
+def losses(module, config, on, change=lambda layers: layers):
+    """The loss, what else is summed, and gradients, as NumPy arrays. `change` is of the layers."""
     targets, is_start = random_rows()
 
     @jax.jit
@@ -68,6 +70,7 @@ def losses(module, config, on):
 
     with jax.set_mesh(on):
         weights = random_weights(module, config)
+        weights = dataclasses.replace(weights, layers=change(weights.layers))
         order = balanced(targets.shape[1], on.shape["c"])
         batch = jax.tree.map(
             lambda x: x[:, order], token_batch(module.TokenBatch, targets, is_start)
@@ -143,6 +146,29 @@ def test_microbatches_change_no_metric(in_f32):
     *_, parts = step(in_f32, targets, is_start, "training.microbatches=2")
     assert whole.balance_cost > 1 and whole.dropped > 0
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), parts, whole)
+
+
+@pytest.mark.parametrize("name", ["dropping", "sigmoid"])
+def test_scores_that_round_to_zero_leave_all_finite(in_f32, name):
+    def extreme(layers):
+        bias = 1e3 * jax.random.normal(jax.random.key(3), layers.b_router.shape)
+        return dataclasses.replace(layers, w_router=1e4 * layers.w_router, b_router=bias)
+
+    config = small_config(*VARIANTS[name][0])
+    made = losses(in_f32, config, mesh(1, 1), extreme)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(made))
+
+
+@pytest.mark.parametrize("chip, experts", [("TPU v5p", 2), ("H100", 8)])  # that do a token
+def test_the_audit_counts_what_a_chip_computes_if_nothing_is_dropped(chip, experts):
+    config = small_config(*VARIANTS["dropless"][0], "mesh={d: 2, t: 4}")
+    axes, size = config.mesh.axes, train.dimensions(config)
+    products = ledger(train.trace_step(config, abstract_mesh(axes)), axes, chip).products
+    flops = sum(row.times * row.flops for row in products if row.op.startswith("experts("))
+    tokens = size["B"] * size["L"] / 2
+    # Three products, of which two are recomputed, and twice three for gradients.
+    per_token = 11 * 2 * size["M"] * size["G"] * size["layers"]
+    assert flops == tokens * per_token * experts / 4
 
 
 WITH_C = (2, 2, 1, 2)  # (d, t, r, c), which splits rows, so that none of them is a group

@@ -187,7 +187,7 @@ def measured(config: PlanConfig, chip: devices.Chip, ignored: str = "") -> tuple
         jax.clear_caches()  # of traces
         jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
         jax.clear_caches()
-    costs = ledger(jaxpr, axes)
+    costs = ledger(jaxpr, axes, chip.kind)
     return lines, Costs(
         sum(array.bytes for array in costs.saved),
         memory.predict(jaxpr, axes, chip).temporary,
