@@ -804,7 +804,8 @@ def total_loss(
     tokens = config.training.tokens
     sums = dataclasses.replace(
         sums,
-        # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers.
+        # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers. By
+        # count, so that after the caller's division it is a mean over all tokens, targets or not.
         z_cost=whole("", routed.z).sum() * count / tokens.batch / tokens.len,
         loads=whole("E", routed.load),
         likely=whole("E", routed.likely),
@@ -1177,8 +1178,8 @@ def resized(
 ) -> Config:
     """The config with these sizes of dimensions and of mesh axes, and with other values by key.
     With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
-    # Other dimensions follow from these.
     values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    # Other dimensions follow from these.
     values |= {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
     values["mesh.d"] = axes["r"] * axes["s"]
     if sizes:

@@ -152,8 +152,8 @@ def recording() -> Iterator[list[Event]]:
     with ops.watching(watch):
         yield events
     jax.effects_barrier()
-    # The parts of each value by number, pass and axes to sum over, then by device. There may be
-    # gigabytes, so that no copy is made of them all.
+    # The parts of each value by number, pass and axes to sum over, then by device. They may
+    # take gigabytes, so nothing copies all of them.
     parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))
     while stored:
         key, x, *place = stored.popleft()
