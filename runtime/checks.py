@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import math
 import os
 import pathlib
 import pickle
@@ -20,7 +19,7 @@ import jax
 from runtime.config import ROOT
 from runtime.run import say
 from shardlib import numbers
-from shardlib.devices import COUNT_FLAG, show_axes
+from shardlib.devices import show_axes
 from shardlib.errors import UserError
 
 
@@ -60,11 +59,10 @@ class Numbers:
     def _process(self, number: int, *record: str) -> subprocess.Popen[str]:
         config, file = self.configs[number], pathlib.Path(self.folder.name, str(number))
         file.with_suffix(".yaml").write_text(config.to_yaml())
-        count = math.prod(config.mesh.axes.values())
         settings = {
             "JAX_PLATFORMS": "cpu",
             # To optimize these programs takes longer than to run them.
-            "XLA_FLAGS": f"{COUNT_FLAG}={count} --xla_backend_optimization_level=0 "
+            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
             "--xla_llvm_disable_expensive_passes=true",
         }
         if folder := cache_folder():

@@ -36,6 +36,16 @@ def have_cpu_devices(count: int) -> None:
     before JAX initializes its devices."""
     if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
+    have_threads(count)
+
+
+def have_threads(count: int) -> None:
+    """Lets XLA use enough threads for `count` simulated CPU devices. Call it before JAX initializes
+    its devices."""
+    # A collective blocks a thread until all its devices have come to it. By default XLA has a
+    # thread per device, but it runs a loop beside the collectives around it, and our loops are
+    # nested. With all threads blocked, the rest never comes, and XLA aborts after 40 seconds.
+    os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:

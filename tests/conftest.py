@@ -10,9 +10,8 @@ os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8"
     # Compilation takes most of the tests' time, and this halves it. It affects only LLVM's passes.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    # On a busy machine a simulated device may keep the others waiting. XLA aborts after 40 seconds.
-    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+os.environ["NPROC"] = "32"  # threads: see shardlib.devices.have_threads
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # pytest-xdist's main process sets it
     # Many tests compile the same programs: all processes of this session share a cache.

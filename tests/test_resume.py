@@ -139,8 +139,7 @@ RING = [
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tmp_path):
-    """Losses differ by 4e-4 at most in 20 steps, by rounding in bf16, and fall by 8%. Each start is
-    a process of its own: in pytest's, XLA's collectives sometimes waited for each other forever."""
+    """Losses differ by 4e-4 at most in 20 steps, by rounding in bf16, and fall by 8%."""
     run = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *SMALL]
     run += [f"paths.root_working_dir={tmp_path}", "training.tokens.len=48"]
     run += ["training.steps_for_lr=20"]

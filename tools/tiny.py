@@ -8,6 +8,7 @@ name. With a FUNCTION, writes what the ops in this one compute instead.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import pickle
 import sys
@@ -24,7 +25,7 @@ import train
 from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from shardlib import numbers
-from shardlib.devices import make_mesh
+from shardlib.devices import have_cpu_devices, make_mesh
 from shardlib.errors import explain
 from shardlib.kernels import balanced
 from shardlib.types import (
@@ -144,6 +145,7 @@ def main() -> None:
     file, *recorded = sys.argv[1:]
     loaded = OmegaConf.load(f"{file}.yaml")
     config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), loaded))
+    have_cpu_devices(math.prod(config.mesh.axes.values()))
     with jax.set_mesh(make_mesh(config.mesh.axes)), computing_in(config.dtype):
         try:
             made = dict(results(config, *recorded))

@@ -90,12 +90,15 @@ def test_known_chips_and_unknown_ones(kind, peak):
 
 
 SCRIPT = """
-import os
+import os, pathlib
 before = dict(os.environ)
 from shardlib.devices import simulate_cpu_devices
 simulate_cpu_devices(6)
 import jax
-print(jax.device_count(), dict(os.environ) == before)
+print(jax.device_count())
+print({k: v for k, v in os.environ.items() if k != "NPROC"} == before)
+tasks = pathlib.Path("/proc/self/task").iterdir()
+print(sum("XLAEigen" in (task / "comm").read_text() for task in tasks) >= 4 * 6)
 """
 
 
@@ -104,14 +107,14 @@ print(jax.device_count(), dict(os.environ) == before)
     [("", 6), ("--xla_cpu_enable_fast_math=false", 6),
      ("--xla_force_host_platform_device_count=3", 3)],
 )  # fmt: skip
-def test_simulated_devices_leave_the_environment_alone(flags, count):
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, count):
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
     if flags:
         env["XLA_FLAGS"] = flags
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=env, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.stdout.split() == [str(count), "True"], done.stderr
+    assert done.stdout.split() == [str(count), "True", "True"], done.stderr
 
 
 def test_this_process_has_the_devices_that_the_tests_need():
