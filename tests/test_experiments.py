@@ -675,6 +675,7 @@ def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.2)
     monkeypatch.setattr(weights_tool, "train", module)
+    monkeypatch.setattr(weights_tool, "family_of", lambda model: "gemma3_text")
     norm = "model.layers.{}.pre_feedforward_layernorm.weight", "layers M"
     monkeypatch.setitem(weights_tool.TENSORS, "weights/layers/mlp_norm", norm)
     names, state = {}, model.state_dict()
