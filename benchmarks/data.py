@@ -71,15 +71,15 @@ def train_tokenizer(folder: pathlib.Path) -> None:
     inner.save_pretrained(folder / "bpe")
 
 
-def conversion(folder: pathlib.Path, tokenizer: str, processes: int) -> tuple[int, float]:
+def conversion(folder: pathlib.Path, tokenizer: str) -> tuple[int, float]:
     """Returns the number of tokens and the seconds, not counting imports."""
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
-    output = folder / f"{pathlib.Path(tokenizer).name}.{processes}.zarr"
+    output = folder / f"{pathlib.Path(tokenizer).name}.zarr"
     source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
     config = ConvertConfig(
-        source, "text", tokenizer, False, False, "train", None, 0.001, None, processes, str(output)
+        source, "text", tokenizer, False, False, "train", None, 0.001, None, None, str(output)
     )
     start = time.perf_counter()
     convert(config)
@@ -102,7 +102,7 @@ def bare_tokenizer(folder: pathlib.Path) -> tuple[int, float]:
 
 def plain_write(folder: pathlib.Path) -> tuple[int, float]:
     """Writes the bytes dataset's tokens from memory, with the same chunks and compression."""
-    source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
+    source: Any = zarr.open_group(folder / "bytes_utf8.zarr")["train/encoded_tokens"]
     copy = zarr.create_array(
         folder / "copy.zarr",
         shape=source.shape,
@@ -120,7 +120,7 @@ def plain_write(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def open_loader(folder: pathlib.Path) -> Loader:
-    path = str(folder / "bytes_utf8.1.zarr")
+    path = str(folder / "bytes_utf8.zarr")
     config = FlatTokensConfig(path, (), 1, 128, CHUNK // LENGTH, 0, True)
     with jax.set_mesh(make_mesh({"r": 1, "s": 1, "c": 1, "t": 1})):
         return Loader(config, BatchSpec(ROWS, LENGTH, vocab=257, start_token=0), "train")
@@ -148,7 +148,7 @@ def wait_for_data(folder: pathlib.Path) -> float:
 
 def plain_read(folder: pathlib.Path) -> tuple[int, float]:
     """Reads the tokens chunk by chunk."""
-    source: Any = zarr.open_group(folder / "bytes_utf8.1.zarr")["train/encoded_tokens"]
+    source: Any = zarr.open_group(folder / "bytes_utf8.zarr")["train/encoded_tokens"]
     start = time.perf_counter()
     for i in range(0, source.shape[0], CHUNK):
         source[i : i + CHUNK]
@@ -156,11 +156,9 @@ def plain_read(folder: pathlib.Path) -> tuple[int, float]:
 
 
 def with_peak(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[int, float, int]:
-    """Calls a function and adds to its result the peak memory in bytes of this process or of its
-    largest child, whichever is more."""
+    """Calls a function and adds to its result the peak memory in bytes of this process."""
     count, seconds = function(*args)
-    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return count, seconds, max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024
+    return count, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def in_subprocess(function: Callable[..., T], *args: Any) -> T:
@@ -192,9 +190,9 @@ def main() -> None:
         in_subprocess(make_text, folder, size)
         in_subprocess(train_tokenizer, folder)
         bare, _ = rate(bare_tokenizer, folder)
-        bpe, peak = rate(conversion, folder, str(folder / "bpe"), 1)
+        bpe, peak = rate(conversion, folder, str(folder / "bpe"))
         again, _ = rate(bare_tokenizer, folder)
-        text, _ = rate(conversion, folder, "bytes_utf8", 1)
+        text, _ = rate(conversion, folder, "bytes_utf8")
         write, _ = rate(plain_write, folder)
         read, _ = rate(plain_read, folder)
         load, _ = rate(batches, folder)
