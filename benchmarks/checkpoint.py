@@ -66,29 +66,18 @@ class Plain:
     """Plain files, each written and read by a thread. Restores NumPy arrays."""
 
     def __init__(self, folder: pathlib.Path, state: train.State, size: dict[str, int]):
-        self.files = [(folder / str(i), part) for i, part in enumerate(parts(state))]
-        self.threads = ThreadPoolExecutor(THREADS)
+        self.parts, self.threads = parts(state), ThreadPoolExecutor(THREADS)
+        self.files = [folder / str(i) for i in range(len(self.parts))]
 
     def save(self) -> None:
-        list(self.threads.map(self._write, self.files))
+        list(self.threads.map(pathlib.Path.write_bytes, self.files, self.parts))
 
     def wait(self) -> None:
         pass
 
     def restore(self) -> list[np.ndarray]:
-        return list(self.threads.map(self._read, self.files))
-
-    @staticmethod
-    def _write(pair: tuple[pathlib.Path, np.ndarray]) -> None:
-        with pair[0].open("wb") as file:
-            file.write(pair[1].data)
-
-    @staticmethod
-    def _read(pair: tuple[pathlib.Path, np.ndarray]) -> np.ndarray:
-        values = np.empty_like(pair[1])
-        with pair[0].open("rb") as file:
-            file.readinto(values.data)
-        return values
+        read = zip(self.threads.map(pathlib.Path.read_bytes, self.files), self.parts, strict=True)
+        return [np.frombuffer(values, part.dtype).reshape(part.shape) for values, part in read]
 
 
 class Ours:
