@@ -20,16 +20,15 @@ rate schedule and adam_eps_root are ignored.
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
 
 import train
 from runtime.program import program
-from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
-from shardlib.types import make_shapes, present
-from tools import benchmark
+from tools import benchmark, huggingface_weights
 from tools.audit import NOT_USED
 
 
@@ -43,23 +42,14 @@ def make_model(config: TorchConfig) -> Any:
     """Returns the `transformers` equivalent of train.py's model, in f32."""
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-    size = config.model
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=size.vocab, hidden_size=size.d_model, intermediate_size=size.d_ff,
-        num_hidden_layers=size.layers, num_attention_heads=size.n_q_per_kv * size.n_kv,
-        num_key_value_heads=size.n_kv, head_dim=size.d_head, rms_norm_eps=size.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": float(size.rope_max_timescale)},
-        max_position_embeddings=config.training.tokens.len, tie_word_embeddings=False,
-    ))  # fmt: skip
+    theirs = huggingface_weights.described(config.model, config.training.tokens.len)
+    model = LlamaForCausalLM(LlamaConfig(**theirs))
     # With "sdpa", transformers makes a B x L x L mask under torch.compile, as it can't tell there
     # that a row is one document. With a name that it doesn't know, it makes none.
     AttentionInterface.register("causal_sdpa", AttentionInterface()["sdpa"])
     model.set_attn_implementation("causal_sdpa")
-    with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        ours = jax.tree.leaves(
-            make_shapes(present(train.Weights, config.model.parts), train.dimensions(config))
-        )
-    if model.num_parameters() != sum(leaf.size for leaf in ours):
+    ours = huggingface_weights.entries(config.model).values()
+    if model.num_parameters() != sum(math.prod(array["shape"]) for array in ours):
         raise UserError("transformers' LlamaForCausalLM has other weights than the config's model")
     if config.checkpointing:
         model.gradient_checkpointing_enable()
