@@ -9,7 +9,6 @@ by itself), restore from disk, restore from the page cache. All restored bits ar
 a minute, and four times as much memory as the state.
 """
 
-import argparse
 import ctypes
 import math
 import os
@@ -30,6 +29,7 @@ import train
 from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shapes, make_shardings, present, u32
+from tools import arguments
 
 THREADS = 32  # as in base.yaml
 TIMES = ("save", "save to disk", "restore from disk", "restore from memory")
@@ -214,11 +214,7 @@ def benchmark(folder: pathlib.Path, total: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("benchmarks.checkpoint", __doc__)
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5, help="to measure")
     args = parser.parse_args()

@@ -7,7 +7,6 @@ is a byte-level BPE with 32,000 ids, trained on that text. Takes some minutes, a
 space as the text, in a temporary folder.
 """
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import pathlib
@@ -24,6 +23,7 @@ import zarr
 from data.flat_tokens import CHUNK, SPLITS, FlatTokens
 from data.loader import BatchSpec, FlatTokensConfig, Loader
 from shardlib.devices import make_mesh
+from tools import arguments
 from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
 
 SHARDS = 8
@@ -178,11 +178,7 @@ def rate(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("benchmarks.data", __doc__)
     parser.add_argument("--megabytes", type=int, default=500, help="size of the text")
     size = parser.parse_args().megabytes * 10**6
     with tempfile.TemporaryDirectory() as name:

@@ -15,7 +15,6 @@ MaxText needs an environment of its own, with the same versions of jax and libtp
     .venv-maxtext/bin/pip install -r benchmarks/requirements-maxtext.txt
 """
 
-import argparse
 import os
 import pathlib
 import subprocess
@@ -26,7 +25,7 @@ import yaml  # type: ignore[import-untyped]
 
 from runtime.config import ROOT
 from shardlib import devices
-from tools import cycles
+from tools import arguments, cycles
 from tools.compile import WITHOUT_TPU
 from tools.tables import table
 
@@ -80,11 +79,7 @@ def compiled(python: str, module: str, arguments: list[str], chip: devices.Chip)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("benchmarks.tpu", __doc__)
     parser.add_argument("--maxtext", required=True, help="the Python that has MaxText")
     parser.add_argument("--models", default="270m,1b,2b")
     options, further = parser.parse_known_args()

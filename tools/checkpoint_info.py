@@ -7,7 +7,6 @@ Reads every checkpoint completely, and names each damaged array. Exits with 1 if
 no complete checkpoint.
 """
 
-import argparse
 import datetime
 import math
 import sys
@@ -20,6 +19,7 @@ from runtime.checkpoint import Checkpoint, list_checkpoints, show_entry
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
+from tools import arguments
 
 
 def damage(checkpoint: Checkpoint) -> Iterator[str]:
@@ -60,11 +60,7 @@ def show(checkpoint: Checkpoint) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoint_info",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("tools.checkpoint_info", __doc__)
     parser.add_argument("path", help="a folder or bucket of checkpoints, or one checkpoint")
     with user_errors():
         path, last, intact = parser.parse_args().path, None, True

@@ -6,7 +6,6 @@ Reads the whole dataset. If a split breaks a rule of the format, prints the firs
 exits with 1.
 """
 
-import argparse
 import sys
 
 import numpy as np
@@ -16,6 +15,7 @@ from data.text import Tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
+from tools import arguments
 
 MAX_CHARACTERS = 400  # printed of a document
 
@@ -45,7 +45,7 @@ def show(dataset: FlatTokens, count: int, tokenizer: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.flat_tokens_info", description=__doc__)
+    parser = arguments.parser("tools.flat_tokens_info", __doc__)
     parser.add_argument("path")
     parser.add_argument(
         "--decode", type=within(int, 0), default=0, metavar="N", help="documents per split"

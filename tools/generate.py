@@ -91,6 +91,7 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
+from tools import arguments
 from tools.texts import Continued, Text, kept_by_import, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -582,11 +583,7 @@ def not_empty(written: str) -> str:
 def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
     """Makes a program's parser, with the options that say how to open a model. `dtype` says what
     that is by default."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser(program, doc)
     add = parser.add_argument
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
     add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")

@@ -24,7 +24,6 @@ is written last: a folder without it is unfinished. Memory must hold a file of w
 the layers that a chunk of the checkpoint spans, and both embeddings.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -57,6 +56,7 @@ from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import present, type_tree
+from tools import arguments
 from tools.texts import kept_by_import
 
 # The files of a tokenizer, and what generation needs to know.
@@ -620,11 +620,7 @@ def run_config(section: str, model: train.ModelConfig, length: int, output: str)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.huggingface_weights",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("tools.huggingface_weights", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="checkpoint -> Hugging Face folder")
     out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")

@@ -8,7 +8,6 @@ the others its exponential moving average, whose weights fall to 1/e within the 
 the title. Time counts training steps only, not validation or saving.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -27,6 +26,7 @@ from runtime.config import flat, plain, within
 from runtime.errors import user_errors
 from runtime.run import RunConfig, rows_before
 from shardlib.errors import UserError
+from tools import arguments
 
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 # What changes no number but by rounding, beside all of RunConfig; sections end in a dot.
@@ -125,11 +125,7 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.parser("tools.plot", __doc__)
     parser.add_argument("run", nargs="+", type=pathlib.Path, help="a run's folder")
     parser.add_argument("--output", type=pathlib.Path, default="curves.svg", help=".svg or .png")
     parser.add_argument(
