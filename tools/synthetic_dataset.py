@@ -26,25 +26,20 @@ COPY_DISTANCE = WORD = 8
 MIXTURES = 8
 
 
-def repeat_at(distance: int, symbols: np.ndarray) -> np.ndarray:
-    """Returns an array of the same length that repeats the first `distance` symbols."""
-    return np.resize(symbols[:distance], len(symbols))
-
-
 def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
     """Returns one sequence of `length` ids below `vocab` from a random task."""
     task = int(rng.integers(1, TASKS + 1))
     symbols = rng.integers(FIRST_SYMBOL, vocab, length)
     head = [task]
     if task == 1:
-        symbols = repeat_at(COPY_DISTANCE, symbols)
+        symbols = np.resize(symbols[:COPY_DISTANCE], length)  # np.resize repeats them
     elif task == 2:
         words = np.resize(symbols, (math.ceil(length / (2 * WORD)), WORD))
         symbols = np.concatenate([words, words[:, ::-1]], axis=1).reshape(-1)
     elif task == 3:
         distance = int(rng.integers(1, DISTANCES + 1))
         head.append(TASKS + distance)
-        symbols = repeat_at(distance, symbols)
+        symbols = np.resize(symbols[:distance], length)
     else:
         # Distribution m is Zipf's, over the symbols shifted by m / MIXTURES of their range.
         count = vocab - FIRST_SYMBOL
