@@ -62,13 +62,11 @@ def texts_of(folder: pathlib.Path) -> Iterator[list[str]]:
 
 def train_tokenizer(folder: pathlib.Path) -> None:
     import tokenizers
-    import transformers
 
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     sample = (text for i, texts in enumerate(texts_of(folder)) if i % 8 == 0 for text in texts)
     tokenizer.train_from_iterator(sample, 32_000, special_tokens=["<unused>"], show_progress=False)
-    inner = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
-    inner.save_pretrained(folder / "bpe")
+    tokenizer.save(str(folder / "bpe.json"))
 
 
 def conversion(folder: pathlib.Path, tokenizer: str) -> tuple[int, float]:
@@ -76,7 +74,7 @@ def conversion(folder: pathlib.Path, tokenizer: str) -> tuple[int, float]:
     import datasets  # noqa: F401
     import transformers  # noqa: F401
 
-    output = folder / f"{pathlib.Path(tokenizer).name}.zarr"
+    output = folder / f"{pathlib.Path(tokenizer).stem}.zarr"
     source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
     config = ConvertConfig(
         source, "text", tokenizer, False, False, "train", None, 0.001, None, None, str(output)
@@ -90,7 +88,7 @@ def conversion(folder: pathlib.Path, tokenizer: str) -> tuple[int, float]:
 def bare_tokenizer(folder: pathlib.Path) -> tuple[int, float]:
     import tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe/tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe.json"))
     count, seconds = 0, 0.0
     for texts in texts_of(folder):
         start = time.perf_counter()
@@ -171,7 +169,7 @@ def in_subprocess(function: Callable[..., T], *args: Any) -> T:
 def rate(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[float, int]:
     """Prints and returns the tokens per second and the peak memory of a function."""
     count, seconds, peak = in_subprocess(with_peak, function, *args)
-    name = f"{function.__name__} {pathlib.Path(args[1]).name if len(args) > 1 else ''}"
+    name = f"{function.__name__} {pathlib.Path(args[1]).stem if len(args) > 1 else ''}"
     speed = count / seconds
     print(f"{name:24} {count:13,} tokens {speed:13,.0f} tokens/s, {peak / 1e9:5.2f} GB", flush=True)
     return speed, peak
@@ -186,7 +184,7 @@ def main() -> None:
         in_subprocess(make_text, folder, size)
         in_subprocess(train_tokenizer, folder)
         bare, _ = rate(bare_tokenizer, folder)
-        bpe, peak = rate(conversion, folder, str(folder / "bpe"))
+        bpe, peak = rate(conversion, folder, str(folder / "bpe.json"))
         again, _ = rate(bare_tokenizer, folder)
         text, _ = rate(conversion, folder, "bytes_utf8")
         write, _ = rate(plain_write, folder)
