@@ -49,35 +49,21 @@ def make_nanogpt(config: RecipeConfig) -> Any:
     ))  # fmt: skip
 
 
-def make_optimizer(config: RecipeConfig, model: Any) -> Any:
-    import torch
-
-    hyper, betas = config.training, (config.training.adam_b1, config.training.adam_b2)
-    decayed, others = list(model.parameters()), []
-    if config.recipe == "nanogpt":
-        betas = 0.9, 0.99
-        others = [x for x in decayed if x.ndim < 2]
-        decayed = [x for x in decayed if x.ndim >= 2]
-    groups = [
-        {"params": decayed, "weight_decay": hyper.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, hyper.learning_rate, betas, hyper.adam_eps)
-
-
 def run(config: RecipeConfig, data: Any, held_out: Any) -> dict[str, Any]:
     import torch
 
-    hyper = config.training
-    torch.manual_seed(hyper.seed)
-    nanogpt = config.recipe == "nanogpt"
-    model = make_nanogpt(config) if nanogpt else pytorch.make_model(config)
-    optimizer = make_optimizer(config, model)
-    schedule = hyper
+    hyper, nanogpt = config.training, config.recipe == "nanogpt"
     if nanogpt:
-        schedule = dataclasses.replace(
-            hyper, schedule="cosine", cosine_learning_rate_final_fraction=0.1
-        )
+        cosine = {"schedule": "cosine", "cosine_learning_rate_final_fraction": 0.1}
+        hyper = hyper.changed({"adam_b1": 0.9, "adam_b2": 0.99} | cosine)
+    torch.manual_seed(hyper.seed)
+    model = make_nanogpt(config) if nanogpt else pytorch.make_model(config)
+    groups = [
+        {"params": x, "weight_decay": 0.0 if nanogpt and x.ndim < 2 else hyper.weight_decay}
+        for x in model.parameters()
+    ]
+    betas = hyper.adam_b1, hyper.adam_b2
+    optimizer = torch.optim.AdamW(groups, hyper.learning_rate, betas, hyper.adam_eps)
 
     def losses(batches: Any, steps: int) -> Iterator[Any]:
         for _, batch in batches.from_step(0, steps):
@@ -94,7 +80,7 @@ def run(config: RecipeConfig, data: Any, held_out: Any) -> dict[str, Any]:
     start = time.perf_counter()
     for step, loss in enumerate(losses(data, hyper.steps)):
         for group in optimizer.param_groups:
-            group["lr"] = train.learning_rate(step + 1, schedule)
+            group["lr"] = train.learning_rate(step + 1, hyper)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), hyper.grad_clip)
