@@ -95,11 +95,6 @@ def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
             yield from ({"d": d, "t": t, "r": r, "c": c} for r in replicas if d % r == 0)
 
 
-def parts_of(config: train.Config) -> dict[str, int]:
-    """The number of parts by key."""
-    return {key: operator.attrgetter(key)(config) for key in PARTS}
-
-
 def smaller(plan: Plan) -> PlanConfig | None:
     """The config with more parts of what is largest at the peak: of the loss if these are logits,
     else of the rows. None if there are none to add."""
@@ -108,7 +103,7 @@ def smaller(plan: Plan) -> PlanConfig | None:
     wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
     logits = {"L", "V"} <= {*re.findall(r"\w+", plan.result["peak"][0]["type"])}
     for key in reversed(PARTS) if logits else PARTS:
-        if more := [n for n in divisors(wholes[key]) if n > parts_of(config)[key]]:
+        if more := [n for n in divisors(wholes[key]) if n > operator.attrgetter(key)(config)]:
             with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
                 return config.changed({key: more[0]})
     return None
@@ -137,7 +132,7 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
             yield item
             found = True
             continue
-        in_parts = tuple(count > 1 for count in parts_of(item).values())
+        in_parts = tuple(parts > 1 for parts in operator.attrgetter(*PARTS)(item))
         try:
             if in_parts not in probed:
                 probed[in_parts] = probe(item)
