@@ -174,13 +174,11 @@ class Mark:
         folder = cache_folder()
         local = folder and "://" not in folder
         self.file = pathlib.Path(str(folder), f"checked-{digest}") if local else None
-        self.exists = self.file is not None and self.file.exists()
-
-    def read(self) -> str:
-        return self.file.read_text() if self.file and self.exists else ""
+        # None: it has not passed.
+        self.said = self.file.read_text() if self.file and self.file.exists() else None
 
     def write(self, text: str) -> None:
-        if self.file and not self.exists:
+        if self.file:
             try:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 self.file.write_text(text)
@@ -205,7 +203,7 @@ def checked(
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
     relevant = {key: value for key, value in vars(config).items() if key not in ("paths", "check")}
     types = Mark("types", relevant)
-    if level != "none" and not types.exists:
+    if level != "none" and types.said is None:
         check_types()
         types.write("")
     running, mark = None, None
@@ -213,11 +211,11 @@ def checked(
         configs = tiny()
         mark = Mark("numbers", [getattr(configs[-1], section) for section in sections])
         # Numbers are the same on all hosts, so the first one checks for all.
-        if not mark.exists and jax.process_index() == 0:
+        if mark.said is None and jax.process_index() == 0:
             running = Numbers(configs)
 
     def wait() -> str:
-        warning = mark.read() if mark else ""
+        warning = (mark and mark.said) or ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
             mark.write(warning := running.verdict())
