@@ -63,13 +63,14 @@ test-tpu:
 	$(VENV_TPU)/bin/pip install --quiet --requirement requirements-tpu.txt
 	JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu -rP
 
-# Five minutes: our weights in transformers and ctranslate2, and their harness, lm-eval, on ours.
+# Ten minutes: our weights in transformers and ctranslate2, and their harness, lm-eval, on ours.
 # SMOLLM=FOLDER tries the real model in that folder, too.
 test-torch:
 	$(MAKE) VENV=$(VENV_TORCH) $(VENV_TORCH)/dev
 	$(VENV_TORCH)/bin/pip install --quiet --group torch
 	JAX_PLATFORMS=cpu $(VENV_TORCH)/bin/python -m pytest -m "not long and not gpu and not tpu" \
-		tests/test_circle.py tests/tools/test_huggingface_weights.py tests/tools/test_lm_eval.py \
+		tests/benchmarks tests/test_circle.py tests/tools/test_huggingface_weights.py \
+		tests/tools/test_lm_eval.py \
 		tests/test_experiments.py::test_gemma_3_is_that_of_transformers
 
 lint: $(VENV)/dev

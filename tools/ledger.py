@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib.audit import COLLECTIVES, axes_of, equations, made_at, on_host, op_of, phase
-from shardlib.kernels import kernel_flops, runs_kernel
+from shardlib.kernels import runs_kernel
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
@@ -61,8 +61,7 @@ class Ledger(NamedTuple):
 def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
     """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
     saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where devices of
-    the kind `chip` run a kernel, it lists the matmuls of the kernel's twin, as far as the kernel
-    does their work."""
+    the kind `chip` run a kernel, it lists the matmuls of the kernel's twin."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers, products = [], []
     for eqn, path, line, runs in equations(live):
@@ -79,9 +78,7 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
-            size = sum(map(_bytes, arrays))
-            if in_kernel := runs_kernel(path, chip):
-                flops = kernel_flops(path, flops)
+            size, in_kernel = sum(map(_bytes, arrays)), runs_kernel(path, chip)
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body)]

@@ -60,7 +60,7 @@ def test_the_table_and_the_line(torch, capsys, monkeypatch):
         ("model.d_model=40", "LlamaConfig needs model.d_model to be a multiple of the query heads"),
         (
             "checkpoint=true",
-            "unknown key checkpoint; did you mean checkpoint_interval or checkpointing?",
+            "unknown key checkpoint; did you mean checkpoints?",
         ),
     ],
 )
