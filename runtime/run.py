@@ -107,9 +107,10 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
     count = math.prod(axes.values()) // config.num_hosts
-    devices.have_threads(count)  # XLA_FLAGS may simulate devices, too
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
+    else:
+        devices.have_threads(count)  # XLA_FLAGS may simulate devices, too
     if config.num_hosts > 1:
         try:
             settings = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)

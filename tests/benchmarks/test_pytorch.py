@@ -58,10 +58,7 @@ def test_the_table_and_the_line(torch, capsys, monkeypatch):
     ("argument", "says"),
     [
         ("model.d_model=40", "LlamaConfig needs model.d_model to be a multiple of the query heads"),
-        (
-            "checkpoint=true",
-            "unknown key checkpoint; did you mean checkpoints?",
-        ),
+        ("checkpoint=true", "unknown key checkpoint; did you mean checkpoints?"),
     ],
 )
 def test_mistakes(torch, capsys, monkeypatch, argument, says):
