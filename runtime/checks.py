@@ -19,7 +19,7 @@ import jax
 from runtime.config import ROOT
 from runtime.run import say
 from shardlib import numbers
-from shardlib.devices import show_axes
+from shardlib.devices import QUICK_COMPILES, show_axes
 from shardlib.errors import UserError
 
 
@@ -61,9 +61,7 @@ class Numbers:
         file.with_suffix(".yaml").write_text(config.to_yaml())
         settings = {
             "JAX_PLATFORMS": "cpu",
-            # To optimize these programs takes longer than to run them.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-            "--xla_llvm_disable_expensive_passes=true",
+            "XLA_FLAGS": QUICK_COMPILES,
         }
         if folder := cache_folder():
             settings |= {"JAX_COMPILATION_CACHE_DIR": folder}

@@ -13,6 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardlib.errors import UserError
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
+# XLA_FLAGS for programs on CPUs that run for a shorter time than they take to optimize.
+QUICK_COMPILES = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    # From jax 0.11 on there is no such choice, and no such flag.
+    + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
+)
 
 # --- Meshes ---------------------------------------------------------------------------------------
 

@@ -6,12 +6,6 @@ import os
 import shutil
 import tempfile
 
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8"
-    # Compilation takes most of the tests' time, and this halves it. It affects only LLVM's passes.
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
-os.environ["NPROC"] = "32"  # threads: see shardlib.devices.have_threads
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # pytest-xdist's main process sets it
     # Many tests compile the same programs: all processes of this session share a cache.
@@ -23,7 +17,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file is an error at once, withou
 import jax
 import pytest
 
-from tests.bucket import bucket  # noqa: F401
+from shardlib import devices
+from tests.bucket import bucket, server  # noqa: F401
+
+os.environ["XLA_FLAGS"] = f"{devices.COUNT_FLAG}=8 {devices.QUICK_COMPILES}"
+devices.have_threads(8)
 
 
 @pytest.fixture

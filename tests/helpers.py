@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT
-from shardlib.devices import make_mesh
+from shardlib.devices import QUICK_COMPILES, make_mesh
 from shardlib.types import make_shardings, present
 from tests import mutations
 
@@ -97,7 +97,7 @@ def start_hosts(
         "SLURM_NTASKS": str(count),
         "SLURM_STEP_NUM_TASKS": str(count),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        + settings.pop("flags", ""),
+        + settings.pop("flags", QUICK_COMPILES),
     }
     hosts = []
     with contextlib.ExitStack() as files:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 
+from shardlib.devices import QUICK_COMPILES
 from tests.helpers import SMALL, arrays, rows, start_hosts
 
 ARGUMENTS = [
@@ -38,7 +39,7 @@ ARGUMENTS = [
 ]
 # Most of the test's time goes into starts, so programs are compiled quickly and always cached.
 QUICK = {
-    "flags": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "flags": QUICK_COMPILES,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 LIMIT = 120  # seconds until a start must reach its moment, or a host must notice a lost host
