@@ -1,26 +1,34 @@
 """Tries wrong and right edits of the source, and reports which check refuses each.
 
-    python -m tests.mutations
+    python -m tests.mutations [PART ...]
 
-Wrong edits are every likely mistake in each op of train.py and tools/generate.py, and those listed
-in tests/edits.py and tests/bugs.py, which also have right ones. An edited source is checked as
-`python -m tools.check` does: its types, then, if these hold, its numbers on two meshes. Prints a
-line per edit. Ends with an error if a wrong edit passes, or if a right one is refused.
+Wrong edits are every likely mistake in each op that the steps of a part's config call, in whatever
+file, and those listed in tests/edits.py and tests/bugs.py, which also have right ones. An edited
+source is checked as `python -m tools.check` does: its types, then, if these hold, its numbers on
+two meshes. Prints a line per edit. Ends with an error if a wrong edit passes, if a right one is
+refused, or if a file's ops have fewer edits than tests/golden/mutations.txt says.
+
+What has been tried is kept in runs/mutations.jsonl and not tried again until the source changes,
+so that a run that was stopped goes on. Programs that were compiled once aren't compiled again.
 """
 
 import argparse
 import ast
 import collections
+import contextlib
+import hashlib
 import importlib
 import itertools
+import json
 import linecache
 import multiprocessing
 import os
 import pathlib
 import re
 import sys
+import tempfile
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,28 +37,89 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from runtime.config import ROOT
-from shardlib import numbers
-from shardlib.devices import make_mesh, simulate_cpu_devices
+from shardlib import activations, numbers, ops
+from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
 
 # Half of a device's rows in a microbatch, half of a row in a chunk; dimensions so small that what
 # edits compare with their lengths lies between the length of a part and that of the whole.
-SETTINGS = [
+SETTINGS = (
     *("paths.model_name=none", "training.microbatches=2", "training.loss_chunks=2"),
     *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 24}", "model.d_model=48"),
     *("model.n_kv=6", "model.d_head=4", "model.d_ff=48", "model.vocab=60"),
-]
-FILES = "train.py", "tools/generate.py"
+)
+EXPERTS = (
+    *("model.experts={count: 6, per_token: 2, d_ff: 20}", "training.microbatches=1"),
+    *("training.routing.balance_cost=0.5", "training.routing.z_cost=0.1"),
+)
+
+
+class Part(NamedTuple):
+    """Edits that are tried with a config."""
+
+    settings: tuple[str, ...]
+    lists: dict[str, dict[str, Any]]  # listed edits, by what is expected of them
+    without: str = ""  # the part whose ops aren't tried again
+
+
+PARTS = {
+    "dense": Part(
+        (),
+        {
+            "wrong": edits.WRONG | bugs.BUGS,
+            "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST,
+            "right in training": edits.RIGHT_IN_TRAINING,
+            "not promised": edits.NOT_PROMISED,
+            "right but refused": edits.RIGHT_BUT_REFUSED,
+        },
+    ),
+    "context": Part(("mesh={d: 2, c: 2, t: 3}", "model.norms_after=true"), {}),
+    "experts": Part(
+        EXPERTS, {"wrong": edits.WRONG_WITH_EXPERTS, "right": edits.RIGHT_WITH_EXPERTS}, "dense"
+    ),
+}
 AXIS = re.compile(r"(?<=[/:,])[a-z]\b")
+KEPT = ROOT / "runs/mutations.jsonl"
+GOLDEN = ROOT / "tests/golden/mutations.txt"
 
 
-class Mutation(NamedTuple):
-    """An edit of an op."""
+class Called(NamedTuple):
+    """A call of an op in the source, with its place there as Python's compiler notes it."""
 
+    op: str  # "ops.psum"
     file: str
-    where: str  # the file's line and function
-    what: str
+    place: tuple[int | None, ...]  # first line, last line, first column, last column
+
+
+def calls_in(run: Callable[[], Any]) -> tuple[set[Called], Any]:
+    """The calls of ops, and of save_for_backward, that stand in this repository and are made while
+    `run` runs, and what it returns."""
+    found = set()
+    watched = ops.psum.__code__, activations.save_for_backward.__code__
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in watched and frame.f_back:
+            caller, at = frame.f_back.f_code, frame.f_back.f_lasti
+            file = pathlib.Path(caller.co_filename)
+            if file.is_relative_to(ROOT):
+                name = frame.f_locals.get("full_name", "save_for_backward")
+                place = next(itertools.islice(caller.co_positions(), at // 2, None))
+                found.add(Called(name, str(file.relative_to(ROOT)), place))
+
+    sys.setprofile(note)
+    try:
+        return found, run()
+    finally:
+        sys.setprofile(None)
+
+
+class Tried(NamedTuple):
+    """An edit that is tried: what it is expected to do, its name, and its file with it."""
+
+    kind: str
+    name: str
+    file: str
     source: str
 
 
@@ -108,27 +177,18 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
 
 
 def mutations(
-    axes: tuple[str, ...] = ("d", "s", "c", "t"),
-    file: str = "train.py",
-    parts: Collection[str] = ("attention_norm", "mlp_norm", "w_up"),
-) -> Iterator[Mutation]:
-    """Yields edits of ops that a model with these optional `parts` runs."""
+    calls: Collection[Called], axes: tuple[str, ...] = ("d", "s", "c", "t")
+) -> Iterator[Tried]:
+    """Yields edits of these calls, named by line, function and what is edited."""
+    for file in sorted({call.file for call in calls}):
+        names = {call.place: call.op for call in calls if call.file == file}
+        yield from _of_file(file, names, axes)
+
+
+def _of_file(
+    file: str, names: dict[tuple[int | None, ...], str], axes: tuple[str, ...]
+) -> Iterator[Tried]:
     source = (ROOT / file).read_text()
-
-    def needed(node: ast.AST) -> str | None:
-        """The part without which a node doesn't run."""
-        if isinstance(node, ast.FunctionDef):
-            return "w_router" if node.name in ("mixture", "in_places") else None
-        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
-        part = re.fullmatch(r"w\.(\w+) is not None", test)
-        return part and part[1]
-
-    unused = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if (part := needed(node)) and part not in parts
-        for line in range(node.lineno, (node.end_lineno or 0) + 1)  # type: ignore[attr-defined]
-    }
     offsets = [0]
     for line in source.splitlines(keepends=True):
         offsets.append(offsets[-1] + len(line))
@@ -139,36 +199,37 @@ def mutations(
             offsets[node.end_lineno - 1] + node.end_col_offset,
         )
 
-    def edit(node: Any, text: str) -> str:
+    def edit(what: str, node: Any, text: str) -> Tried:
         start, end = span(node)
-        return source[:start] + text + source[end:]
+        name = f"{file}:{call.lineno} {within} {what}"
+        return Tried("op", name, file, source[:start] + text + source[end:])
 
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda node: node.lineno):
-        if call.lineno in unused:
-            continue
-        name = ast.unparse(call.func)
-        within = [f.name for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
-        where = f"{file}:{call.lineno} {' '.join(within)}"
+    def place(node: ast.Call) -> tuple[int | None, ...]:
+        return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+    nodes = [*ast.walk(ast.parse(source))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and place(node) in names]
+    for call in sorted(calls, key=place):
+        around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
+        within = max(around, key=lambda f: f.lineno).name if around else ""
         arguments = [source[slice(*span(a))] for a in call.args]
         whole = source[slice(*span(call))]
-        if name == "save_for_backward":
-            yield Mutation(file, where, f"{name} deleted", edit(call, f"({arguments[0]})"))
-        # `gather` is a parameter; its default is ops.all_gather.
-        module, _, op = {"gather": "ops.all_gather"}.get(name, name).partition(".")
-        if module not in ("ops", "kernels") or not isinstance(call.args[0], ast.Constant):
+        module, _, op = names[place(call)].rpartition(".")
+        if not module:
+            yield edit(f"{op} deleted", call, f"({arguments[0]})")
+        if not isinstance(call.args[0], ast.Constant):  # a string that is made of others
             continue
         signature = str(call.args[0].value)
         if module == "ops":  # deleting a kernel gives another model
-            yield Mutation(file, where, f"{op} deleted", edit(call, f"({arguments[1]})"))
+            yield edit(f"{op} deleted", call, f"({arguments[1]})")
         if len(arguments) == 2:
             again = whole.replace(arguments[1], whole, 1)
-            yield Mutation(file, where, f"{op} twice", edit(call, again))
+            yield edit(f"{op} twice", call, again)
         for what, other in other_strings(signature, axes):
-            yield Mutation(file, where, f"{op}: {what}", edit(call.args[0], f'"{other}"'))
+            yield edit(f"{op}: {what}", call.args[0], f'"{other}"')
         if text := by_jnp(op, signature, arguments[1:]):
-            yield Mutation(file, where, f"{op} by jnp", edit(call, text))
+            yield edit(f"{op} by jnp", call, text)
 
 
 def load(source: str, file: str = "train.py", name: str = "") -> types.ModuleType:
@@ -211,24 +272,37 @@ class Verdict(NamedTuple):
     made: tuple[float, ...] = ()
 
 
-def verdict(edit: tuple[str, str]) -> Verdict:
-    """Checks an edited source, (file, text). Call it in a process of its own, in which neither
-    train.py nor a JAX backend is loaded."""
+def config_of(train: types.ModuleType, settings: Collection[str]) -> Any:
+    """A config with these settings, of the class that this copy of train.py defines."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        composed = compose("local_test_synthetic", overrides=[*SETTINGS, *settings])
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+
+
+def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
+    """Checks an edited source. Call it in a process of its own, in which neither train.py nor a JAX
+    backend is loaded."""
     simulate_cpu_devices(12)
-    file, source = edit
     name = file.removesuffix(".py").replace("/", ".")
     try:
         module = load(source, file, name)
         if package := name.rpartition(".")[0]:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            composed = compose("local_test_synthetic", overrides=SETTINGS)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+        config = config_of(train, settings)
         train.probe(config)
         return by_numbers(train.tiny(config))
     except Exception as error:  # of any class
         return Verdict(_kind(error), str(error).split("\n")[0])
+
+
+def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
+    """The calls that a config's steps make, and the verdict. Like `verdict`, for a process of its
+    own."""
+    text = (ROOT / "train.py").read_text()
+    found, result = calls_in(lambda: verdict("train.py", text, settings))
+    calls = {call._replace(file=call.file.replace("_edited.py", ".py")) for call in found}
+    return calls, result
 
 
 def by_numbers(configs: Any) -> Verdict:
@@ -270,7 +344,6 @@ REFUSALS = {
     "generation",
 }
 EXPECTED = {
-    "unedited": {"passes"},
     "op": REFUSALS | {"same numbers"},
     "right": {"passes"},
     "right in training": {"passes", "generation"},
@@ -297,60 +370,122 @@ def stale_rows(nets: dict[str, str]) -> list[str]:
     return stale
 
 
+def source_digest() -> str:
+    """A hash of the product's source and configs, and of this file."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("[!.t]*/*.py"), *ROOT.glob("tools/*.py")]
+    files += [*ROOT.glob("configs/**/*.yaml"), pathlib.Path(__file__)]
+    versions = f"{jax.__version__} {sys.version}".encode()
+    texts = [file.read_bytes() for file in sorted(files)]
+    return hashlib.sha256(b"".join([versions, *texts])).hexdigest()
+
+
+def _try(work: tuple[Tried, tuple[str, ...]]) -> Verdict:
+    tried, settings = work
+    return verdict(tried.file, tried.source, settings)
+
+
+def verdicts(tried: list[Tried], settings: tuple[str, ...], pool: Any) -> Iterator[Verdict]:
+    """The verdicts on edits, in order, those that are known from an earlier run at once."""
+    base = repr((source_digest(), SETTINGS, settings))
+    marks = [
+        hashlib.sha256(repr((base, each.file, each.source)).encode()).hexdigest() for each in tried
+    ]
+    known = {}
+    KEPT.parent.mkdir(exist_ok=True)
+    KEPT.touch()
+    for line in KEPT.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a run that was killed may leave a part of one
+            mark, net, why, made = json.loads(line)
+            known[mark] = Verdict(net, why, tuple(made))
+    todo = [(each, settings) for mark, each in zip(marks, tried, strict=True) if mark not in known]
+    new = pool.imap(_try, todo, 1)
+    with KEPT.open("a") as kept:
+        for mark in marks:
+            if mark not in known:
+                known[mark] = next(new)
+                kept.write(json.dumps([mark, *known[mark]]) + "\n")
+                kept.flush()
+            yield known[mark]
+
+
+def counted(part: str, edits: list[Tried]) -> list[str]:
+    """Prints the number of edits of each file's ops beside the last recorded one. Returns the files
+    that have fewer. With UPDATE_GOLDEN=1, records the numbers."""
+    lines = [line.split() for line in GOLDEN.read_text().splitlines()] if GOLDEN.exists() else []
+    recorded = {(name, file): int(count) for name, file, count in lines}
+    counts = collections.Counter(edit.file for edit in edits)
+    before = {file: count for (name, file), count in recorded.items() if name == part}
+    for file in sorted({*counts, *before}):
+        print(f"{part}: {counts[file]} edits of ops in {file}, recorded {before.get(file, 0)}")
+    if os.environ.get("UPDATE_GOLDEN"):
+        recorded = {key: count for key, count in recorded.items() if key[0] != part}
+        recorded |= {(part, file): count for file, count in counts.items()}
+        GOLDEN.write_text("".join(f"{p} {f} {n}\n" for (p, f), n in sorted(recorded.items())))
+        return []
+    return [f"{file} has fewer edits" for file in before if counts[file] < before[file]]
+
+
+def run_part(part: str, only: str, every: int, pool: Any) -> tuple[dict[str, str], list[str]]:
+    """Tries a part's edits. Returns what refuses each, and the names of those that are bad."""
+    settings, lists, without = PARTS[part]
+    calls, (net, why, original) = pool.apply(unedited, (settings,))
+    if net:
+        return {}, [f"{part}: the source as it is: {net}: {why}"]
+    if without:
+        calls -= pool.apply(unedited, (PARTS[without].settings,))[0]
+    by_op = list(mutations(calls))
+    bad = counted(part, by_op)
+    tried = [
+        Tried("not promised" if name in bugs.NOT_PROMISED else kind, name, edit.file, source)
+        for kind, listed in lists.items()
+        for name, edit in listed.items()
+        if (source := edits.edited_source(edit))
+    ]
+    tried = [each for each in [*tried, *by_op] if re.search(only, f"{each.kind}: {each.name}")][
+        ::every
+    ]
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    nets: dict[str, str] = {}
+    results = verdicts(tried, settings, pool)
+    for (kind, name, *_), (net, why, made) in zip(tried, results, strict=True):
+        result = net or "passes"
+        if kind == "op" and not net:
+            same = np.abs(np.array(made) - original).max() < 1e-4 * max(original)
+            result = "same numbers" if same else "passes"
+        counts[kind, result] += 1
+        nets[name] = result
+        if wrong := result not in EXPECTED.get(kind, REFUSALS):
+            bad.append(name)
+        mark = "BAD" if wrong else ""
+        print(f"{mark:3} {kind:8}  {result:12}  {name:50}  {why}".rstrip(), flush=True)
+    for (kind, net), count in sorted(counts.items()):
+        print(f"{count:5}  {part}, {kind}: {net}")
+    return nets, bad
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("settings", nargs="*", help="of the config, in addition")
-    # train.py, which knows them, isn't loaded in this process.
-    default = "attention_norm mlp_norm w_up"
-    parser.add_argument("--parts", default=default, help="optional arrays that the settings choose")
+    parser.add_argument("part", nargs="*", default=[*PARTS], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
     args = parser.parse_args()
-    SETTINGS.extend(args.settings)
-    os.environ["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        # Halves the time again; jax 0.12 doesn't know it.
-        + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
-    )
-    # Each edit's kind, name, file and text.
-    tried = [("unedited", "train.py", "train.py", (ROOT / "train.py").read_text())]
-    lists = {"wrong": edits.WRONG | bugs.BUGS, "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST}
-    lists |= {"right in training": edits.RIGHT_IN_TRAINING, "not promised": edits.NOT_PROMISED}
-    lists["right but refused"] = edits.RIGHT_BUT_REFUSED
-    if "w_router" in args.parts:
-        lists = {"wrong": edits.WRONG_WITH_EXPERTS, "right": edits.RIGHT_WITH_EXPERTS}
-    for group, listed in lists.items():
-        for name, edit in listed.items():
-            kind = "not promised" if name in bugs.NOT_PROMISED else group
-            tried.append((kind, name, edit.file, edits.edited_source(edit)))
-    for file in FILES:
-        for op in mutations(file=file, parts=args.parts.split()):
-            tried.append(("op", f"{op.where} {op.what}", file, op.source))
-    chosen = [t for t in tried[1:] if re.search(args.only, f"{t[0]}: {t[1]}")]
-    tried = [tried[0], *chosen[:: args.every]]
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    os.environ["XLA_FLAGS"] = QUICK_COMPILES
+    # Each edit has a process of its own, a fork of this one, which has imported and traced all that
+    # edits have in common, without starting a backend.
+    warm = load((ROOT / "train.py").read_text())
+    warm.probe(config_of(warm, ()))
     bad: list[str] = []
     nets: dict[str, str] = {}
-    fork = multiprocessing.get_context("fork")  # a process of its own for each, already set up
-    with fork.Pool(2, maxtasksperchild=1) as pool:
-        verdicts = pool.imap(verdict, ((file, source) for _, _, file, source in tried), 1)
-        for (kind, name, *_), (net, why, made) in zip(tried, verdicts, strict=True):
-            if kind == "unedited":
-                original = np.array(made)
-            result = net or "passes"
-            if kind == "op" and not net:
-                same = np.abs(np.array(made) - original).max() < 1e-4 * original.max()
-                result = "same numbers" if same else "passes"
-            counts[kind, result] += 1
-            nets[name] = result
-            if result not in EXPECTED.get(kind, REFUSALS):
-                bad.append(name)
-            mark = "BAD" if name in bad else ""
-            print(f"{mark:3} {kind:8}  {result:12}  {name:50}  {why}".rstrip(), flush=True)
-    for (kind, net), count in sorted(counts.items()):
-        print(f"{count:5}  {kind}: {net}")
+    with tempfile.TemporaryDirectory() as cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+            for part in args.part:
+                refused_by, more = run_part(part, args.only, args.every, pool)
+                nets |= refused_by
+                bad += more
     bad += stale_rows(nets)
     if bad:
         sys.exit(f"error: wrong edits pass, right ones are refused, or rows are stale: {bad}")
