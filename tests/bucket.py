@@ -1,56 +1,50 @@
-"""An S3 server on loopback that can be made to fail or to be slow."""
+"""An S3 server on loopback that can be made to fail."""
 
 import contextlib
 import http.client
 import http.server
+import logging
 import os
 import socket
 import socketserver
 import struct
 import threading
-import time
 
 import pytest
-
-BREAKS = ("reset", "cut", "late", "lost")
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
     """Forwards requests to the server, unless `trouble`, a function of a request's method and path,
-    returns an error status to answer with, or one of BREAKS:
+    returns an error status to answer with, or one of these:
 
     - reset: the connection breaks before the server sees the request,
+    - silence: no answer comes until the client gives up,
     - cut: the answer ends in the middle, without an end of the headers if it has no body,
-    - late: the answer comes `delay` seconds late,
     - lost: the connection breaks after the server has done what was asked.
     """
 
     protocol_version = "HTTP/1.1"
     trouble = staticmethod(lambda method, path: None)
-    delay = 2.5
     target = ("", 0)
 
     def answer(self):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         fault = Proxy.trouble(self.command, self.path)
-        if fault and fault not in BREAKS:
+        if isinstance(fault, int):
             self.send_response(fault)
             self.send_header("content-length", "0")
             self.end_headers()
             return
-        if fault == "reset":
+        if fault == "silence":
+            self.connection.recv(1)  # returns when the client closes the connection
+        if fault in ("reset", "silence"):
             return self.reset()
         with contextlib.closing(http.client.HTTPConnection(*Proxy.target)) as server:
-            try:
-                server.request(self.command, self.path, body, dict(self.headers))
-                response = server.getresponse()
-                content = response.read()
-            except ConnectionError:  # at the end of the tests, when nobody waits for the answer
-                return
+            server.request(self.command, self.path, body, dict(self.headers))
+            response = server.getresponse()
+            content = response.read()
         if fault == "lost":
             return self.reset()
-        if fault == "late":
-            time.sleep(Proxy.delay)
         with contextlib.suppress(ConnectionError):  # the client may have given up
             self.pass_on(response, content, fault == "cut")
 
@@ -87,15 +81,14 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         pass
 
 
-@contextlib.contextmanager
-def serving():
-    """Starts an S3 server behind the proxy, and yields the address of a bucket there."""
+@pytest.fixture(scope="session")
+def server():
+    """Starts an S3 server behind the proxy. Its clients try only twice."""
     moto = pytest.importorskip("moto.server")
-    import boto3
-
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    Proxy.target = server.get_host_and_port()
+    moto_server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's, a line per request
+    moto_server.start()
+    Proxy.target = moto_server.get_host_and_port()
     proxy = Server(("127.0.0.1", 0), Proxy)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
@@ -104,16 +97,21 @@ def serving():
             patch.setenv(name, "any")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("AWS_MAX_ATTEMPTS", "2")  # not 5, with growing delays
+        patch.setattr("s3fs.S3FileSystem.retries", 2)
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
-        with contextlib.closing(boto3.client("s3")) as client:
-            client.create_bucket(Bucket="bucket")
-        yield "s3://bucket"
+        yield
     proxy.shutdown()
     proxy.server_close()
-    server.stop()
+    moto_server.stop()
 
 
-@pytest.fixture(scope="session")  # because s3fs caches its clients
-def bucket():
-    with serving() as address:
-        yield address
+@pytest.fixture
+def bucket(server, request):
+    """The address of a new bucket, all of whose requests succeed until Proxy.trouble is set."""
+    import boto3
+
+    name = f"bucket-{abs(hash(request.node.nodeid))}"
+    with contextlib.closing(boto3.client("s3")) as client:
+        client.create_bucket(Bucket=name)
+    yield f"s3://{name}"
+    Proxy.trouble = staticmethod(lambda method, path: None)
