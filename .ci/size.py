@@ -1,9 +1,10 @@
-"""Counts lines of code per file and folder, without blank lines, comments and docstrings."""
+"""Counts lines of code per file and folder, without blank lines, comments and docstrings: in every
+folder of the repository that has Python, and lines that diffs add, in patch files and in pages."""
 
 import ast
 import io
 import pathlib
-import sys
+import subprocess
 import tokenize
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -24,11 +25,27 @@ def code_lines(path: pathlib.Path) -> int:
     return len(lines - docs)
 
 
-for name in sys.argv[1:]:
-    root = pathlib.Path(name)
-    files = [root] if root.is_file() else sorted(root.rglob("*.py"))
-    counts = {file: code_lines(file) for file in files}
-    print(f"{sum(counts.values()):5} {name}")
-    if len(files) > 1:
-        for file, count in counts.items():
-            print(f"{count:11} {file}")
+def added_lines(path: pathlib.Path) -> int:
+    """Lines that a patch file adds, or the blocks of a page that are diffs."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = "".join(part.partition("\n```")[0] for part in text.split("\n```diff")[1:])
+    return sum(line.startswith("+") and not line.startswith("+++") for line in text.splitlines())
+
+
+def listed(counts: dict[pathlib.Path, int]) -> None:
+    folders = sorted({file.parts[0] for file, count in counts.items() if count})
+    for name in folders:
+        inside = {file: count for file, count in counts.items() if file.parts[0] == name and count}
+        print(f"{sum(inside.values()):6} {name}")
+        if [*inside] != [pathlib.Path(name)]:
+            for file, count in inside.items():
+                print(f"{count:12} {file}")
+
+
+command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+files = [file for name in sorted(names) if (file := pathlib.Path(name)).exists()]
+listed({file: code_lines(file) for file in files if file.suffix == ".py"})
+print("added by patches:")
+listed({file: added_lines(file) for file in files if file.suffix in (".patch", ".diff", ".md")})
