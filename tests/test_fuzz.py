@@ -127,35 +127,22 @@ SMALLEST = ["--config-name=local_test_synthetic", "flat_tokens.filespec=tokens.z
 CONVERT = ["--config-name=json_files", "load_dataset.data_files=texts/*.jsonl", "output=new.zarr"]
 CONVERT += ["tokenizer=bytes_utf8"]
 WITH_HYDRA = {
-    "train": (train.main, train.Config, [*configs()]),
-    "audit": (audit.main, audit.AuditConfig, [SMALLEST]),
-    "check": (check.main, train.Config, [SMALLEST]),
-    "compile": (compile.main, compile.CompileConfig, [SMALLEST]),
-    "convert": (
-        huggingface_to_flat_tokens.main,
-        huggingface_to_flat_tokens.ConvertConfig,
-        [CONVERT],
-    ),
+    train: (train.Config, [*configs()]),
+    audit: (audit.AuditConfig, [SMALLEST]),
+    check: (train.Config, [SMALLEST]),
+    compile: (compile.CompileConfig, [SMALLEST]),
+    huggingface_to_flat_tokens: (huggingface_to_flat_tokens.ConvertConfig, [CONVERT]),
 }
 WITH_ARGPARSE = {
-    "checkpoint_info": (checkpoint_info.main, [["checkpoints"]]),
-    "flat_tokens_info": (
-        flat_tokens_info.main,
-        [["tokens.zarr", "--decode=1", "--tokenizer=bytes_utf8"]],
-    ),
-    "generate": (
-        generate.main,
-        [
-            ["checkpoints", "--tokenizer=bytes_utf8"],
-            ["checkpoints", "--evaluate=tokens.zarr", "--batches=1"],
-        ],
-    ),
-    "huggingface_weights": (
-        huggingface_weights.main,
-        [["export", "checkpoints", "new"], ["import", "llama", "new"]],
-    ),
-    "plot": (plot.main, [["runs/run"]]),
-    "synthetic_dataset": (synthetic_dataset.main, [["new.zarr", "--train-tokens=9"]]),
+    checkpoint_info: [["checkpoints"]],
+    flat_tokens_info: [["tokens.zarr", "--decode=1", "--tokenizer=bytes_utf8"]],
+    generate: [
+        ["checkpoints", "--tokenizer=bytes_utf8"],
+        ["checkpoints", "--evaluate=tokens.zarr", "--batches=1"],
+    ],
+    huggingface_weights: [["export", "checkpoints", "new"], ["import", "llama", "new"]],
+    plot: [["runs/run"]],
+    synthetic_dataset: [["new.zarr", "--train-tokens=9"]],
 }
 
 
@@ -291,9 +278,9 @@ MANY = 500
 
 def some_or_many(programs):
     """Tries a program a few times, or 500 times as a long test."""
-    some = [(name, 12 if name == "train" else 4) for name in programs]
-    many = [pytest.param(name, MANY, marks=pytest.mark.long) for name in programs]
-    return pytest.mark.parametrize(("name", "examples"), some + many)
+    some = [(module, 12 if module is train else 4) for module in programs]
+    many = [pytest.param(module, MANY, marks=pytest.mark.long) for module in programs]
+    return pytest.mark.parametrize(("module", "examples"), some + many)
 
 
 def no_cluster(**_):
@@ -314,20 +301,20 @@ class Agree:
 
 
 @some_or_many(WITH_HYDRA)
-def test_a_program_with_a_config(name, examples, folder, monkeypatch):
-    main, schema, starts = WITH_HYDRA[name]
+def test_a_program_with_a_config(module, examples, folder, monkeypatch):
+    schema, starts = WITH_HYDRA[module]
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
     monkeypatch.setattr(checks, "Numbers", Agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
         monkeypatch.setattr(train, "check_types", lambda _: sys.exit())
-    fuzz(folder, main, starts, FLAGS, overrides(schema), examples)
+    fuzz(folder, module.main, starts, FLAGS, overrides(schema), examples)
 
 
 @some_or_many(WITH_ARGPARSE)
-def test_a_program_with_options(name, examples, folder, little_memory, monkeypatch):
-    main, starts = WITH_ARGPARSE[name]
+def test_a_program_with_options(module, examples, folder, little_memory, monkeypatch):
+    main, starts = module.main, WITH_ARGPARSE[module]
     whole, append = generate.generate, Writer.append
     monkeypatch.setattr(generate, "generate", lambda *args: itertools.islice(whole(*args), 3))
     if examples < MANY:  # compiling takes seconds

@@ -131,18 +131,15 @@ def test_a_second_moment_begins_at_its_expectation():
     assert made.nu.layers.w_q is state.nu.layers.w_q
 
 
-RING = [
-    *("{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}", "{d: 2, t: 1, r: 2, c: 4}"),
-    *("{d: 1, t: 1, c: 8}", "{d: 1, t: 1}"),
-]
+RING = ["{d: 4, t: 2, r: 2}", "{d: 2, t: 1, r: 2, c: 4}", "{d: 1, t: 1}"]
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tmp_path):
-    """Losses differ by 4e-4 at most in 20 steps, by rounding in bf16, and fall by 8%."""
+    """Losses differ by 4e-4 at most in 12 steps, by rounding in bf16."""
     run = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *SMALL]
     run += [f"paths.root_working_dir={tmp_path}", "training.tokens.len=48"]
-    run += ["training.steps_for_lr=20"]
+    run += ["training.steps_for_lr=12"]
 
     def start(name, steps, layout):
         part = [f"paths.model_name={name}", f"training.steps={steps}", f"mesh={layout}"]
@@ -150,7 +147,7 @@ def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tm
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    start("one", 20, "{d: 1, t: 1}")
+    start("one", 12, "{d: 1, t: 1}")
     for i, layout in enumerate(RING, 1):
         out = start("ring", 4 * i, layout)
         assert (f"\nresumed at step {4 * i - 4} from " in out) == (i > 1)

@@ -22,7 +22,6 @@ from shardlib.types import make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
     IN_F32,
-    MESHES,
     ROOT,
     SMALL,
     assert_close,
@@ -100,25 +99,25 @@ def expected(length=12, *overrides):
     return jax.device_get(jax.value_and_grad(loss)(weights))
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(2, 4)], MESHES))
-def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, axes):
-    loss, grads, _ = loss_and_grads(in_f32, small_config(), *random_rows(), mesh(*axes))
-    expected_loss, expected_grads = expected()
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert_close(grads, expected_grads, 1e-5)
+CHUNKS, MICROBATCHES = ["training.loss_chunks=4"], ["training.microbatches=2"]
+# (d, t, r, c), and settings that split the batch or the logits into parts.
+LAYOUTS = [
+    ((1, 1), []),
+    ((2, 4), []),
+    ((8, 1), CHUNKS),
+    ((1, 8), MICROBATCHES),
+    ((4, 2, 2), CHUNKS + MICROBATCHES),
+    ((2, 2, 1, 2), MICROBATCHES),
+    ((2, 1, 2, 4), []),
+]
 
 
-LAYOUTS = [(4, 2, 2), (2, 2, 1, 2), (2, 1, 2, 4), (1, 1, 1, 8), (8, 1, 4)]
-
-
-@pytest.mark.parametrize("axes", slow_but_for(LAYOUTS[1:2], LAYOUTS))
-def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, axes):
-    """Meshes (d, t, r, c)."""
-    config = small_config("training.tokens.len=48", *PARTS[:1])
-    rows = random_rows(length=48)
-    if axes[0] == 8:
-        config = config.changed({"training.microbatches": 1})
-    loss, grads, _ = loss_and_grads(in_f32, config, *rows, mesh(*axes))
+@pytest.mark.parametrize("layout", slow_but_for([LAYOUTS[1], LAYOUTS[5]], LAYOUTS), ids=str)
+def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, layout):
+    """The last row is padded, so that parts have different numbers of targets."""
+    axes, parts = layout
+    config = small_config("training.tokens.len=48", *parts)
+    loss, grads, _ = loss_and_grads(in_f32, config, *random_rows(length=48), mesh(*axes))
     expected_loss, expected_grads = expected(48)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected_grads, 1e-5)
@@ -133,12 +132,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("axes", slow_but_for([(2, 4)], [(1, 1), (2, 4), (2, 2, 2, 2)]))
 @pytest.mark.parametrize("variant", slow_but_for(["OLMo 2"], list(VARIANTS)))
-def test_loss_and_gradients_of_variants_agree_with_the_oracle(in_f32, variant, axes):
-    """Meshes (d, t, r, c)."""
+def test_loss_and_gradients_of_variants_agree_with_the_oracle(in_f32, variant):
     config = small_config(*VARIANTS[variant])
-    loss, grads, _ = loss_and_grads(in_f32, config, *random_rows(), mesh(*axes))
+    on = mesh(2, 2, 2, 2)  # split along each axis
+    loss, grads, _ = loss_and_grads(in_f32, config, *random_rows(), on)
     expected_loss, expected_grads = expected(12, *VARIANTS[variant])
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert grads.keys() == expected_grads.keys()
@@ -166,23 +164,8 @@ def test_what_a_config_leaves_out_costs_nothing():
     }
 
 
-PARTS = ["training.microbatches=2", "training.loss_chunks=4"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [PARTS[:1], PARTS[1:], PARTS])
-@pytest.mark.parametrize("axes", [(1, 1), (4, 2)])
-def test_parts_of_the_batch_and_of_the_logits_add_up_to_the_whole(in_f32, axes, parts):
-    """The last row is padded, so that the parts have different numbers of targets."""
-    loss, grads, _ = loss_and_grads(in_f32, small_config(*parts), *random_rows(), mesh(*axes))
-    expected_loss, expected_grads = expected()
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    assert_close(grads, expected_grads, 1e-5)
-
-
-@pytest.mark.parametrize("axes", slow_but_for([(4, 2)], MESHES))
-def test_bf16_is_close(axes):
-    loss, grads, _ = loss_and_grads(train, small_config(), *random_rows(), mesh(*axes))
+def test_bf16_is_close():
+    loss, grads, _ = loss_and_grads(train, small_config(), *random_rows(), mesh(4, 2))
     expected_loss, expected_grads = expected()
     np.testing.assert_allclose(loss, expected_loss, rtol=3e-3)
     assert_close(grads, expected_grads, 5e-2)
@@ -238,8 +221,7 @@ def optax_schedule(hyper):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-@pytest.mark.parametrize("final", [0.1, 0])
-@pytest.mark.parametrize("steps, warmup", [(100, 10), (100, 0), (100, 100), (30, 3)])
+@pytest.mark.parametrize("final, steps, warmup", [(0.1, 100, 10), (0, 100, 0), (0.1, 100, 100)])
 def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(schedule, final, steps, warmup):
     if schedule == "wsd" and steps == warmup:
         steps += 20
@@ -377,25 +359,24 @@ def optimizer_of(config, weights):
 MUON = ["training.optimizer=muon", "training.grad_clip=0.5"]
 OPTIMIZERS = {
     "adamw": ["training.grad_clip=0.5"],
-    "adamw, nothing clipped": ["training.grad_clip=1e9"],
-    "adamw, gains and more not decayed": [
+    "adamw, gains and more not decayed, nothing clipped": [
         "training.no_decay=[gains,biases,embeddings]", "model.qkv_bias=true",
-        "training.weight_decay=2",
+        "training.weight_decay=2", "training.grad_clip=1e9",
     ],
-    "muon": MUON,
     "muon, experts": [
         *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24}", "mesh={d: 4, t: 2}",
         "training.routing={capacity_factor: null, bias_rate: 0}",
     ],
-    "muon, wsd": [*MUON, "training.schedule=wsd", "training.cooldown_steps=97"],
-    "muon, odd layers": [*MUON, "model.layers=3", "training.muon_momentum=0.8"],
-    "muon, biases": [*MUON, "model.qkv_bias=true", "training.no_decay=[biases]"],
+    "muon, odd layers, biases": [
+        *MUON, "model.layers=3", "training.muon_momentum=0.8", "model.qkv_bias=true",
+        "training.no_decay=[biases]", "training.schedule=wsd", "training.cooldown_steps=97",
+    ],
 }  # fmt: skip
 
 
 def assert_as_optax(module, config, axes, tolerance):
-    """Six steps from gradients of the oracle lead to the same weights."""
-    rows = [random_rows(seed) for seed in range(6)]
+    """Four steps from gradients of the oracle lead to the same weights."""
+    rows = [random_rows(seed) for seed in range(4)]
     schedule = optax_schedule(config.training)
     experts = config.model.experts and (config.model.experts, config.training.routing)
 
@@ -427,12 +408,8 @@ def test_the_optimizer_agrees_with_optax(in_f32, name):
     assert_as_optax(in_f32, config, (4, 2), 1e-4)
 
 
-# (d, t, r, c)
-ALL = [*MESHES, (4, 2, 2), (2, 2, 1, 2), (4, 1, 2, 2)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ALL)
+@pytest.mark.parametrize("axes", [(4, 2, 2), (2, 2, 1, 2)])
 def test_muon_agrees_with_optax_on_every_mesh(in_f32, axes):
     assert_as_optax(in_f32, small_config("training.warmup_steps=3", *MUON), axes, 1e-4)
 

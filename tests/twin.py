@@ -22,7 +22,8 @@ from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shardings
 from tests.helpers import compose_config, starts_of
 
-CONFIG = compose_config("local_test_synthetic", "paths.model_name=none")
+NAMES = "local_test_synthetic", "paths.model_name=none"
+CONFIG = compose_config(*NAMES)
 ROUNDS = 15
 
 
@@ -41,10 +42,9 @@ def rotate(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def loss(weights, targets, is_start):
+def loss(weights, inputs, targets, is_start):
     w = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
     document = jnp.cumsum(is_start, 1)
-    inputs = jnp.where(is_start, 0, jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1])
     sees = (document[:, :, None] == document[:, None]) & jnp.tri(targets.shape[1], dtype=bool)
 
     def layer(x, w):
@@ -67,7 +67,7 @@ def loss(weights, targets, is_start):
 
 def twin(weights, batch):
     """Returns a function that takes no arguments, runs a step and returns its loss."""
-    hyper = CONFIG.training
+    hyper, is_start = CONFIG.training, starts_of(batch)
     optimizer = optax.chain(
         optax.clip_by_global_norm(hyper.grad_clip),
         optax.adamw(hyper.learning_rate, hyper.adam_b1, hyper.adam_b2, hyper.adam_eps,
@@ -76,7 +76,7 @@ def twin(weights, batch):
 
     @jax.jit
     def step(weights, moments):
-        value, grads = jax.value_and_grad(loss)(weights, batch.targets, starts_of(batch))
+        value, grads = jax.value_and_grad(loss)(weights, batch.inputs, batch.targets, is_start)
         updates, moments = optimizer.update(grads, moments, weights)
         return optax.apply_updates(weights, updates), moments, value
 
@@ -89,23 +89,16 @@ def twin(weights, batch):
     return once
 
 
-def train_step(axes, host_batch):
+def train_step(mesh, host_batch):
     """Returns such a function for train.py on a mesh, and its initial weights and batch on the
     host."""
-    config = compose_config(
-        "local_test_synthetic",
-        "paths.model_name=none",
-        f"mesh.d={axes['d']}",
-        f"mesh.t={axes['t']}",
-    )
-    mesh = make_mesh(axes)
-    with jax.set_mesh(mesh):
+    config = compose_config(*NAMES, f"mesh={mesh}")
+    with jax.set_mesh(make_mesh(config.mesh.axes)):
         if host_batch is None:
             loader, _ = open_batches(config, train.dimensions(config))
             ((_, batch),) = loader.from_step(0, 1)
             host_batch = jax.device_get(batch)
-        shardings = make_shardings(TokenBatch)
-        batch = jax.device_put(host_batch, shardings)
+        batch = jax.device_put(host_batch, make_shardings(TokenBatch))
         state = [train.init_state(config)]
         weights = jax.device_get(state[0].weights)
         step = compile_step(config, train.lower_step(config))
@@ -119,8 +112,8 @@ def train_step(axes, host_batch):
 
 def main():
     simulate_cpu_devices(8)
-    sharded, weights, batch = train_step({"d": 4, "t": 2}, None)
-    alone, _, _ = train_step({"d": 1, "t": 1}, batch)
+    sharded, weights, batch = train_step("{d: 4, t: 2}", None)
+    alone, _, _ = train_step("{d: 1, t: 1}", batch)
     steps = {"twin": twin(jax.device_put(weights), jax.device_put(batch)), "1 x 1": alone,
              "4 x 2": sharded}  # fmt: skip
     seconds = {name: [] for name in steps}

@@ -11,7 +11,6 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
-from zarr.codecs import BloscCodec, ZstdCodec
 
 import data.flat_tokens
 from data.flat_tokens import (
@@ -89,14 +88,6 @@ def test_a_writer_goes_on_from_where_another_flushed(
     assert (dataset.sequence_count, dataset.max_token_id) == (len(sequences), max(flat))
 
 
-@given(st.lists(ids, min_size=1))
-def test_encoding_is_reversible(sequence):
-    starts = np.arange(0, len(sequence), 3)
-    decoded, is_start = decode(encode(np.asarray(sequence), starts))
-    assert decoded.tolist() == sequence
-    assert np.flatnonzero(is_start).tolist() == starts.tolist()
-
-
 def test_arrays_of_another_type_or_length_are_refused():
     with pytest.raises(TypeCheckError, match=r"'ids'.*\n.*f64\[3\]"):
         encode(np.ones(3), np.zeros(1, np.intp))
@@ -105,20 +96,14 @@ def test_arrays_of_another_type_or_length_are_refused():
 
 
 def make_group(
-    path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, fill=0, **types
+    path, zarr_format=3, tokens=(11, 6, 16, 3), starts=(0, 3, 4), largest=8, dtype="u4", **options
 ):
-    """Writes a split with zarr alone; `largest=None` leaves out the attribute max_token_id."""
+    """Writes a split with zarr alone. The options are of the array of tokens."""
     group = zarr.open_group(str(path), mode="w", zarr_format=zarr_format).create_group("train")
-    for name, values, dtype in (
-        ("encoded_tokens", tokens, np.uint32),
-        ("seq_starts", starts, np.uint64),
-    ):
-        array = np.asarray(values, types.get(name, dtype))
-        options = {"fill_value": fill if name == "encoded_tokens" else 0}
-        shape = {"shape": array.shape, "dtype": array.dtype, "chunks": (2,)}
-        group.create_array(name, **shape, **options)[:] = array
-    if largest is not None:
-        group.attrs["max_token_id"] = largest
+    options = {"fill_value": 0, "chunks": (2,)} | options
+    group.create_array("encoded_tokens", data=np.asarray(tokens, dtype), **options)
+    group.create_array("seq_starts", data=np.asarray(starts, np.uint64), chunks=(2,), fill_value=0)
+    group.attrs["max_token_id"] = largest
     return str(path)
 
 
@@ -142,20 +127,15 @@ def test_both_storage_formats_read(tmp_path, zarr_format):
 
 
 DAMAGE = {
-    "unfinished": {"largest": None},
     "the last start is not the end": {"starts": (0, 3)},
     "starts that do not increase": {"starts": (0, 3, 3, 4)},
     "starts that do not begin at 0": {"starts": (1, 3, 4)},
     "a start not listed": {"tokens": (11, 7, 16, 3)},
-    "a start not marked": {"tokens": (11, 6, 16, 2)},
     "no token where the fill value is 0": {"tokens": (11, 0, 16, 3)},
-    "no token where it is not": {"tokens": (11, 2**32 - 1, 16, 3), "fill": 2**32 - 2},
+    "no token where it is not": {"tokens": (11, 2**32 - 1, 16, 3), "fill_value": 2**32 - 2},
     "another largest id": {"largest": 9},
     "ids above the largest": {"largest": 7},
-    "more sequences than tokens": {"starts": (0, 1, 2, 3, 4, 4)},
-    "tokens of another dtype": {"encoded_tokens": np.int64},
-    "starts of another dtype": {"seq_starts": np.uint32},
-    "no sequence": {"tokens": (), "starts": (0,)},
+    "tokens of another dtype": {"dtype": "i8"},
 }
 
 
@@ -167,7 +147,7 @@ def test_damage_is_named(tmp_path, monkeypatch, case):
     golden.check("datasets.txt", case, str(error.value))
 
 
-@pytest.mark.parametrize("largest", ["x", -1, 2**30 - 1, 2**30, 2**40, 1.5, True, [8], {}], ids=str)
+@pytest.mark.parametrize("largest", ["x", -1, 2**30 - 1, 1.5, True, [8]], ids=str)
 def test_a_largest_id_that_is_none(tmp_path, monkeypatch, largest):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FlatTokensError) as error:
@@ -199,16 +179,13 @@ def packed_by(*names):
 
 TOKENS, STARTS = "encoded_tokens can't be opened", "seq_starts can't be opened"
 DESCRIPTIONS = [
-    *[("", {"attributes": value}, "x.zarr can't be opened") for value in ([], 7)],
-    *[("/encoded_tokens", {"shape": [value]}, TOKENS) for value in (-5, "x", 1e30)],
+    ("", {"attributes": 7}, "x.zarr can't be opened"),
+    *[("/encoded_tokens", {"shape": [value]}, TOKENS) for value in (-5, "x")],
     *[("/encoded_tokens", {"shape": [value]}, "end with the token count") for value in (5, 2**70)],
-    *[
-        ("/seq_starts", {"shape": [value]}, "no sequences, or more of them than")
-        for value in (0, 1, 7, 2**62)
-    ],
-    *[("/seq_starts", {"shape": shape}, STARTS) for shape in ([], [3, 1], "x", None)],
-    *[("/encoded_tokens", chunks_of(value), TOKENS) for value in (0, -1, 2**24 + 1, 2**62, "x")],
-    *[("/seq_starts", chunks_of(*shape), STARTS) for shape in ([], [2, 2], [2**23 + 1])],
+    *[("/seq_starts", {"shape": [value]}, "no sequences, or more of them") for value in (1, 7)],
+    *[("/seq_starts", {"shape": shape}, STARTS) for shape in ([], [3, 1], None)],
+    *[("/encoded_tokens", chunks_of(value), TOKENS) for value in (0, 2**24 + 1, "x")],
+    *[("/seq_starts", chunks_of(*shape), STARTS) for shape in ([2, 2], [2**23 + 1])],
     *[("/encoded_tokens", packed_by(*names), TOKENS) for names in (["gzip"], ["zstd", "zstd"])],
     ("/encoded_tokens", {"codecs": []}, TOKENS),
     ("/encoded_tokens", {"data_type": "x"}, TOKENS),
@@ -226,47 +203,19 @@ def test_a_description_that_parses_but_can_not_be(tmp_path, where, change, messa
     assert "\n" not in str(error.value)
 
 
-def frame_without_its_size(frame):
-    """Returns a zstd frame of 64 KiB or more whose header doesn't tell how much it unpacks to."""
-    assert frame[4] & 0xE0 == 0x80, "a size of 4 bytes, after the window's"
-    return frame[:4] + bytes([frame[4] & 0x1F]) + frame[5:6] + frame[10:]
+BLOSC, ZSTD = numcodecs.Blosc("zstd"), numcodecs.Zstd()
+BOMBS = {2: (BLOSC, BLOSC, "encoded_tokens/1"), 3: (ZSTD, "auto", "encoded_tokens/c/1")}
 
 
-LARGE = np.zeros(2**28, np.uint8)
-BOMBS = {
-    "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(LARGE)),
-    "zstd, many frames": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(LARGE[: 2**20]) * 256),
-    "zstd, size unknown": lambda: (
-        numcodecs.Zstd(),
-        frame_without_its_size(numcodecs.Zstd().encode(LARGE)),
-    ),
-    "blosc": lambda: (numcodecs.Blosc("zstd"), numcodecs.Blosc("zstd").encode(LARGE)),
-}
-
-
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("kind", BOMBS)
-def test_a_chunk_unpacks_to_no_more_than_its_size(tmp_path, kind, zarr_format):
+@pytest.mark.parametrize("zarr_format", BOMBS)
+def test_a_chunk_unpacks_to_no_more_than_its_size(tmp_path, zarr_format):
     """Replaces a chunk by a small one that unpacks to 256 MiB, as an untrusted dataset may."""
-    packer, bomb = BOMBS[kind]()
+    packer, compressors, chunk = BOMBS[zarr_format]
+    bomb = packer.encode(np.zeros(2**28, np.uint8))
     assert len(bomb) < 2**16
-    path, packed = str(tmp_path / "x.zarr"), packer if zarr_format == 2 else "auto"
-    if zarr_format == 3:
-        packed = ZstdCodec() if "zstd" in kind else BloscCodec(cname="zstd")
-    group = zarr.open_group(path, mode="w", zarr_format=zarr_format).create_group("train")
-    for name, dtype, values in (
-        ("encoded_tokens", "u4", [11, 6, 16, 3]),
-        ("seq_starts", "u8", [0, 3, 4]),
-    ):
-        array = group.create_array(
-            name, shape=len(values), dtype=dtype, chunks=2, compressors=packed
-        )
-        array[:] = values
-    group.attrs["max_token_id"] = 8
-    FlatTokens(path, "train").validate()
-    chunk = "encoded_tokens/1" if zarr_format == 2 else "encoded_tokens/c/1"
-    (tmp_path / "x.zarr/train" / chunk).write_bytes(bomb)
+    path = make_group(tmp_path / "x.zarr", zarr_format, compressors=compressors)
     dataset = FlatTokens(path, "train")
+    (tmp_path / "x.zarr/train" / chunk).write_bytes(bomb)
     assert dataset.read(0, 2)[0].tolist() == [5, 3]
     tracemalloc.start()
     with pytest.raises(FlatTokensError, match="encoded_tokens: chunk 1 can't be read: "):
@@ -276,21 +225,13 @@ def test_a_chunk_unpacks_to_no_more_than_its_size(tmp_path, kind, zarr_format):
     assert peak < 2**22
 
 
-def test_what_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FlatTokensError) as error:
-        FlatTokens("missing.zarr", "train")
-    golden.check("datasets.txt", "no dataset", str(error.value))
-    with pytest.raises(FlatTokensError) as error:
-        FlatTokens(make_group("x.zarr"), "validation")
-    golden.check("datasets.txt", "no split", str(error.value))
-    zarr.open_group("y.zarr", mode="w").create_group("train")
-    with pytest.raises(FlatTokensError) as error:
-        FlatTokens("y.zarr", "train")
-    golden.check("datasets.txt", "no arrays", str(error.value))
+def test_a_split_without_arrays(tmp_path):
+    zarr.open_group(tmp_path / "x.zarr", mode="w").create_group("train")
+    with pytest.raises(FlatTokensError, match="has no one-dimensional uint32 array encoded_tokens"):
+        FlatTokens(str(tmp_path / "x.zarr"), "train")
 
 
-STRANGE = [[], [3, -2], [-1], [2**30 - 1], [2**31 - 1], [2**31], [[1]], [1.5], ["a"]]
+STRANGE = [[], [3, -2], [2**30 - 1], [2**31 - 1], [2**31], [[1]], [1.5]]
 
 
 @pytest.mark.parametrize("sequence", STRANGE, ids=str)
@@ -335,13 +276,3 @@ def test_an_interrupted_write_is_no_dataset(tmp_path):
     assert FlatTokens(str(tmp_path / "x.zarr"), "train").read(0, 2)[0].tolist() == [7, 8]
     with pytest.raises(FlatTokensError), Writer(str(tmp_path / "y.zarr"), "train"):
         pass
-
-
-def test_nothing_is_overwritten(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write("x.zarr", SEQUENCES)
-    write("x.zarr", [[4]], "validation")
-    with pytest.raises(FileExistsError) as error:
-        write("x.zarr", [[9]])
-    golden.check("datasets.txt", "output exists", str(error.value))
-    assert FlatTokens("x.zarr", "train").token_count == 6

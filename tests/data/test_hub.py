@@ -13,8 +13,9 @@ import fsspec
 import pytest
 
 from data.text import Source
-from tests.bucket import Proxy
 from tests.helpers import ROOT
+
+ERRORS = {403: "GatedRepo", 404: "EntryNotFound"}
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -30,8 +31,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("ETag", f'"{sha1(answer)}"')
         self.send_header("X-Repo-Commit", self.commit)
-        if code == 404:
-            self.send_header("X-Error-Code", "EntryNotFound")
+        if code in ERRORS:
+            self.send_header("X-Error-Code", ERRORS[code])
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         if self.command == "GET":
@@ -65,53 +66,74 @@ def lines(text, count=30):
     return f'{{"text": "{text}"}}\n'.encode() * count
 
 
+@pytest.fixture
+def hub(tmp_path):
+    """Serves the hub. Returns the environment of programs that use it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+        yield os.environ | here | {"HF_HUB_OFFLINE": "0"}
+        server.shutdown()
+
+
+# Reads from each position that it is given, in a process that has seen nothing of the hub yet.
 PROGRAM = """
-import json, sys
+import json, os, sys
+import datasets
 from data.text import Source, start
 from shardlib.errors import UserError
-source, _ = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", documents=7).check()
-position = json.loads(sys.argv[1])
-try:
-    units = [(len(texts), after) for texts, after in source.read(range(2), position or start(2))]
-    print(json.dumps([sum(count for count, _ in units), units[0][1]]))
-except UserError as error:
-    print(json.dumps([str(error), None]))
+
+def read(position):
+    source, _ = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", documents=7).check()
+    try:
+        units = [(len(texts), after) for texts, after in source.read(range(2), position)]
+    except UserError as error:
+        return str(error), None
+    return sum(count for count, _ in units), units[0][1]
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        print(json.dumps(read(json.loads(line) or start(2))), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
 """
 
 
 @pytest.mark.slow
-def test_another_commit_may_go_on_if_the_files_are_the_same(tmp_path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        threading.Thread(target=hub.serve_forever).start()
-        endpoint = f"http://127.0.0.1:{hub.server_port}"
-        settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+def test_another_commit_may_go_on_if_the_files_are_the_same(hub):
+    command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=hub, stdin=pipe, stdout=pipe, text=True) as run:
 
         def read(position=None):
             Hub.commit = sha1(repr(Hub.files).encode())
-            run = subprocess.run(
-                [sys.executable, "-c", PROGRAM, json.dumps(position)],
-                cwd=ROOT, env=os.environ | settings, capture_output=True, text=True,
-            )  # fmt: skip
-            assert not run.returncode, run.stderr
-            return json.loads(run.stdout)
+            run.stdin.write(json.dumps(position) + "\n")
+            run.stdin.flush()
+            return json.loads(run.stdout.readline())
 
-        try:
-            Hub.files = {f"train-{i}.jsonl": lines(f"text {i}") for i in range(9)}
-            count, position = read()
-            assert count == 9 * 30
-            Hub.requests.clear()
-            Hub.files["README.md"] = b"# Texts\n"
-            assert read(position)[0] == 9 * 30 - 7
-            assert sum("/api/" in path for path in Hub.requests) < 9, "none for each file"
-            Hub.files["train-8.jsonl"] = lines("text !")
-            problem, _ = read(position)
-        finally:
-            hub.shutdown()
+        Hub.files = {f"train-{i}.jsonl": lines(f"text {i}") for i in range(9)}
+        count, position = read()
+        assert count == 9 * 30
+        Hub.requests.clear()
+        Hub.files["README.md"] = b"# Texts\n"
+        assert read(position)[0] == 9 * 30 - 7
+        assert sum("/api/" in path for path in Hub.requests) < 9, "none for each file"
+        Hub.files["train-8.jsonl"] = lines("text !")
+        problem, _ = read(position)
     assert "has changed since the part before was read: names and sizes " in problem
 
 
+def test_a_gated_dataset(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "answer", lambda *_: (403, b""))
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=json_files"]
+    command += ["load_dataset={path: some/secret, data_files: x}", f"output={tmp_path}/x.zarr"]
+    run = subprocess.run(command, cwd=ROOT, env=hub, capture_output=True, text=True)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "some/secret" in run.stderr and "gated" in run.stderr
+    assert not (tmp_path / "x.zarr").exists()
+
+
 def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):
-    Proxy.trouble = staticmethod(lambda method, path: None)
 
     def fingerprint_with(texts):
         for i, content in enumerate(texts):

@@ -23,20 +23,22 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, _, END_OF_MESSAGE = range(3)  # ids
 
 
-def write_tokenizer(folder, template=CHATML, **named):
-    """Writes a tokenizer of the kind that GPT-2, Llama 3 and Qwen have. Returns its path."""
+def trained_tokenizer(texts, special):
+    """A tokenizer of the kind that GPT-2, Llama 3 and Qwen have. The special tokens come first."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    inner.train_from_iterator(texts, trainer)
+    return inner
+
+
+def write_tokenizer(folder, template=CHATML, **named):
+    """Writes a tokenizer with a chat template. Returns its path."""
+    texts = ["user assistant system", "what is the sum of two and two? it is four"]
+    inner = trained_tokenizer(texts * 3, SPECIAL)
     inner.post_processor = processors.ByteLevel(trim_offsets=True)
-    inner.train_from_iterator(
-        ["user assistant system", "what is the sum of two and two? it is four"] * 3,
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, **named)
     wrapped.save_pretrained(folder)
     return str(folder)
@@ -79,13 +81,13 @@ def test_the_replies_are_the_targets(tmp_path):
     assert texts(opened, second)[1] == "hello<|im_end|>\n"
 
 
-@pytest.mark.parametrize("reply", [" four", "four  ", "  ", "", "\n"])
-@pytest.mark.parametrize("question", ["and two", "and two   ", "☃"])
-def test_replies_without_special_tokens_around_them(tmp_path, question, reply):
+def test_replies_without_special_tokens_around_them(tmp_path):
     opened = text.Tokenizer(write_tokenizer(tmp_path, PLAIN), chat=True)
-    whole, targets = texts(opened, chat(question, reply, question, reply))
-    assert whole == f"user:{question}assistant:{reply}" * 2
-    assert targets == reply * 2
+    replies = [" four", "four  ", "  ", "", "\n"]
+    for question in "and two   ", "☃":
+        whole, targets = texts(opened, chat(*(part for r in replies for part in (question, r))))
+        assert whole == "".join(f"user:{question}assistant:{reply}" for reply in replies)
+        assert targets == "".join(replies)
 
 
 def test_chats_without_a_reply_have_no_tokens(tmp_path):
@@ -117,8 +119,8 @@ def test_the_end_token_is_a_target(tmp_path):
     assert ids[-1] == END_OF_TEXT and END_OF_TEXT not in ids[:-1] and is_target.all()
     assert not len(nothing)
     plain = text.Tokenizer(path)
-    ((ids, _),) = tokenized(plain, ["hello"])
-    assert END_OF_TEXT not in ids
+    ((ids, _),) = tokenized(plain, ["hello<|endoftext|>"])
+    assert min(ids) > END_OF_MESSAGE, "the name of a special token in a text is text"
 
 
 def test_the_digest_tells_what_a_document_becomes(tmp_path):
@@ -135,29 +137,21 @@ def test_the_digest_tells_what_a_document_becomes(tmp_path):
 
 STRICT = "{{ raise_exception('roles must alternate') }}"
 LAST = "{{ messages[-1].role }}:{{ messages[-1].content }}"
+DROPS = CHATML.replace("m.content", "m.content if loop.last or m.role == 'user' else ''")
 REFUSED = {
-    "an end token of bytes": (None, {"end_token": True}),
     "an end token that isn't named": (CHATML, {"end_token": True}),
     "an end token after chats": (CHATML, {"end_token": True, "chat": True}),
-    "chats as bytes": (None, {"chat": True}),
     "chats without a template": ("", {"chat": True}),
     "a template that refuses a chat": (STRICT, {"chat": True}),
     "a template that keeps the last message": (LAST, {"chat": True}),
-    "a template whose prompt isn't in the chat": (
-        PLAIN.replace("assistant:{%", "assistant:<think>{%"),
-        {"chat": True},
-    ),
-    "a template that drops what it wrote": (
-        CHATML.replace("m.content", "m.content if loop.last or m.role == 'user' else ''"),
-        {"chat": True},
-    ),
+    "a template that drops what it wrote": (DROPS, {"chat": True}),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_tokenizer_can_not_do(tmp_path, case):
     template, asked = REFUSED[case]
-    path = "bytes_utf8" if template is None else write_tokenizer(tmp_path, template)
+    path = write_tokenizer(tmp_path, template)
     with pytest.raises(UserError) as error:
         texts(text.Tokenizer(path, **asked), chat("hi", "hello", "and", "bye"))
     message = str(error.value).replace(str(tmp_path), "FOLDER")

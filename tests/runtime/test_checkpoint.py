@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -24,11 +25,10 @@ from runtime.checkpoint import (
     CheckpointsConfig,
     chunk_shape,
 )
-from runtime.storage import DamageError
 from shardlib.errors import UserError
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
-from tests.helpers import MESHES, mesh, slow_but_for
+from tests.helpers import MESHES, mesh
 
 SIZES = {"V": 16, "M": 24, "F": 8, "layers": 3}
 
@@ -94,16 +94,17 @@ def restore(path, hint=Tree, sizes=SIZES):
     return opened(path, hint, sizes).restore()
 
 
-@pytest.mark.parametrize("written", slow_but_for([(4, 2)], MESHES))
-def test_what_one_mesh_writes_every_mesh_reads_bit_for_bit(written, tmp_path):
-    with jax.set_mesh(mesh(*written)):
-        save(tmp_path)
-    for read in MESHES:
-        with jax.set_mesh(mesh(*read)):
+def test_what_one_mesh_writes_another_mesh_reads_bit_for_bit(tmp_path):
+    """Each mesh reads what the one before it has written."""
+    with jax.set_mesh(mesh(*MESHES[-1])):
+        save(tmp_path, 1, on_mesh(values(1)))
+    for step, sizes in enumerate(MESHES, 1):
+        with jax.set_mesh(mesh(*sizes)):
             tree = restore(tmp_path)
-            assert_same_bits(tree, values())
+            assert_same_bits(tree, values(step))
             layouts = jax.tree.map(lambda leaf: leaf.sharding, tree)
             assert layouts == make_shardings(Tree)
+            save(tmp_path, step + 1, on_mesh(values(step + 1)))
 
 
 def test_on_disk_is_what_the_page_says(tmp_path):
@@ -166,31 +167,29 @@ def test_a_device_array_that_fails_to_copy_is_an_error_too(tmp_path):
     assert opened(tmp_path).newest.step == 0
 
 
+def flip(file):
+    first, *rest = file.read_bytes()
+    file.write_bytes(bytes([first ^ 1, *rest]))
+
+
 DAMAGE = {
-    "a flipped bit": lambda file: file.write_bytes(
-        bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
-    ),
-    "a chunk cut short": lambda file: file.write_bytes(file.read_bytes()[:-7]),
-    "an empty chunk": lambda file: file.write_bytes(b""),
-    "a missing chunk": lambda file: file.unlink(),
+    "a flipped bit": ("embed/c/1/2", flip),
+    "a chunk cut short": ("gain/c/0", lambda file: os.truncate(file, 5)),
+    "an empty chunk": ("layers/half/c/0/1/3", lambda file: os.truncate(file, 0)),
+    "a missing chunk": ("step/c", os.unlink),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-@pytest.mark.parametrize("chunk", ["embed/c/1/2", "gain/c/0", "step/c", "layers/half/c/0/1/3"])
-def test_damage_is_found_and_named(case, chunk, tmp_path, monkeypatch, capsys):
+def test_damage_is_found_and_named(case, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    chunk, damage = DAMAGE[case]
     with jax.set_mesh(mesh(4, 2)):
         path = save(pathlib.Path("checkpoints"))
-        DAMAGE[case](path / chunk)
+        damage(path / chunk)
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore("checkpoints")
-    array, _, index = chunk.partition("/c")
-    warning = capsys.readouterr().err
-    place = index.strip("/").replace("/", ".") or 0
-    assert f"is damaged: {array}: chunk {place} can't be read: " in warning
-    if chunk == "embed/c/1/2":
-        golden.check("checkpoints.txt", case, warning.strip())
+    golden.check("checkpoints.txt", case, capsys.readouterr().err.strip())
 
 
 def test_no_way_that_zarr_reads_makes_a_missing_chunk_up(tmp_path):
@@ -204,12 +203,6 @@ def test_no_way_that_zarr_reads_makes_a_missing_chunk_up(tmp_path):
         (path / "embed/c/1/2").unlink()
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
-
-
-@pytree_dataclass
-class Renamed:
-    step: u32[""]
-    embedding: f32["V/t M/d"]
 
 
 @pytree_dataclass
@@ -232,7 +225,6 @@ class Turned:
 
 OTHER_MODELS = {
     "another size": (Known, {"V": 16, "M": 32}),
-    "another name": (Renamed, {"V": 16, "M": 24}),
     "another dtype": (Half, {"V": 16, "M": 24}),
     "other dimensions of the same sizes": (Turned, {"V": 24, "M": 16}),
     "arrays that the model lacks": (Known, {"V": 16, "M": 24}),
@@ -242,7 +234,7 @@ OTHER_MODELS = {
 @pytest.mark.parametrize("case", OTHER_MODELS)
 def test_another_model_is_refused(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(1, 1)):
         save("checkpoints")
         with pytest.raises(CheckpointError) as error:
             restore("checkpoints", *OTHER_MODELS[case])
@@ -274,7 +266,7 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path, capsys):
 
 
 def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(1, 1)):
         assert opened(tmp_path / "none").newest.step == 0
         tree = on_mesh(values())
         first = opened(tmp_path)
@@ -289,7 +281,8 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         zarr.open_group(tmp_path / "notes").create_group("x")
         (tmp_path / "00000022.1").write_text("")
         second = opened(tmp_path)
-        time.sleep(0.002)  # names have a resolution of a millisecond
+        while time.time_ns() // 10**6 == second.start:  # names have a resolution of a millisecond
+            pass
         third = opened(tmp_path)
         assert pathlib.Path(second.newest.path) == ten and second.newest.step == 10
         # Two starts write to different groups, and the one of the later start is the newest.
@@ -300,7 +293,7 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
 
 
 def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch):
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(1, 1)):
         tree = on_mesh(values())
         first, _ = save(tmp_path / "a", 5, tree), save(tmp_path / "b", 6, tree)
         shutil.copytree(first, tmp_path / "b" / first.name)
@@ -315,29 +308,10 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
         assert [one.step for one in runtime.checkpoint.list_checkpoints(".")] == [5, 6]
 
 
-CONFIGS = {
-    "model: {small: 1}": "Key 'small' not in 'Section'",
-    "model: {size: small}": "Value 'small' of type 'str' could not be converted to Integer",
-    "other: 1": ".* has missing mandatory value: size",
-}
-
-
 @dataclasses.dataclass
 class Section:
     size: int
     rope: int
-
-
-@pytest.mark.parametrize("text", CONFIGS)
-def test_a_config_of_another_schema_is_refused(text, tmp_path):
-    with jax.set_mesh(mesh(4, 2)):
-        written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
-        known = Checkpoints(str(tmp_path), Tree, SIZES, "model: {size: 3}", 4)
-        written(known, 8, on_mesh(values()))
-    *_, other, one = runtime.checkpoint.list_checkpoints(str(tmp_path))
-    assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
-    with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {CONFIGS[text]}"):
-        other.config(Section, "model", {"rope": 2})
 
 
 @dataclasses.dataclass
@@ -345,60 +319,49 @@ class Whole:
     model: Section
 
 
-def test_a_key_that_is_no_more_is_left_out_at_the_top_alone(tmp_path):
-    for text in "compiled_step: x\nmodel: {size: 3, rope: 2}", "model: {size: 3, rope: 2, gate: 1}":
-        with jax.set_mesh(mesh(4, 2)):
-            written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), 7, on_mesh(values()))
-    one, other = runtime.checkpoint.list_checkpoints(str(tmp_path))
-    assert one.config(Whole) == Whole(Section(3, 2))
+CONFIGS = {
+    "model: {size: 3, rope: 2, gate: 1}": "Key 'gate' not in 'Section'",
+    "model: {size: small}": "Value 'small' of type 'str' could not be converted to Integer",
+    "other: 1": ".* has missing mandatory value: size",
+}
+
+
+def test_a_config_of_another_schema_is_refused(tmp_path):
+    """A key that is no more is left out, at the top alone."""
+    with jax.set_mesh(mesh(1, 1)):
+        for step, text in enumerate(["model: {size: 3}\ncompiled_step: x", *CONFIGS]):
+            written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), step, on_mesh(values()))
+    one, *others = runtime.checkpoint.list_checkpoints(str(tmp_path))
+    assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
+    assert one.config(Whole, defaults={"model": {"rope": 2}}) == Whole(Section(3, 2))
     with pytest.raises(CheckpointError, match="Key 'gate' not in 'Section'"):
-        other.config(Whole)
+        others[0].config(Whole)
+    for other, problem in zip(others, CONFIGS.values(), strict=True):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {problem}"):
+            other.config(Section, "model", {"rope": 2})
 
 
+VECTOR = {"dtype": "bool", "dimensions": ["V"], "shape": [3], "chunk_shape": [3], "chunks": 1}
 OTHERS = {
     "another format": {"format": 2},
-    "another number in the model's config": {"config": "model: {size: small, rope: 50}\n"},
     "another key in the model's config": {"config": "model: {size: small}\n"},
-    "a config that reads the environment": {"config": "model: {size: '${oc.env:HOME}'}\n"},
-    "the same by an escape": {"config": 'model: {size: "\\x24{oc.env:HOME}"}\n'},
-    "the same by a fold": {"config": 'model: {size: "$\\\n  {oc.env:HOME}"}\n'},
+    "a config that reads the environment": {"config": 'model: {size: "\\x24{oc.env:HOME}"}\n'},
     "a config with an alias": {"config": "a: &a [1, 1]\nmodel: {size: *a}\n"},
     "a config with a tag": {"config": "model: !!python/object/apply:os.getcwd []\n"},
     "a config that is a list": {"config": "- 1\n"},
     "a config that is no text": {"config": 5},
     "arrays that are none": {"arrays": ["embed"]},
     "an array without a shape": {"arrays": {"embed": {"dtype": "float32"}}},
-    "an array of an unknown dtype": {
-        "arrays": {
-            "embed": {
-                "dtype": "nope",
-                "dimensions": ["V"],
-                "shape": [3],
-                "chunk_shape": [3],
-                "chunks": 1,
-            }
-        }
-    },
-    "an array with a dimension too few": {
-        "arrays": {
-            "embed": {
-                "dtype": "bool",
-                "dimensions": [],
-                "shape": [3],
-                "chunk_shape": [3],
-                "chunks": 1,
-            }
-        }
-    },
+    "an array of an unknown dtype": {"arrays": {"embed": VECTOR | {"dtype": "nope"}}},
+    "an array with a dimension too few": {"arrays": {"embed": VECTOR | {"dimensions": []}}},
     "no hosts": {"hosts": None},
-    "no versions": {"versions": None},
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_another_manifest_is_refused(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(1, 1)):
         path = save("checkpoints")
         attributes = zarr.open_group(path).attrs
         about = attributes.asdict() | OTHERS[case]
@@ -415,51 +378,32 @@ def test_a_name_with_a_number_too_long_for_any_run_is_no_checkpoint(tmp_path):
 
 
 DESCRIPTIONS = {
-    "cut short": (lambda text: text[:40], "its zarr.json can't be read: "),
-    "missing": (None, "its zarr.json can't be read: "),
-    "of another shape": (
-        lambda text: text.replace("24", "25"),
-        "its zarr.json was changed since it was",
-    ),
+    "of another shape": ("24", "25"),
     "with a codec that unpacks": (
-        lambda text: text.replace(
-            '"name": "crc32c"', '"name": "gzip", "configuration": {"level": 1}'
-        ),
-        "its zarr.json was changed since it was",
+        '"name": "crc32c"',
+        '"name": "gzip", "configuration": {"level": 1}',
     ),
-    "of the other byte order": (
-        lambda text: text.replace('"little"', '"big"'),
-        "its zarr.json was changed since it was",
-    ),
-    "of chunks elsewhere": (
-        lambda text: text.replace('"separator": "/"', '"separator": "."'),
-        "chunk 0.0.0 can't be read: it is missing",
-    ),
+    "of the other byte order": ('"little"', '"big"'),
 }
 
 
 @pytest.mark.parametrize("change", DESCRIPTIONS)
 def test_a_damaged_description_of_an_array_is_an_error(change, tmp_path, capsys):
-    damaged, problem = DESCRIPTIONS[change]
     with jax.set_mesh(mesh(1, 1)):
         file = save(tmp_path) / "layers/w/zarr.json"
         text = file.read_text()
-        if damaged:
-            file.write_text(damaged(text))
-            assert file.read_text() != text
-        else:
-            file.unlink()
+        file.write_text(text.replace(*DESCRIPTIONS[change]))
+        assert file.read_text() != text
         with pytest.raises(CheckpointError, match="has no undamaged checkpoint"):
             restore(tmp_path)
-    assert f"is damaged: layers/w: {problem}" in capsys.readouterr().err
+    problem = "layers/w: its zarr.json was changed since it was written"
+    assert f"is damaged: {problem}" in capsys.readouterr().err
 
 
 ATTRIBUTES = {
-    "cut short": lambda text: text[: len(text) // 2],
     "under another key": lambda text: text.replace('"attributes"', '"at4ributes"'),
     "of a group of another kind": lambda text: text.replace('"group"', '"grouq"'),
     "with its mark under another key": lambda text: text.replace('"write_comp', '"vrite_comp'),
-    "with another number": lambda text: text.replace('"hosts": 1', '"hosts": 3'),
 }
 
 
@@ -467,7 +411,7 @@ ATTRIBUTES = {
 def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
     """Damage must not hide a checkpoint: a run would silently start from scratch."""
     monkeypatch.chdir(tmp_path)
-    with jax.set_mesh(mesh(4, 2)):
+    with jax.set_mesh(mesh(1, 1)):
         tree = on_mesh(values())
         save("checkpoints", 5, tree)
         file = save("checkpoints", 7, tree) / "zarr.json"
@@ -476,11 +420,6 @@ def test_damaged_attributes_are_damage(change, tmp_path, monkeypatch, capsys):
         assert file.read_text() != text
         keeping = opened("checkpoints", policy=CheckpointsConfig("", 1, 0, True))
         assert keeping.newest.step == 7
-        if change != "of a group of another kind":  # found only when arrays are read
-            with pytest.raises(
-                DamageError, match=f"^{file} was changed since it was written; delete"
-            ):
-                keeping.check_model()
         assert_same_bits(keeping.restore(), values())
         assert keeping.newest.step == 5
         warning = capsys.readouterr().err
@@ -506,9 +445,6 @@ def test_chunks_divide_a_shard_evenly_and_fit(shard, itemsize):
 
 
 def test_how_a_large_part_is_cut():
-    assert chunk_shape((8, 2048, 8192), 4) == (1, 2048, 8192)
     assert chunk_shape((8, 512, 8192), 4) == (4, 512, 8192)
-    assert chunk_shape((7, 1024), 4) == (7, 1024)
     # If the first dimension is odd, the second one is halved, no further than necessary.
     assert chunk_shape((32003, 4096), 4) == (32003, 512)
-    assert chunk_shape((100000007,), 4) == (100000007,)

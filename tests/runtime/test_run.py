@@ -51,6 +51,13 @@ def metrics(loss=1.0, skipped=0, **more):
     return {"loss": loss, "grad_norm": 1.0, "skipped": skipped, **more}
 
 
+def take(run, step, values):
+    """Takes a step that needs no time."""
+    with run.step(step, 0.0):
+        pass
+    run.log(step, values)
+
+
 def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock):
     """Each step waits 1 s for its batch and takes 2 s. The validation after step 1 takes 30 s to
     start and 20 s to finish, and the save after it takes 1,000 s. A wait while a step is running
@@ -108,9 +115,7 @@ def test_a_run_with_nothing_to_do_is_refused(tmp_path):
 def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path):
     with begun(tmp_path, "metrics.norms_interval=3", vectors={"norms": ["a", "b"]}) as run:
         for step in range(STEPS):
-            with run.step(step, 0.0):
-                pass
-            run.log(step, metrics(norms=np.array([step, 0.5])))
+            take(run, step, metrics(norms=np.array([step, 0.5])))
         run.flush()
     actual = [(row.get("a"), row.get("b"), row.get("norms")) for row in rows(tmp_path / "r")]
     assert actual == [(None,) * 3, (None,) * 3, (2, 0.5, None), (3, 0.5, None)]
@@ -120,9 +125,7 @@ def test_updates_that_are_left_out_count_in_a_row(tmp_path):
     """Two in a row are tolerated; the first three here are not consecutive."""
     with begun(tmp_path, steps=9, max_skipped=2) as run:
         for step, skipped in enumerate([1, 0, 1, 1, 0, 1, 1]):
-            with run.step(step, 0.0):
-                pass
-            run.log(step, metrics(skipped=skipped))
+            take(run, step, metrics(skipped=skipped))
         run.log(7, metrics(float("nan"), skipped=1), lambda: "because")
         assert not run.saves_after(7)
         with pytest.raises(UserError, match=r"^step 7: loss nan, .*; because. No checkpoint"):

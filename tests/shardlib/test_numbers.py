@@ -1,6 +1,5 @@
 """Tests how the numbers of two meshes are compared, with a function of our own."""
 
-import functools
 import math
 
 import jax
@@ -59,7 +58,7 @@ def compared(edit):
     return max(numbers.difference(a, b) for a, b in pairs), events
 
 
-@functools.partial(jax.custom_vjp)
+@jax.custom_vjp
 def twice_the_gradient(x):
     return x
 
@@ -92,7 +91,6 @@ def test_what_is_right_agrees_and_each_value_is_recorded_with_its_gradient():
     "edit, backward, first, before",
     [
         (lambda h: h * h.shape[-1], False, "operand 1 of ops.einsum", "the result of ops.einsum"),
-        (jax.nn.softmax, False, "operand 1 of ops.einsum", "the result of ops.einsum"),
         (twice_the_gradient, True, "the result of ops.einsum", "operand 1 of ops.einsum"),
     ],
 )

@@ -25,7 +25,7 @@ from shardlib.types import (
 from tests import golden
 from tests.helpers import assert_close
 
-MESHES = [{"d": 4, "t": 2}, {"d": 2, "t": 4}, {"d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
+MESHES = [{"d": 4, "t": 2}, {"d": 8, "t": 1}, {"r": 2, "d": 2, "t": 2}]
 SIZES = {"B": 8, "L": 3, "M": 16, "F": 8, "V": 24, "2": 2}
 
 
@@ -211,7 +211,7 @@ def test_values_and_gradients(typed, plain, axes):
     assert_close(actual, value_and_grads(plain), 1e-5)
 
 
-ROTATED = [(axes, part) for axes in [*MESHES, {"d": 1, "t": 8}] for part in (1, 2)]
+ROTATED = [({"d": 4, "t": 2}, 2), ({"d": 8, "t": 1}, 1), ({"d": 1, "t": 8}, 2)]
 
 
 @pytest.mark.parametrize("axes, part", ROTATED, ids=str)
@@ -231,10 +231,7 @@ def test_rotate_rolls_the_first_dimension_by_a_devices_part(axes, part):
     assert_close(actual, jax.device_get(value_and_grad(lambda x: jnp.roll(x, part, 0))), 1e-5)
 
 
-FOUR = [
-    {"r": 2, "s": 2, "c": 1, "t": 2}, {"r": 1, "s": 2, "c": 2, "t": 2},
-    {"r": 1, "s": 8, "c": 1, "t": 1}, {"r": 1, "s": 1, "c": 1, "t": 1},
-]  # fmt: skip
+FOUR = [{"r": 2, "s": 2, "c": 1, "t": 2}, {"r": 1, "s": 2, "c": 2, "t": 2}]
 MOVES = [
     ("N M/c/s/r F/t", "N/t/c/s/r M F"),
     ("N M/c/s/r F/t", "N/c/s/r M F/t"),

@@ -1,8 +1,7 @@
 """Tests type strings, and the checks of values and functions against them."""
 
-import contextlib
+import concurrent.futures
 import dataclasses
-import threading
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from shardlib.types import (
     bf16,
     check,
     f32,
-    i32,
     make_partition_specs,
     make_shapes,
     make_shardings,
@@ -46,49 +44,20 @@ MESH = {"d": 4, "t": 2}
 
 # --- Parsing
 
-names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
+WORDS = ["B", "M/t", "V/t/e", "[V/e]", "3", "{U:t}", "{U:d,e}", " ", " ", ",", "->", "/", "]", "{"]
 
 
-@st.composite
-def specs(draw):
-    """Draws a spec in which no axis appears twice."""
-    # d may be a group, which stands for two of the others.
-    axes = draw(st.lists(names.filter(lambda name: name != "d"), unique=True, max_size=5))
-    dims = []
-    for _ in range(draw(st.integers(0, 4))):
-        taken = draw(st.integers(0, len(axes)))
-        own, axes = axes[:taken], axes[taken:]
-        name = draw(names | st.integers(0, 99).map(str))
-        dims.append(Dim(name, tuple(own), draw(st.booleans())))
-    return Spec(tuple(dims), tuple(axes[: draw(st.integers(0, len(axes)))]))
-
-
-@given(specs())
-def test_a_printed_spec_parses_to_itself(spec):
-    assert parse_spec(str(spec)) == spec
-
-
-@given(st.lists(specs(), min_size=1, max_size=3), specs())
-def test_a_printed_signature_parses_to_itself(operands, result):
-    text = ", ".join(map(str, operands)) + " -> " + str(result)
-    assert parse_signature(text) == (tuple(operands), result)
-
-
-@given(st.text(alphabet="BM/dt0 ->{U:},[]", max_size=12))
+@given(st.lists(st.sampled_from(WORDS)).map("".join) | st.text(max_size=12))
 def test_any_string_parses_to_what_prints_as_it_or_is_refused_with_a_caret(text):
-    try:
-        spec = parse_spec(text)
-    except SpecError as error:
-        assert text in str(error)
-    else:
-        assert str(spec).replace(" ", "") == text.replace(" ", "")
-
-
-@given(st.text(max_size=12))
-def test_no_string_fails_in_another_way(text):
     for parse in parse_spec, parse_signature:
-        with contextlib.suppress(SpecError):
-            parse(text)
+        try:
+            parsed = parse(text)
+        except SpecError as error:
+            assert text in str(error)
+        else:
+            operands, result = ((), parsed) if parse is parse_spec else parsed
+            printed = ",".join(map(str, operands)) + "->" * (parse is parse_signature) + str(result)
+            assert "".join(printed.split()) == "".join(text.split())
 
 
 def test_what_a_spec_means():
@@ -96,13 +65,14 @@ def test_what_a_spec_means():
     assert spec.dims == (Dim("B", ("d",)), Dim("L"), Dim("V", ("t", "e"), True))
     assert spec.unreduced == ("x", "y")
     assert parse_spec("") == Spec()
+    assert parse_spec("M\n    N") == parse_spec("M N")
     assert parse_signature("{U:d}->") == ((Spec((), ("d",)),), Spec())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["B/d L/d", "M {U:t,t}", "B/", "/d", "B//d", "[V/t", "V/t]", "B d/3", "2x", "B {U:}",
-     "B {U:t", "B {V:t}", "{U:t} B", "{U:t} {U:d}", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
+    ["B/d L/d", "M {U:t,t}", "B//d", "[V/t", "V/t]", "B d/3", "2x", "B {U:}", "B {U:t", "B {V:t}",
+     "{U:t} B", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
 )  # fmt: skip
 def test_bad_specs(text):
     with pytest.raises(SpecError) as error:
@@ -110,13 +80,7 @@ def test_bad_specs(text):
     golden.check("specs.txt", text, str(error.value))
 
 
-def test_a_spec_of_two_lines():
-    with pytest.raises(SpecError):
-        parse_spec("M {N\nK")
-    assert parse_spec("M\n    N") == parse_spec("M N")
-
-
-@pytest.mark.parametrize("text", ["B", "B -> L -> M", "B -> L, M", "-> B, L", "B, -> {U:t}, B"])
+@pytest.mark.parametrize("text", ["B", "B -> L -> M", "B -> L, M"])
 def test_bad_signatures(text):
     with pytest.raises(SpecError) as error:
         parse_signature(text)
@@ -189,9 +153,8 @@ def model(**changes):
 
 
 @typed_shard_map
-def use(model: Model, x: f32["B/d M/t"], scale: int = 1) -> tuple[f32["B/d M/t"], f32[""]]:
-    total = ops.psum("{U:d,t} -> ", ops.reduce_sum("B/d M/t -> {U:d,t}", x))
-    return x * scale, total
+def use(model: Model, x: f32["B/d M/t"]) -> f32["B/d M/t"]:
+    return x
 
 
 def owing(x: f32["B M {U:t}"]) -> f32["B M"]:
@@ -199,31 +162,6 @@ def owing(x: f32["B M {U:t}"]) -> f32["B M"]:
 
 
 X = np.ones((4, 8), np.float32)
-WRONG_ARGUMENTS = {
-    "a dtype": lambda: use(model(embed=jnp.zeros((6, 8))), X),
-    "a rank": lambda: use(model(), X[0]),
-    "a size bound elsewhere": lambda: use(model(), np.ones((4, 16), np.float32)),
-    "a size bound in a stacked layer": lambda: use(model(gain=np.zeros((2, 8), np.float32)), X),
-    "an uneven split": lambda: use(model(embed=jnp.zeros((5, 8), jnp.bfloat16)), X),
-    "another tree": lambda: use(X, X),
-    "no array": lambda: use(model(gain=None), X),
-    "no array at all": lambda: use(model(), 3.0),
-    "a sum owed": lambda: typed_shard_map(owing)(X),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
-def test_wrong_arguments(case):
-    golden.check("functions.txt", f"argument: {case}", raises(WRONG_ARGUMENTS[case]))
-
-
-def test_right_arguments_and_a_static_one():
-    with jax.set_mesh(make_mesh(MESH)):
-        y, total = use(model(), x=X, scale=3)
-        np.testing.assert_array_equal(y, 3 * X)
-        assert float(total) == X.sum()
-        # Each call binds sizes anew, so another batch size is no contradiction.
-        assert use(model(), np.ones((12, 8), np.float32))[0].shape == (12, 8)
 
 
 def returning(make, result):
@@ -233,25 +171,30 @@ def returning(make, result):
     return lambda: jax.jit(typed_shard_map(fn))(X, np.ones((8, 6), np.float32))
 
 
-WRONG_RESULTS = {
-    "another size": returning(lambda x, w: x[:, :2], f32["B/d M/t"]),
-    "the wrong split": returning(lambda x, w: x, f32["B/t M/d"]),
-    "a split not declared": returning(lambda x, w: x[:, 0], f32["B/d"]),
-    "an owed sum": returning(lambda x, w: ops.reduce_sum("B/d M/t -> B/d {U:t}", x), f32["B/d"]),
-    "a declared sum": returning(
+WRONG_CALLS = {
+    "argument: a dtype": lambda: use(model(embed=jnp.zeros((6, 8))), X),
+    "argument: a rank": lambda: use(model(), X[0]),
+    "argument: a size bound elsewhere": lambda: use(model(), np.ones((4, 16), np.float32)),
+    "argument: an uneven split": lambda: use(model(embed=jnp.zeros((5, 8), jnp.bfloat16)), X),
+    "argument: another tree": lambda: use(X, X),
+    "argument: no array": lambda: use(model(gain=None), X),
+    "argument: a sum owed": lambda: typed_shard_map(owing)(X),
+    "result: another size": returning(lambda x, w: x[:, :2], f32["B/d M/t"]),
+    "result: the wrong split": returning(lambda x, w: x, f32["B/t M/d"]),
+    "result: a split not declared": returning(lambda x, w: x[:, 0], f32["B/d"]),
+    "result: a declared sum": returning(
         lambda x, w: ops.reduce_sum("B/d M/t -> B/d {U:t}", x), f32["B/d {U:t}"]
     ),
-    "an unreduced scalar": returning(lambda x, w: jnp.sum(x), f32[""]),
-    "a gathered array": returning(lambda x, w: ops.all_gather("M/d F -> M F", w), f32["M F"]),
-    "a dtype": returning(lambda x, w: x.astype(jnp.bfloat16), f32["B/d M/t"]),
-    "nothing": returning(lambda x, w: None, f32["B/d M/t"]),
-    "too much": returning(lambda x, w: (x, x), f32["B/d M/t"]),
+    "result: an unreduced scalar": returning(lambda x, w: jnp.sum(x), f32[""]),
+    "result: nothing": returning(lambda x, w: None, f32["B/d M/t"]),
+    "result: too much": returning(lambda x, w: (x, x), f32["B/d M/t"]),
+    "no result type": lambda: typed_shard_map(lambda x: x),
 }
 
 
-@pytest.mark.parametrize("case", WRONG_RESULTS)
-def test_wrong_results(case):
-    golden.check("functions.txt", f"result: {case}", raises(WRONG_RESULTS[case]))
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_wrong_arguments_and_results(case):
+    golden.check("functions.txt", case, raises(WRONG_CALLS[case]))
 
 
 def test_a_typechecked_function_has_sizes_of_its_own():
@@ -268,37 +211,23 @@ def test_a_typechecked_function_has_sizes_of_its_own():
         return x
 
     outer(np.zeros(3, np.float32))
-    with pytest.raises(ShardTypeError) as error:
-        double(np.zeros((5, 6), np.float32))
-    golden.check("functions.txt", "typechecked: argument", str(error.value))
+    message = raises(double, np.zeros((5, 6), np.float32))
+    golden.check("functions.txt", "typechecked: argument", message)
 
     @typechecked
     def shorter(x: f32["N"]) -> f32["N"]:
         return x[1:]
 
-    with pytest.raises(ShardTypeError) as error:
-        shorter(np.zeros(4, np.float32))
-    golden.check("functions.txt", "typechecked: result", str(error.value))
+    message = raises(shorter, np.zeros(4, np.float32))
+    golden.check("functions.txt", "typechecked: result", message)
     with scope():
         assert isinstance(np.zeros(9, np.float32), f32["N"]), "a failed call left sizes behind"
 
 
 def test_threads_have_sizes_of_their_own():
-    actual = []
-    with scope():
+    with scope(), concurrent.futures.ThreadPoolExecutor() as threads:
         check(np.zeros(3, np.float32), f32["N"], "x")
-        thread = threading.Thread(
-            target=lambda: actual.append(isinstance(np.zeros(4, np.float32), f32["N"]))
-        )
-        thread.start()
-        thread.join()
-    assert actual == [True]
-
-
-def test_an_untyped_result_is_refused():
-    with pytest.raises(ShardTypeError) as error:
-        typed_shard_map(lambda x: x)
-    golden.check("functions.txt", "no result type", str(error.value))
+        assert threads.submit(isinstance, np.zeros(4, np.float32), f32["N"]).result()
 
 
 # --- Trees
@@ -315,17 +244,11 @@ def test_layouts_come_from_the_annotations():
         shapes = make_shapes(Model, {"layers": 3, "M": 8, "F": 4, "V": 6})
         assert shapes.layers.gain.shape == (3, 8)
         assert shapes.embed.dtype == jnp.bfloat16
-        with pytest.raises(ValueError, match="does not split") as error:
-            make_shapes(Model, {"layers": 3, "M": 12, "F": 4, "V": 6})
-    golden.check("functions.txt", "sizes that do not split", str(error.value))
 
 
-def test_a_dataclass_is_a_pytree():
-    doubled = jax.tree.map(lambda x: 2 * x, Layer(1, 2))
-    assert doubled == Layer(2, 4)
+def test_a_dataclass_is_frozen():
     with pytest.raises(AttributeError):
-        doubled.w = 3
-    assert isinstance(i32["N"], type)
+        Layer(1, 2).w = 3
 
 
 @dataclasses.dataclass
@@ -342,7 +265,6 @@ class Mixed:
 UNCHECKABLE = {
     "an optional tree": Layer | None,
     "a list": list[f32["N"]],
-    "a dict": dict[str, f32["N"]],
     "any number": tuple[f32["N"], ...],
     "arrays and others": tuple[f32["N"], int],
     "a dataclass of arrays and others": Mixed,
@@ -364,7 +286,6 @@ def test_an_annotation_that_could_not_be_checked_is_refused(case):
 BAD_STACKED = {
     "two dimensions": lambda: Stacked["layers L", Layer],
     "a sum owed": lambda: Stacked["layers {U:d}", Layer],
-    "nothing": lambda: Stacked["", Layer],
     "an axis that the layer has": lambda: type_tree(Stacked["layers/d", Layer]),
     "an integer": lambda: f32[3],
 }
@@ -387,15 +308,6 @@ def test_a_mapped_tree_has_the_types_that_its_function_makes():
     declared = jax.tree.leaves(type_tree(Stacked["layers", Layer]))
     actual = jax.tree.leaves(type_tree(hint))
     assert actual == [in_bf16(kind) for kind in declared] and actual != declared
-
-    @typechecked
-    def fn(layers: hint) -> None: ...
-
-    with jax.set_mesh(make_mesh(MESH)):
-        sizes = {dim.name: 8 for kind in declared for dim in kind.spec.dims}
-        fn(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), make_shapes(hint, sizes)))
-        with pytest.raises(ShardTypeError, match="the dtype is float32, not bf16"):
-            fn(jax.tree.map(lambda s: jnp.zeros(s.shape), make_shapes(hint, sizes)))
 
 
 def test_any_in_a_tuple_is_not_checked_and_what_stands_beside_it_is():
@@ -425,8 +337,6 @@ def test_shapes_and_layouts_need_sizes_and_axes():
             with pytest.raises((SpecError, UserError)) as error:
                 make_shapes(f32[spec], sizes)
             golden.check("specs.txt", f"shape of {spec}", str(error.value))
-        with pytest.raises(SpecError):
-            make_shardings(f32["M/d/t"])
 
 
 def test_any_kind_of_parameter():
@@ -434,9 +344,10 @@ def test_any_kind_of_parameter():
     def fn(x: f32["M/d"], /, scale, *more, y: f32["M/d"], **named) -> f32["M/d"]:
         return (x + y) * scale * more[0] * named["factor"]
 
-    x = np.ones(8, np.float32)
     with jax.set_mesh(make_mesh(MESH)):
-        assert float(fn(x, 2, 3, y=x, factor=5)[0]) == 60
+        for size in 8, 16:  # each call binds sizes anew
+            x = np.ones(size, np.float32)
+            np.testing.assert_array_equal(fn(x, 2, 3, y=x, factor=5), 60 * x)
 
 
 def test_a_mesh_is_needed():

@@ -16,17 +16,11 @@ PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
 MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
 EDITS = {
-    "a softmax of a part": (LINE, "hidden = jax.nn.softmax(gate, axis=-1) * up"),
+    "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
     "a mean of the means of microbatches": (
         "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))",
         "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
     ),
-    "an average of the weights by the length of a part": (
-        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)",
-        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)\n"
-        "    w = tree_map(lambda w: w + 1e-3 * w.size, w)",
-    ),
-    "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
     "positions mixed outside of attend": (LINE, MIXED),
     "positions of keys by their place, with c": (
         'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)',
@@ -50,20 +44,14 @@ def check(folder, *settings, name="local_test_synthetic"):
 
 
 EXPERTS = (
-    ("local_experts", "training.microbatches=2"),
-    (
-        *("local_experts", "training.routing.balance_cost=0.1"),
-        *("mesh={d: 2, c: 2, t: 1, r: 2}", "training.routing.group=8"),
-    ),
-    ("fineweb_edu_h100x8x8_olmoe",),
+    *("training.routing.balance_cost=0.1", "training.routing.group=8"),
+    "mesh={d: 2, c: 2, t: 1, r: 2}",
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [("local_test_synthetic",), *EXPERTS])
-def test_the_source_as_it_is_passes(config):
-    name, *settings = config
-    code, printed = check(ROOT, *settings, name=name)
+def test_the_source_as_it_is_passes():
+    code, printed = check(ROOT, *EXPERTS, name="local_experts")
     assert code == 0, printed
     assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 

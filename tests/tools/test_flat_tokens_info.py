@@ -1,6 +1,5 @@
 """The tool's output for intact and damaged datasets."""
 
-import shutil
 import sys
 
 import numpy as np
@@ -22,12 +21,14 @@ def info(capsys, monkeypatch, *arguments):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """A dataset of twelve documents per split, in chunks of 8 tokens or starts."""
+    """A dataset of twelve documents per split, in chunks of 8 tokens or starts. Some tokens are no
+    targets."""
     monkeypatch.setattr(data.flat_tokens, "CHUNK", 8)
     for split in SPLITS:
         with Writer(str(tmp_path / "x.zarr"), split) as writer:
             for text in "the first", "naïve ☃", "end":
-                writer.append(np.frombuffer(text.encode(), np.uint8).astype(int) + 1)
+                ids = np.frombuffer(text.encode(), np.uint8).astype(int) + 1
+                writer.append(ids + NOT_A_TARGET * (np.arange(len(ids)) < 4))
             for _ in range(9):
                 writer.append([5])
     return tmp_path / "x.zarr"
@@ -53,52 +54,15 @@ def test_the_tokenizer_is_the_one_it_was_made_by(path, capsys, monkeypatch):
     assert code == 1 and "has the ids of bytes_utf8 plus 1: convert it again" in errors
 
 
-def test_text_that_is_no_target_is_shown_too(tmp_path, capsys, monkeypatch):
-    for split in SPLITS:
-        with Writer(str(tmp_path / "x.zarr"), split) as writer:
-            ids = np.frombuffer(b"question answer", np.uint8).astype(int) + 1
-            writer.append(ids + NOT_A_TARGET * (np.arange(len(ids)) < 9))
-    given = tmp_path / "x.zarr", "--decode=1", "--tokenizer=bytes_utf8"
-    out, errors, code = info(capsys, monkeypatch, *given)
-    assert (errors, code) == ("", 0)
-    assert out.count("question answer\n") == 2 and "ids up to 120;" in out
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def restart(path):
-    array = zarr.open_array(path)
-    array[10] = array[10] ^ 1
-
-
 DAMAGE = {
-    ("train/encoded_tokens/c/2", cut): "train/encoded_tokens: chunk 2 can't be read: ",
-    ("train/encoded_tokens/c/1", "remove"): "there is no token 8: chunk 1 is "
-    "missing, or has the fill value",
-    ("validation/seq_starts/c/0", cut): "validation/seq_starts: chunk 0 can't be read: ",
-    ("validation/seq_starts/c/0", "remove"): "seq_starts: entry 1, in chunk 0, is not larger than "
-    "the entry before it",
-    (
-        "train/encoded_tokens",
-        restart,
-    ): "train: token 10 is a start in only one of encoded_tokens and",
+    "train/encoded_tokens/c/2": "train/encoded_tokens: chunk 2 can't be read: ",
+    "validation/seq_starts/c/0": "validation/seq_starts: chunk 0 can't be read: ",
 }
 
 
-@pytest.mark.parametrize(("what", "how"), DAMAGE)
-def test_damage_is_named(path, capsys, monkeypatch, what, how):
-    if how == "remove":
-        (path / what).unlink()
-    else:
-        how(path / what)
+@pytest.mark.parametrize("chunk", DAMAGE)
+def test_damage_is_named(path, capsys, monkeypatch, chunk):
+    (path / chunk).write_bytes((path / chunk).read_bytes()[:-5])
     out, errors, code = info(capsys, monkeypatch, path)
-    assert code == 1 and errors.count("\n") == 1 and DAMAGE[what, how] in errors
+    assert code == 1 and errors.count("\n") == 1 and DAMAGE[chunk] in errors
     assert out.count("intact\n") == 1, "the other split is intact"
-
-
-def test_what_is_not_there(path, capsys, monkeypatch):
-    shutil.rmtree(path / "validation")
-    out, errors, code = info(capsys, monkeypatch, path)
-    assert "train" in out and "has no split validation" in errors and code == 1

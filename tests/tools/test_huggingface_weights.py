@@ -3,9 +3,9 @@
 
 import json
 import math
+import os
 import re
 import shutil
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -23,19 +23,20 @@ from data.loader import TokenBatch
 from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib.errors import UserError
-from shardlib.types import computing_in, make_shardings, present, typed_shard_map
+from shardlib.types import computing_in, f32, make_shardings, typed_shard_map, u32
 from tests import golden
 from tests.helpers import (
-    IN_F32,
     arrays,
     assert_close,
     compose_config,
     edited,
     mesh,
+    random_weights,
     slow_but_for,
     small_config,
     starting_state,
     token_batch,
+    train_here,
 )
 from tools import generate
 from tools import huggingface_weights as tool
@@ -72,12 +73,13 @@ MISTRAL = LLAMA_2 | {
     "model_type": "mistral",
     "num_key_value_heads": 2,
     "rope_theta": 1000000.0,
-    "sliding_window": None,
+    "sliding_window": 9,
 }
 SMOLLM_2 = LLAMA_2 | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": 0}
 QWEN_2 = LLAMA_3 | {"model_type": "qwen2", "rope_scaling": None, "bos_token_id": 3}
 del QWEN_2["head_dim"]
 QWEN_3 = LLAMA_3 | {"model_type": "qwen3", "rope_scaling": None, "tie_word_embeddings": True}
+QWEN_3 |= {"bos_token_id": 0}
 # Between texts it has a token that ends them, and none that starts them.
 OLMO_2 = LLAMA_2 | {"model_type": "olmo2", "num_key_value_heads": 2, "eos_token_id": 7}
 OLMO_2 |= {"bos_token_id": None}
@@ -107,16 +109,12 @@ def experts_in(config):
 
 
 FAMILIES = {
-    "Llama 2": LLAMA_2,
     "Llama 3.1": LLAMA_3,
     "Mistral": MISTRAL,
-    "Mistral with a window": MISTRAL | {"sliding_window": 9},
-    "SmolLM2": SMOLLM_2,
     "Qwen2": QWEN_2,
     "Qwen3": QWEN_3,
     "OLMo 2": OLMO_2,
     "Mixtral": MIXTRAL,
-    "Mixtral with a window": MIXTRAL | {"sliding_window": 9},
     "OLMoE": OLMOE,
     "Qwen3 with experts": QWEN_3_MOE,
 }
@@ -328,54 +326,29 @@ def paper_logits(folder, ids):
 # --- train.py -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def in_f32():
-    return edited("train.py", IN_F32)
-
-
 @pytest.fixture
 def run(capsys, monkeypatch):
     """A function that runs the program and returns what it printed and its exit message."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["huggingface_weights", *map(str, arguments)])
-        message = ""
-        try:
-            tool.main()
-        except SystemExit as stop:
-            message = str(stop)
-        return capsys.readouterr().out, message
-
-    return run
+    return lambda *given: train_here(capsys, monkeypatch, *map(str, given), program=tool.main)
 
 
-def train_logits(module, checkpoints, targets):
+def train_logits(checkpoints, targets, dtype="f32"):
     """The newest checkpoint's f32[B, L, V] logits by train.py's model, for targets[B, L]."""
-    source = checkpoint.newest(str(checkpoints))
-    model = tool.model_of(source)[0]
-    settings = (
-        present(module.State, model.parts),
-        tool.sizes(model),
-        checkpoint_config(source.path),
-        4,
-    )
+    with jax.set_mesh(mesh(2, 2)), computing_in(dtype):
+        source, config = generate.open_checkpoint(str(checkpoints))
+        model = config.model
 
-    def logits(weights: module.Weights, batch: module.TokenBatch) -> module.f32["B/d L/c V/t"]:
-        replica = module.gather_replica(weights)
-        x, _ = module.forward(replica, batch, model)
-        return module.unembed(module.output_weights(replica), x, model)
+        @jax.jit
+        @typed_shard_map
+        def logits(weights: train.Weights, batch: TokenBatch) -> f32["B/d L/c V/t"]:
+            replica = train.gather_replica(weights)
+            x, _ = train.forward(replica, batch, model)
+            return train.unembed(train.output_weights(replica), x, model)
 
-    with jax.set_mesh(mesh(2, 2)):
-        weights = Checkpoints(source.path, *settings).restore("weights")
-        starts = np.arange(targets.shape[1]) == 0
-        starts = np.tile(starts, (len(targets), 1))
+        starts = np.tile(np.arange(targets.shape[1]) == 0, (len(targets), 1))
         batch = token_batch(TokenBatch, targets.astype(np.uint32), starts, model.start_token)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        return np.asarray(jax.jit(typed_shard_map(logits))(weights, batch))
-
-
-def checkpoint_config(path):
-    return zarr.open_group(path, mode="r").attrs["config"]
+        return np.asarray(logits(source.restore("weights"), batch))
 
 
 def draw_targets(config):
@@ -391,7 +364,7 @@ DTYPES = {"Llama 3.1": ml_dtypes.bfloat16, "Mistral": np.float16}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
-    family, in_f32, tmp_path, run, monkeypatch
+    family, tmp_path, run, monkeypatch
 ):
     config, dtype = FAMILIES[family], DTYPES.get(family, np.float32)
     tensors = random_tensors(config, dtype)
@@ -400,7 +373,7 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     assert not message
     golden.check("huggingface_weights.txt", family, out.replace(str(tmp_path), "..."))
     targets = draw_targets(config)
-    actual = train_logits(in_f32, tmp_path / "ours", targets)
+    actual = train_logits(tmp_path / "ours", targets)
     wanted = paper_logits(folder, inputs(targets, start_of(config)))
     assert_close(actual, wanted, 1e-5)
 
@@ -411,8 +384,8 @@ def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
     out = tmp_path / "again"
     assert not run("export", tmp_path / "ours", out, f"--dtype={name}")[1]
     assert bits(tensors_in(out)) == bits(wanted)
-    same = config.keys() - {"bos_token_id"} - ({"model_type"} if family == "Mistral" else set())
-    assert all(config_in(out)[key] == config[key] for key in same - {"eos_token_id"})
+    same = config.keys() - {"bos_token_id", "eos_token_id"}
+    assert all(config_in(out)[key] == config[key] for key in same)
     assert config_in(out)["bos_token_id"] == start_of(config)
     assert config_in(out)["dtype"] == config_in(out)["torch_dtype"] == name
     # No file is too large, and the index lists them all.
@@ -437,12 +410,9 @@ def save_trained(path, *overrides):
         "original_len: 16}", "training.tokens={batch: 8, len: 24}", *overrides,
     )  # fmt: skip
     with jax.set_mesh(mesh(4, 2)):
-        state = train.init_state(config)
-        keys = iter(jax.random.split(jax.random.key(1), 100))
-        state = jax.tree.map(  # gains of one and small weights would hide mistakes
-            lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape) if w.ndim else w, state
-        )
-        state = jax.tree.map(jax.device_put, state, make_shardings(train.state_type(config)))
+        weights = random_weights(train, config)
+        step = jax.device_put(np.uint32(7), make_shardings(u32[""]))
+        state = train.State(step, weights, weights, weights)
         settings = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
         checkpoints = Checkpoints(str(path), *settings, say=lambda _: None)
         checkpoints.save(7, state)
@@ -455,23 +425,7 @@ def trained(tmp_path_factory):
     return save_trained(tmp_path_factory.mktemp("trained"))
 
 
-MIXTURE = (
-    "model.d_ff=0",
-    "model.experts={count: 4, per_token: 2, d_ff: 24, bias: false}",
-)
-
-
-@pytest.fixture(scope="module")
-def trained_experts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained_experts")
-    return save_trained(path, *MIXTURE)
-
-
-@pytest.fixture(scope="module")
-def trained_layer(tmp_path_factory):
-    """Trains one layer, so that a chunk holds half of its experts."""
-    path = tmp_path_factory.mktemp("trained_layer")
-    return save_trained(path, *MIXTURE, "model.layers=1")
+MIXTURE = "model.d_ff=0", "model.experts={count: 4, per_token: 2, d_ff: 24, bias: false}"
 
 
 def only(folder):
@@ -480,35 +434,25 @@ def only(folder):
     return path
 
 
-MATRIX = 48 * 24  # of an expert
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, layers, mlp",
-    [
-        ("trained", 5, 3 * 48 * 40),
-        ("trained_experts", 5, 4 * (48 + 3 * MATRIX)),
-        ("trained_layer", 1, 4 * (48 + 3 * MATRIX)),
-    ],
-)
-def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
-    name, layers, mlp, in_f32, tmp_path, run, request
-):
-    trained, folder = request.getfixturevalue(name), tmp_path / "hf"
+@pytest.mark.parametrize("layers", [5, 1])
+def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(layers, tmp_path, run):
+    """A chunk holds all of five layers, or half of the experts of a single one."""
+    trained = save_trained(tmp_path / "trained", *MIXTURE, f"model.layers={layers}")
+    folder = tmp_path / "hf"
     out, message = run("export", trained, folder)
-    layer = 2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + mlp
+    layer = 2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + 4 * (48 + 3 * 48 * 24)
     count = 2 * 48 * 48 + 48 + layers * layer
     assert not message and f"step 7: {4 * count:,} bytes of float32 in " in out
     targets = np.random.default_rng(1).integers(0, 48, (4, 24))
-    actual = train_logits(in_f32, trained, targets)
+    actual = train_logits(trained, targets)
     assert_close(actual, paper_logits(folder, inputs(targets, 9)), 1e-5)
 
     out, message = run("import", folder, tmp_path / "ours")
     kept = arrays(only(tmp_path / "ours"))
     assert kept == {name: arrays(only(trained))[name] for name in kept}
-    before, after = (checkpoint_config(only(path)) for path in (trained, tmp_path / "ours"))
-    before, after = OmegaConf.create(before), OmegaConf.create(after)
+    groups = (zarr.open_group(only(path), mode="r") for path in (trained, tmp_path / "ours"))
+    before, after = (OmegaConf.create(group.attrs["config"]) for group in groups)
     assert after.model == before.model == OmegaConf.create(out).model
     assert after.training.tokens.len == before.training.tokens.len
     # With only the names of transformers 4, and with only those of 5.
@@ -519,12 +463,10 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(
         assert tool.model_in(folder) == model
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3 with experts"])
-def test_experts_in_one_tensor_are_imported_to_the_same_bits(family, tmp_path, run):
-    config = WITH_EXPERTS[family]
-    tensors = random_tensors(config, ml_dtypes.bfloat16)
-    for name, change in ("each", lambda tensors, _: tensors), ("joined", joined):
-        write_folder(tmp_path / name, config, change(tensors, config))
+def test_experts_in_one_tensor_are_imported_to_the_same_bits(tmp_path, run):
+    tensors = random_tensors(MIXTRAL, ml_dtypes.bfloat16)
+    for name, given in ("each", tensors), ("joined", joined(tensors, MIXTRAL)):
+        write_folder(tmp_path / name, MIXTRAL, given)
         assert not run("import", tmp_path / name, tmp_path / f"ours_{name}")[1]
     each, together = (arrays(only(tmp_path / f"ours_{name}")) for name in ("each", "joined"))
     assert each == together
@@ -540,9 +482,8 @@ def test_old_frequencies_are_read_over_and_an_unembedding_of_its_own_is_not(tmp_
     assert bits(tensors_in(tmp_path / "again")) == bits(tensors)
 
 
-@pytest.mark.parametrize("base", [LLAMA_3, QWEN_3_MOE], ids=["dense", "experts"])
-def test_a_run_starts_from_an_imported_model(base, tmp_path, run):
-    config = base | {"vocab_size": 128}
+def test_a_run_starts_from_an_imported_model(tmp_path, run):
+    config = QWEN_3_MOE | {"vocab_size": 128}
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
     out, _ = run("import", folder, tmp_path / "ours")
     model = OmegaConf.to_container(OmegaConf.create(out).model)
@@ -586,13 +527,6 @@ def tensors_with(change):
     return changed
 
 
-def cut_off(name):
-    def change(folder):
-        (folder / name).write_bytes((folder / name).read_bytes()[:-10])
-
-    return change
-
-
 NORM, GATE = "model.norm.weight", "model.layers.1.mlp.gate_proj.weight"
 IMPORTS = {
     "another model_type": config_with(model_type="gemma2"),
@@ -601,14 +535,9 @@ IMPORTS = {
     "a RoPE scaling without its factor": config_with(rope_scaling={"rope_type": "llama3"}),
     "partial RoPE": config_with(partial_rotary_factor=0.5),
     "a base of RoPE that isn't whole": config_with(rope_theta=10000.5),
-    "a base of RoPE that is a word": config_with(rope_theta="x"),
-    "an infinite base of RoPE": config_with(rope_theta=math.inf),
-    "a RoPE scaling with a factor of null": config_with(rope_scaling=SCALED | {"factor": None}),
-    "a vocabulary beyond all numbers": config_with(vocab_size=10**30, bos_token_id=None),
     "no start token": config_with(bos_token_id=None, eos_token_id=None),
     "heads that don't share evenly": config_with(num_key_value_heads=3),
     "a quantized model": config_with(quantization_config={"quant_method": "fp8"}),
-    "another size": config_with(hidden_size=64),
     "fewer layers": config_with(num_hidden_layers=2),
     "a missing tensor": tensors_with(lambda tensors: tensors.pop(NORM)),
     "a wrong shape": tensors_with(lambda t: t.update({GATE: np.ones((32, 40), np.float32)})),
@@ -616,8 +545,7 @@ IMPORTS = {
     "the same tensors twice": lambda folder: shutil.copy(
         folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
     ),
-    "weights cut short": cut_off("model.safetensors"),
-    "a config cut short": cut_off("config.json"),
+    "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 50_000),
     "no folder": shutil.rmtree,
 }
 
@@ -629,34 +557,12 @@ def check_message(case, out, message):
     golden.check("huggingface_weights.txt", case, text)
 
 
-def with_joined(change):
-    """Joins the experts' tensors of a Mixtral, and then changes them."""
-
-    def changed(tensors):
-        together = joined(tensors, MIXTRAL)
-        change(tensors, together)
-
-    return tensors_with(changed)
-
-
-def lengthen(tensors, together):
-    name = f"{EXPERTS}.gate_up_proj"
-    tensors.clear()
-    tensors.update(together | {name: np.pad(together[name], ((0, 0), (0, 1), (0, 0)))})
-
-
-EXPERTS = "model.layers.1.mlp.experts"
-W_2 = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 IMPORTS_OF_EXPERTS = {
     "clipped queries and keys": (OLMOE, config_with(clip_qkv=8.0)),
     "every other layer without experts": (QWEN_3_MOE, config_with(decoder_sparse_step=2)),
     "a layer without experts": (QWEN_3_MOE, config_with(mlp_only_layers=[1])),
-    "no expert": (QWEN_3_MOE, config_with(num_experts=0)),
     "more experts of a token than there are": (MIXTRAL, config_with(num_experts_per_tok=7)),
-    "more experts than tensors": (MIXTRAL, config_with(num_local_experts=8)),
-    "a missing expert": (MIXTRAL, tensors_with(lambda tensors: tensors.pop(W_2))),
-    "joined experts of a wrong shape": (MIXTRAL, with_joined(lengthen)),
-    "experts beside joined ones": (MIXTRAL, with_joined(lambda t, one: t.update(one))),
+    "experts beside joined ones": (MIXTRAL, tensors_with(lambda t: t.update(joined(t, MIXTRAL)))),
 }
 CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | IMPORTS_OF_EXPERTS
 
@@ -707,7 +613,6 @@ EXPORTS = {
     "a missing chunk": (lambda path: (path / "weights/embed/c/0/0").unlink(), "hf"),
     "a checkpoint of an older model": (with_config("norm_eps", "norm_epsilon"), "hf"),
     "a checkpoint of other arrays": (with_config("d_ff: 40", "d_ff: 80"), "hf"),
-    "no checkpoint": (shutil.rmtree, "hf"),
     "a bucket to write to": (lambda path: None, "gs://bucket/hf"),
     "a folder that isn't empty": (lambda path: None, "."),
 }
@@ -750,20 +655,12 @@ def test_an_edited_model_that_llamas_files_can_not_say_is_refused(case, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-OF_EXPERTS = "model.experts={count: 4, per_token: 2, d_ff: 24"
 MODELS = {
     "a width that no Llama has": ["model.d_model=40"],
-    "a width that no OLMoE has": [
-        "model.qk_norm=all",
-        "model.d_ff=0",
-        OF_EXPERTS + ", bias: false}",
-    ],
-    "a bias of the router": ["model.d_ff=0", OF_EXPERTS + "}"],
-    "an expert that all tokens take": [OF_EXPERTS + ", bias: false}"],
-    "scores that Mixtral hasn't": [
-        "model.d_ff=0",
-        OF_EXPERTS + ", bias: false, renormalize: false}",
-    ],
+    "a width that no OLMoE has": [*MIXTURE, "model.qk_norm=all"],
+    "a bias of the router": [*MIXTURE, "model.experts.bias=true"],
+    "an expert that all tokens take": [*MIXTURE, "model.d_ff=40"],
+    "scores that Mixtral hasn't": [*MIXTURE, "+model.experts.renormalize=false"],
 }
 
 
@@ -777,10 +674,10 @@ def no_space(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("step", ["write", "complete"])
-def test_an_import_that_is_cut_off_is_no_checkpoint(step, tmp_path, run, monkeypatch):
+def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, run, monkeypatch):
+    """The import fails at its last write."""
     folder = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2))
-    monkeypatch.setattr(checkpoint, step, no_space)
+    monkeypatch.setattr(checkpoint, "complete", no_space)
     out, message = run("import", folder, tmp_path / "ours")
     assert not out and "No space left on device" in message and "\n" not in message
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
@@ -797,19 +694,14 @@ def test_an_export_that_is_cut_off_is_no_model(place, name, trained, tmp_path, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base, layers", [(LLAMA_2, 24), (MIXTRAL, 8)], ids=["dense", "experts"])
-def test_an_import_holds_a_tensor_at_a_time_and_an_export_a_file(
-    base, layers, tmp_path, run, monkeypatch
-):
-    """The models have 218 and 202 tensors, each a small part. Experts are imported joined."""
-    config = base | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+def test_an_import_holds_a_tensor_at_a_time_and_an_export_a_file(tmp_path, run, monkeypatch):
+    """The model has 202 tensors, each a small part. Its experts are imported joined."""
+    config = MIXTRAL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     tensors = random_tensors(config)
     total = sum(value.nbytes for value in tensors.values())
     largest = max(value.nbytes for value in tensors.values())
     monkeypatch.setattr(tool, "SHARD_BYTES", 6 * largest)
-    if experts_in(config):
-        tensors = joined(tensors, config)
-    folder = write_folder(tmp_path / "hf", config, tensors)
+    folder = write_folder(tmp_path / "hf", config, joined(tensors, config))
     del tensors
     ours, again = tmp_path / "ours", tmp_path / "again"
     for limit, *command in (6, "import", folder, ours), (10, "export", ours, again):
@@ -834,13 +726,13 @@ def random_model(torch, config):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_transformers_saved_and_loads(family, in_f32, tmp_path, run):
+def test_a_model_that_transformers_saved_and_loads(family, tmp_path, run):
     torch = pytest.importorskip("torch")
     random_model(torch, FAMILIES[family]).save_pretrained(tmp_path / "hf")
     assert not run("import", tmp_path / "hf", tmp_path / "ours")[1]
     assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
     targets = draw_targets(FAMILIES[family])
-    wanted = train_logits(in_f32, tmp_path / "ours", targets)
+    wanted = train_logits(tmp_path / "ours", targets)
     for folder in tmp_path / "hf", tmp_path / "again":
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -854,7 +746,7 @@ def test_a_model_that_transformers_saved_and_loads(family, in_f32, tmp_path, run
     # may take another expert where two are nearly as good.
     with torch.no_grad():
         theirs = model.bfloat16()(ids).logits.float().numpy()
-    ours = train_logits(train, tmp_path / "ours", targets)
+    ours = train_logits(tmp_path / "ours", targets, "bf16")
     size = np.median if family in WITH_EXPERTS else np.linalg.norm
     ours, theirs = (size(np.linalg.norm(x - logits, axis=-1)) for x in (ours, theirs))
     assert 1e-4 < ours < 1.2 * theirs
