@@ -100,7 +100,7 @@ BUGS: dict[str, Edit] = {
     "Megatron-LM #7452, 10": bug(
         *cost("""
     z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    tokens = z.size
+    tokens = float(z.size)
     z = z / tokens
     tokens = lax.psum(tokens, "s")
     cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * tokens

@@ -17,8 +17,9 @@ There is one edit of each class (wrong, right, ...) and kind. tests/mutations.py
 """
 
 import ast
+import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from runtime.config import ROOT
@@ -74,9 +75,9 @@ def _own(node: ast.AST, top: bool = True) -> Iterator[ast.AST]:
 
 
 def _assigned(node: ast.AST) -> set[str]:
-    targets = [*getattr(node, "targets", [])]
-    targets += [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
-    return {x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    names = [x for target in targets if target for x in ast.walk(target)]
+    return {x.id for x in names if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
 
 
 def find(tree: ast.AST, change: Change) -> Any:
@@ -108,17 +109,25 @@ def find(tree: ast.AST, change: Change) -> Any:
     return max(around, key=lambda node: node.lineno)  # the innermost
 
 
-def edited_source(edit: Any) -> str:
-    """The text of an Edit's or a Bug's file with all its changes."""
-    text = (ROOT / edit.file).read_text()
-    tree, starts = ast.parse(text), [0]
-    for line in text.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    pieces = []
+def spans(text: bytes) -> Callable[[Any], tuple[int, int]]:
+    """A function that says where a node of this source begins and ends."""
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split(b"\n"))]
+
+    def span(node: Any) -> tuple[int, int]:
+        ends = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        first, last = (starts[line - 1] + column for line, column in ends)
+        return first, last
+
+    return span
+
+
+def edited_source(edit: Edit) -> str:
+    """The text of the edit's file with all its changes."""
+    text = (ROOT / edit.file).read_bytes()
+    tree, span, pieces = ast.parse(text), spans(text), []
     for change in edit.changes:
         node = find(tree, change)
-        first = starts[node.lineno - 1] + node.col_offset
-        last = starts[node.end_lineno - 1] + node.end_col_offset
+        first, last = span(node)
         code = textwrap.dedent(change.code).strip("\n")
         if change.how != "swap":
             code = textwrap.indent(code, " " * node.col_offset).lstrip()
@@ -127,12 +136,15 @@ def edited_source(edit: Any) -> str:
             first, code = last, between + code
         elif change.how == "before":
             if isinstance(node, Definition) and node.decorator_list:
-                first = starts[node.decorator_list[0].lineno - 1]
+                first = span(node.decorator_list[0])[0] - len("@")
             last, code = first, code + between
-        pieces.append((first, last, code))
-    for first, last, code in sorted(pieces, key=lambda piece: piece[:2], reverse=True):
+        pieces.append((first, last, len(pieces), code.encode()))
+    pieces.sort()
+    for (_, end, *_), (begin, *_) in itertools.pairwise(pieces):
+        assert end <= begin, f"two changes of one place: {edit}"
+    for first, last, _, code in reversed(pieces):
         text = text[:first] + code + text[last:]
-    return text
+    return text.decode()
 
 
 def block(kind: str, anchor: str, code: str, *others: Change) -> Edit:
@@ -222,7 +234,11 @@ WRONG: dict[str, Edit] = {
     ),
     "gradient_by_devices": edit(
         "number from the mesh",
-        after("loss_and_grads", "count", "count = count * jax.device_count()"),
+        after(
+            "training_step",
+            "grads",
+            "grads = tree_map(lambda g: g / jax.device_count() ** 0.5, grads)",
+        ),
     ),
     "few_heads": block(
         "branch on the length of a part",
@@ -361,7 +377,7 @@ WRONG: dict[str, Edit] = {
         "metric of a part",
         """
         own = weights.layers.w_up.std()
-        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own[None]))
+        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
         extra = extra / (config.mesh.d * config.mesh.t)
         """,
     ),
@@ -398,7 +414,7 @@ NOT_PROMISED: dict[str, Edit] = {
             """
             tokens = config.training.tokens
             seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
-            rate = hyper.learning_rate * jnp.minimum(1, seen / 2000)
+            rate = hyper.learning_rate * jnp.minimum(1, seen / 100)
             hyper = dataclasses.replace(hyper, learning_rate=rate)
             """,
         ),
@@ -595,12 +611,15 @@ RIGHT: dict[str, Edit] = {
     "microbatches_interleaved": edit(
         "order", swap("loss_and_grads", '"(n B) L -> n B L"', '"(B n) L -> n B L"')
     ),
-    "mean_by_size_of_the_config": metric(
+    "share_of_small_entries": metric(
         "metric",
         """
-        total = ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", jnp.abs(weights.embed))
-        total = ops.psum("{U:d,c,t} -> ", total)
-        extra = total / (config.model.vocab * config.model.d_model)
+        small = (jnp.abs(weights.embed) < 0.1).astype(f32.dtype)
+        few, entries = (
+            ops.psum("{U:d,c,t} -> ", ops.reduce_sum("V/t M/c/d -> {U:d,c,t}", x))
+            for x in (small, jnp.ones_like(small))
+        )
+        extra = few / entries
         """,
     ),
     "truncated_normal": edit(
@@ -625,7 +644,7 @@ RIGHT: dict[str, Edit] = {
 RIGHT_WITH_BROADCAST: dict[str, Edit] = {
     "temperature_of_a_layer": edit(
         "replicated weight",
-        before("block", ROTATED, 'q = q * ops.broadcast(" -> ", w.heat_norm)'),
+        before("block", ROTATED, 'q = (q * ops.broadcast(" -> ", w.heat_norm)).astype(q.dtype)'),
         weight("Layer", 'heat_norm: f32[""]'),
     ),
     "softmax_of_neurons": block(
@@ -689,7 +708,7 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
     # Generation refuses this one: it has the heads' gains whole, and train.py asks for K/t.
     "key_gain_by_head": edit(
         "extra weight",
-        before("block", ROTATED, 'k = k * gather("K/t/d D -> K/t D", w.key_norm)'),
+        before("block", ROTATED, 'k = k * gather("K/t/s D -> K/t D", w.key_norm)'),
         weight("Layer", 'key_norm: f32["K/t/d D"]'),
     ),
 }
@@ -701,7 +720,7 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
         "metric",
         """
         own = jnp.abs(weights.embed).mean()
-        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/d -> {U:d,c,t}", own[None]))
+        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
         extra = extra / (config.mesh.d * config.mesh.t)
         """,
     ),

@@ -2,13 +2,14 @@
 
     python -m tests.mutations [PART ...]
 
-Wrong edits are every likely mistake in each op that the steps of a part's config call, in whatever
-file, and those listed in tests/edits.py and tests/bugs.py, which also have right ones. An edited
-source is checked as `python -m tools.check` does: its types, then, if these hold, its numbers on
-two meshes. Prints a line per edit. Ends with an error if a wrong edit passes, if a right one is
-refused, or if a file's ops have fewer edits than tests/golden/mutations.txt says.
+Wrong edits are every likely mistake in each op that the steps of a part's config call with a
+literal string, in whatever file, and those listed in tests/edits.py and tests/bugs.py, which also
+have right ones. An edited source is checked as `python -m tools.check` does: its types, then, if
+these hold, its numbers on two meshes. Prints a line per edit. Ends with an error if a wrong edit
+passes, if a right one is refused, or if a file's ops have fewer edits than
+tests/golden/mutations.txt says.
 
-What has been tried is kept in runs/mutations.jsonl and not tried again until the source changes,
+What has been tried is kept in runs/mutations.jsonl and not tried again until the product changes,
 so that a run that was stopped goes on. Programs that were compiled once aren't compiled again.
 """
 
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Collection, Iterator
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -189,20 +191,16 @@ def _of_file(
     file: str, names: dict[tuple[int | None, ...], str], axes: tuple[str, ...]
 ) -> Iterator[Tried]:
     source = (ROOT / file).read_text()
-    offsets = [0]
-    for line in source.splitlines(keepends=True):
-        offsets.append(offsets[-1] + len(line))
+    encoded, span = source.encode(), edits.spans(source.encode())
 
-    def span(node: Any) -> tuple[int, int]:
-        return (
-            offsets[node.lineno - 1] + node.col_offset,
-            offsets[node.end_lineno - 1] + node.end_col_offset,
-        )
+    def text_of(node: Any) -> str:
+        return encoded[slice(*span(node))].decode()
 
     def edit(what: str, node: Any, text: str) -> Tried:
         start, end = span(node)
         name = f"{file}:{call.lineno} {within} {what}"
-        return Tried("op", name, file, source[:start] + text + source[end:])
+        edited = encoded[:start] + text.encode() + encoded[end:]
+        return Tried("op", name, file, edited.decode())
 
     def place(node: ast.Call) -> tuple[int | None, ...]:
         return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
@@ -213,8 +211,7 @@ def _of_file(
     for call in sorted(calls, key=place):
         around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
         within = max(around, key=lambda f: f.lineno).name if around else ""
-        arguments = [source[slice(*span(a))] for a in call.args]
-        whole = source[slice(*span(call))]
+        arguments, whole = [*map(text_of, call.args)], text_of(call)
         module, _, op = names[place(call)].rpartition(".")
         if not module:
             yield edit(f"{op} deleted", call, f"({arguments[0]})")
@@ -292,6 +289,8 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
         config = config_of(train, settings)
         train.probe(config)
         return by_numbers(train.tiny(config))
+    except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
+        raise
     except Exception as error:  # of any class
         return Verdict(_kind(error), str(error).split("\n")[0])
 
@@ -333,18 +332,10 @@ def by_numbers(configs: Any) -> Verdict:
     return Verdict(made=tuple(float(first["training_step 3"][x]) for x in ("loss", "grad_norm")))
 
 
-REFUSALS = {
-    "spec",
-    "layout",
-    "structure",
-    "jax's shapes",
-    "reductions",
-    "collective",
-    "numbers",
-    "generation",
-}
+REFUSALS = {"layout", "structure", "reductions", "collective", "numbers", "generation"}
 EXPECTED = {
-    "op": REFUSALS | {"same numbers"},
+    "op": REFUSALS | {"spec", "jax's shapes", "same numbers"},
+    "wrong": REFUSALS,  # all trace, and their strings are well-formed
     "right": {"passes"},
     "right in training": {"passes", "generation"},
     "right but refused": {"structure"},
@@ -374,7 +365,8 @@ def source_digest() -> str:
     """A hash of the product's source and configs, and of this file."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("[!.t]*/*.py"), *ROOT.glob("tools/*.py")]
     files += [*ROOT.glob("configs/**/*.yaml"), pathlib.Path(__file__)]
-    versions = f"{jax.__version__} {sys.version}".encode()
+    packages = (f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy"))
+    versions = " ".join([sys.version, *packages]).encode()
     texts = [file.read_bytes() for file in sorted(files)]
     return hashlib.sha256(b"".join([versions, *texts])).hexdigest()
 
@@ -384,27 +376,31 @@ def _try(work: tuple[Tried, tuple[str, ...]]) -> Verdict:
     return verdict(tried.file, tried.source, settings)
 
 
-def verdicts(tried: list[Tried], settings: tuple[str, ...], pool: Any) -> Iterator[Verdict]:
+def verdicts(
+    tried: list[Tried], settings: tuple[str, ...], args: argparse.Namespace, pool: Any
+) -> Iterator[Verdict]:
     """The verdicts on edits, in order, those that are known from an earlier run at once."""
-    base = repr((source_digest(), SETTINGS, settings))
+    base = repr((args.digest, SETTINGS, settings))
     marks = [
         hashlib.sha256(repr((base, each.file, each.source)).encode()).hexdigest() for each in tried
     ]
     known = {}
-    KEPT.parent.mkdir(exist_ok=True)
-    KEPT.touch()
-    for line in KEPT.read_text().splitlines():
+    args.kept.parent.mkdir(exist_ok=True)
+    args.kept.touch()
+    for line in args.kept.read_text().splitlines():
         with contextlib.suppress(ValueError):  # a run that was killed may leave a part of one
             mark, net, why, made = json.loads(line)
             known[mark] = Verdict(net, why, tuple(made))
-    todo = [(each, settings) for mark, each in zip(marks, tried, strict=True) if mark not in known]
-    new = pool.imap(_try, todo, 1)
-    with KEPT.open("a") as kept:
+    todo = {m: (each, settings) for m, each in zip(marks, tried, strict=True) if m not in known}
+    new = pool.imap(_try, todo.values(), 1)
+    with args.kept.open("a") as file:
         for mark in marks:
             if mark not in known:
-                known[mark] = next(new)
-                kept.write(json.dumps([mark, *known[mark]]) + "\n")
-                kept.flush()
+                known[mark] = new.next(timeout=600)  # a process that was killed gives none
+                if source_digest() != args.digest:
+                    sys.exit("error: the source has changed meanwhile; start again")
+                file.write(json.dumps([mark, *known[mark]]) + "\n")
+                file.flush()
             yield known[mark]
 
 
@@ -425,7 +421,7 @@ def counted(part: str, edits: list[Tried]) -> list[str]:
     return [f"{file} has fewer edits" for file in before if counts[file] < before[file]]
 
 
-def run_part(part: str, only: str, every: int, pool: Any) -> tuple[dict[str, str], list[str]]:
+def run_part(part: str, args: argparse.Namespace, pool: Any) -> tuple[dict[str, str], list[str]]:
     """Tries a part's edits. Returns what refuses each, and the names of those that are bad."""
     settings, lists, without = PARTS[part]
     calls, (net, why, original) = pool.apply(unedited, (settings,))
@@ -441,12 +437,11 @@ def run_part(part: str, only: str, every: int, pool: Any) -> tuple[dict[str, str
         for name, edit in listed.items()
         if (source := edits.edited_source(edit))
     ]
-    tried = [each for each in [*tried, *by_op] if re.search(only, f"{each.kind}: {each.name}")][
-        ::every
-    ]
+    tried = [each for each in [*tried, *by_op] if re.search(args.only, f"{each.kind}: {each.name}")]
+    tried = tried[:: args.every]
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     nets: dict[str, str] = {}
-    results = verdicts(tried, settings, pool)
+    results = verdicts(tried, settings, args, pool)
     for (kind, name, *_), (net, why, made) in zip(tried, results, strict=True):
         result = net or "passes"
         if kind == "op" and not net:
@@ -470,7 +465,11 @@ def main() -> None:
     parser.add_argument("part", nargs="*", default=[*PARTS], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--every", type=int, default=1, help="try only every N-th edit")
     parser.add_argument("--only", default="", help="try only edits whose line this regex finds")
+    parser.add_argument("--kept", type=pathlib.Path, default=KEPT, help="file of verdicts")
     args = parser.parse_args()
+    if unknown := {*args.part} - {*PARTS}:
+        parser.error(f"no part {unknown}")
+    args.digest = source_digest()
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
     # Each edit has a process of its own, a fork of this one, which has imported and traced all that
     # edits have in common, without starting a backend.
@@ -483,7 +482,7 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
             for part in args.part:
-                refused_by, more = run_part(part, args.only, args.every, pool)
+                refused_by, more = run_part(part, args, pool)
                 nets |= refused_by
                 bad += more
     bad += stale_rows(nets)

@@ -40,24 +40,6 @@ def run(*arguments, **settings):
 
 
 @pytest.mark.slow
-def test_the_second_start_compiles_nothing_that_takes_long(tmp_path):
-    """The second start loads the programs that the first one cached, with the same results."""
-    losses, entries = [], []
-    for name in "first", "second":
-        done = run(
-            "--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}",
-            f"paths.model_name={name}", "training.steps=3", JAX_COMPILATION_CACHE_DIR="",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(row)["loss"] for row in rows])
-        cache = tmp_path / ".compilation_cache"
-        entries.append({path.name for path in cache.glob("*-cache")})
-    assert losses[0] == losses[1] and entries[0] == entries[1]
-    assert any(name.startswith("jit_training_step") for name in entries[0])
-
-
-@pytest.mark.slow
 def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     done = run(
         "--config-name=local_test_synthetic",
@@ -297,9 +279,7 @@ SILENT_EDITS = {
         'gather("M/c/s F/t -> M F/t", w.w_up)',
         'gather("M/c/s F/t -> M/c/s F", w.w_up)',
     ),
-    "a weight declared under another split": ('w_up: f32["M/c/d F/t"]', 'w_up: f32["M/t F/d"]'),
     "a sum that is never paid": (SCATTER, "\n"),
-    "a slice in the place of a reduction": (SCATTER, "\n        y = y[:, :, : x.shape[2]]\n"),
     "a sum that is paid in full and not scattered": (
         SCATTER,
         '\n        y = ops.psum("B/d L/c M {U:t} -> B/d L/c M", y)\n',
@@ -308,10 +288,6 @@ SILENT_EDITS = {
     "a loss that is not summed over the batch": (
         'ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))',
         'ops.reduce_sum("B/d l/c -> {U:d,c}", nats)',
-    ),
-    "a weight used without its gather": (
-        'w_down = gather("M/c/s F/t -> M F/t", w.w_down)',
-        "w_down = w.w_down",
     ),
     "heads split over the other axis": (
         'gather("M/c/s K/t D -> M K/t D", w.w_k)',

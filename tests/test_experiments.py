@@ -18,7 +18,7 @@ import transformers
 import zarr
 
 from shardlib.devices import abstract_mesh, make_mesh
-from tests import compiled, helpers, mutations, oracle, pages
+from tests import helpers, mutations, oracle, pages
 from tests.helpers import (
     IN_F32,
     ROOT,
@@ -383,26 +383,6 @@ def test_a_pipeline_is_the_oracles(tree, mesh, parts, microbatches):
     apply("pipeline", tree)
     options = f"training.pipeline_parts={parts}", f"training.microbatches={microbatches}"
     assert_equals(oracle, *loss_and_grads(tree, "model.layers=4", f"mesh={mesh}", *options))
-
-
-@pytest.mark.slow
-def test_the_collectives_of_a_pipeline_are_those_of_its_ledger(tree, own_metadata):
-    apply("pipeline", tree)
-    mesh = "mesh={d: 4, t: 2, p: 2}", "training.pipeline_parts=4"
-    with imported_from(tree):
-        module = importlib.import_module("train")
-        overrides = *SMALL, "model.layers=4", "paths.model_name=x", *mesh
-        config = compose_config(
-            "local_test_synthetic", *overrides, folder=tree / "configs", schema=module.Config
-        )
-        axes = config.mesh.axes
-        with jax.set_mesh(make_mesh(axes)):
-            program = module.lower_step(config).compile()
-        jaxpr = module.trace_step(config, abstract_mesh(axes))
-        transfers = importlib.import_module("tools.ledger").ledger(jaxpr, axes).transfers
-        actual = compiled.collectives(program.as_text(), axes)
-    assert [row.times for row in transfers if row.kind == "permute"] == [5, 5]
-    assert compiled.unexplained(transfers, actual, axes) == ([], [])
 
 
 @pytest.mark.slow

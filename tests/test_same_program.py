@@ -104,18 +104,6 @@ def test_only_what_is_the_same_in_each_microbatch_has_no_exact_count():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", compiled.RULES)
-def test_without_the_rule_some_program_is_not_explained(rule):
-    rules = set(compiled.RULES) - {rule}
-    shown_by = {
-        "one": "small on 8 x 1",
-        "merged": "synthetic on 4 x 2",
-        "once": "one layer on 4 x 2",
-    }
-    assert compiled.unexplained(*program(shown_by[rule])[:3], rules) != ([], [])
-
-
-@pytest.mark.slow
 def test_a_row_too_many_or_too_few_is_noticed():
     transfers, actual, axes, _ = program("2 microbatches, 2 chunks on 2 x 4")
     for i in range(0, len(transfers), 5):

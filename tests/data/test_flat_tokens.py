@@ -229,6 +229,8 @@ def test_a_split_without_arrays(tmp_path):
     zarr.open_group(tmp_path / "x.zarr", mode="w").create_group("train")
     with pytest.raises(FlatTokensError, match="has no one-dimensional uint32 array encoded_tokens"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
+    with pytest.raises(FlatTokensError, match="has no split validation"):
+        FlatTokens(str(tmp_path / "x.zarr"), "validation")
 
 
 STRANGE = [[], [3, -2], [2**30 - 1], [2**31 - 1], [2**31], [[1]], [1.5]]

@@ -394,6 +394,19 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
         assert_same_bits(restore(tmp_path / name, Tiny, TINY), tiny(step))
 
 
+def test_what_is_newer_and_damaged_is_not_one_of_those_kept(two_tiny_ones):
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1))
+    damaged, _ = saved(checkpoints, 5, tiny_on_mesh(5))
+    os.truncate(f"{damaged}/half/c/0/0", 8)
+    checkpoints = opened_tiny(two_tiny_ones, keeping(keep_last=1))
+    with pytest.raises(CheckpointError):
+        checkpoints.restore()
+    for step in 3, 4:
+        path, _ = saved(checkpoints, step, tiny_on_mesh(step))
+        assert {str(p) for p in two_tiny_ones.iterdir()} == {path, damaged}
+        assert_same_bits(restore(two_tiny_ones, Tiny, TINY), tiny(step))
+
+
 def test_a_removal_that_ends_midway_leaves_nothing_that_looks_complete(
     two_tiny_ones, tmp_path_factory, monkeypatch, capsys
 ):

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -84,7 +85,8 @@ def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
     with subprocess.Popen(
         command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as process:
-        errors = ""
+        errors, timer = "", threading.Timer(60, process.kill)  # if it isn't noticed
+        timer.start()
         for line in process.stderr:
             errors += line
             if line.endswith(" in stuck\n"):  # the function that hangs
@@ -93,6 +95,7 @@ def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
             process.stdin.close()  # the step goes on
         errors += process.stderr.read()
         out = process.stdout.read()
+        timer.cancel()
     assert process.returncode == (ends == "true"), errors
     assert out.endswith("\nover\n") == (ends == "false")
     assert errors.count("Timeout (0:00:00.700000)!") == 1 and " in stuck\n" in errors, errors

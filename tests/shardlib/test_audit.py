@@ -1,3 +1,4 @@
+import collections
 import functools
 import math
 import re
@@ -8,11 +9,14 @@ import pytest
 from jax import lax
 
 from shardlib import audit, devices, ops
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.types import (
     ShardTypeError,
+    Stacked,
     f32,
     make_shapes,
     make_shardings,
+    pytree_dataclass,
     typed_shard_map,
 )
 from tests import compiled, golden
@@ -48,6 +52,48 @@ def ledger_of(function, axes, sizes, *hints):
         shapes = make_shapes(tuple[hints], sizes)
         traced = jax.jit(typed_shard_map(function)).trace(*shapes)
     return ledger(traced.jaxpr.jaxpr, axes)
+
+
+@pytree_dataclass
+class Weight:
+    w: f32["M/d F/t"]
+
+
+def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
+    """Two layers on 4 x 2, each gathering its weight over d and paying a sum over t."""
+
+    def loss(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> f32[""]:
+        def layer(x, weight):
+            w = ops.all_gather("M/d F/t -> M F/t", weight.w)
+            h = save_for_backward(jnp.sin(ops.einsum_unreduced("B/d M, M F/t -> B/d F/t", x, w)))
+            y = ops.einsum_unreduced("B/d F/t, M F/t -> B/d M {U:t}", h, w)
+            return ops.psum("B/d M {U:t} -> B/d M", y), ()
+
+        x, _ = lax.scan(explicit_activation_checkpointing(layer), x, stack)
+        return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", x))
+
+    def gradient(stack: Stacked["layers", Weight], x: f32["B/d M"]) -> Stacked["layers", Weight]:
+        return jax.grad(loss)(stack, x)
+
+    sizes, hints = {"layers": 2, "B": 24, "M": 40, "F": 56}, (Stacked["layers", Weight],)
+    counted = ledger_of(gradient, {"d": 4, "t": 2}, sizes, *hints, f32["B/d M"])
+    weight, sums = 40 * 28 * 4, 6 * 40 * 4
+    rows = {(r.kind, *r.axes, r.phase): (r.times, r.bytes) for r in counted.transfers}
+    assert len(rows) == len(counted.transfers)
+    assert rows == {
+        ("all-gather", "d", "forward"): (2, weight * 3 / 4),
+        ("all-gather", "d", "recomputed"): (2, weight * 3 / 4),
+        ("reduce-scatter", "d", "backward"): (2, weight * 3 / 4),
+        ("all-reduce", "t", "forward"): (2, 2 * sums / 2),
+        ("all-reduce", "t", "backward"): (2, 2 * sums / 2),
+    }
+    products = collections.Counter()
+    for row in counted.products:
+        assert row.flops == 2 * 6 * 40 * 28
+        products[row.phase] += row.times
+    assert products == {"forward": 2 * 2, "recomputed": 2, "backward": 2 * 4}
+    saved = sorted((row.shape, row.times, row.bytes) for row in counted.saved)
+    assert saved == [((6, 28), 2, 2 * 6 * 28 * 4), ((6, 40), 2, 2 * sums)]
 
 
 def compiled_collectives(function, axes, sizes, *hints):

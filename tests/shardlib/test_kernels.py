@@ -201,21 +201,6 @@ def test_bf16_attention_adds_blocks_up_in_f32(kernel, monkeypatch, request):
         assert np.linalg.norm(a - b) < 3e-3 * np.linalg.norm(b)
 
 
-def test_scores_are_there_for_a_block_at_a_time():
-    """Compares forward and backward on a sequence of eight blocks."""
-    length = 8 * kernels.BLOCK
-    q, k = jnp.zeros((1, length, 1, 1, 8), jnp.bfloat16), jnp.zeros((1, length, 1, 8), jnp.bfloat16)
-    start, position = jnp.zeros((1, length), jnp.int32), jnp.arange(length)[None]
-
-    def total(q, k, v):
-        mixed = kernels.plain_attention(q, k, v, start, position, position)
-        return mixed.astype(jnp.float32).sum()
-
-    step = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, k).compile()
-    block = kernels.BLOCK * length * 4
-    assert step.memory_analysis().temp_size_in_bytes < 4 * block
-
-
 EXPERTS = "B/s S M, B/s S k, B/s S k, E/t M G, E/t M G, E/t M G -> B/s S M {U:t}"
 
 

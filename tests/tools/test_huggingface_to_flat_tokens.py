@@ -165,6 +165,8 @@ def test_killed_it_goes_on_where_it_was(shards, whole, tmp_path, run_here):
     run.kill()
     run.communicate(timeout=60)  # returns when the workers, who share the pipes, are gone, too
     assert run.returncode == -signal.SIGKILL and len(workers) >= 2
+    with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
+        tool.convert(settings(shards, tmp_path / "x.zarr", validation_share=0.3))
     assert run_here("--config-name=json_files", *wanted)[1] == ""
     assert same(tmp_path / "x.zarr", whole)
     groups = zarr.open_group(tmp_path / "x.zarr"), zarr.open_group(whole)
