@@ -639,12 +639,12 @@ RIGHT: dict[str, Edit] = {
     ),
 }
 
-# Right, written with an op for what is replicated over an axis and used by each device on its own:
-# nothing forward, and backward an all-reduce of its gradient, which JAX would otherwise insert.
+# Right: what is replicated over an axis is used by each device on its own. ops.broadcast, which
+# train.py calls for weights, says so: nothing forward, and backward an all-reduce.
 RIGHT_WITH_BROADCAST: dict[str, Edit] = {
     "temperature_of_a_layer": edit(
         "replicated weight",
-        before("block", ROTATED, 'q = (q * ops.broadcast(" -> ", w.heat_norm)).astype(q.dtype)'),
+        before("block", ROTATED, "q = (q * w.heat_norm).astype(q.dtype)"),
         weight("Layer", 'heat_norm: f32[""]'),
     ),
     "softmax_of_neurons": block(
@@ -704,12 +704,6 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
             )
             """,
         ),
-    ),
-    # Generation refuses this one: it has the heads' gains whole, and train.py asks for K/t.
-    "key_gain_by_head": edit(
-        "extra weight",
-        before("block", ROTATED, 'k = k * gather("K/t/s D -> K/t D", w.key_norm)'),
-        weight("Layer", 'key_norm: f32["K/t/d D"]'),
     ),
 }
 
