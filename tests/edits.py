@@ -162,9 +162,9 @@ def update(kind: str, code: str) -> Edit:
     return edit(kind, instead("adamw.update", "return", code))
 
 
-def weight(of: str, declaration: str) -> Change:
-    """Declares a weight of a layer or of the model."""
-    return after(of, {"Layer": "w_up", "Weights": "final_norm"}[of], declaration)
+def weight(declaration: str) -> Change:
+    """Declares a weight of a layer."""
+    return after("Layer", "w_up", declaration)
 
 
 def definition(code: str) -> Change:
@@ -537,7 +537,7 @@ RIGHT: dict[str, Edit] = {
         opened = jax.nn.sigmoid(ops.einsum_unreduced("B/d L/c M, M K/t -> B/d L/c K/t", h, w_open))
         mixed = mixed * opened[:, :, None, :, None]
         """,
-        weight("Layer", 'w_open: f32["M/c/d K/t"]'),
+        weight('w_open: f32["M/c/d K/t"]'),
     ),
     "attention_across_documents": attention(
         "attention",
@@ -645,7 +645,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
     "temperature_of_a_layer": edit(
         "replicated weight",
         before("block", ROTATED, "q = (q * w.heat_norm).astype(q.dtype)"),
-        weight("Layer", 'heat_norm: f32[""]'),
+        weight('heat_norm: f32[""]'),
     ),
     "softmax_of_neurons": block(
         "whole dimension",
