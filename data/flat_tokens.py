@@ -266,6 +266,8 @@ class FlatTokens:
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
         """Returns the encoded tokens of a range."""
         encoded = self._load(self.tokens, slice(start, stop))
+        if int(encoded.max(initial=0)) >> 1 <= self.max_token_id < self.no_token:
+            return encoded  # as nearly always: none is missing, has a flag or is too large
         if len(missing := np.flatnonzero(encoded >> 1 == self.no_token)):
             index = start + int(missing[0])
             raise FlatTokensError(

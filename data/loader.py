@@ -21,10 +21,10 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
-from typing import Annotated, Any, SupportsInt
+from typing import Annotated, Any, NamedTuple, SupportsInt
 
 import jax
 import numpy as np
@@ -119,15 +119,22 @@ class TokenBatch:
         row, which is the token before it. `is_start` marks the first token of each document. The
         loss leaves out ids with the flag NOT_A_TARGET, among them NO_TOKEN, which is padding."""
         counts = ids < NOT_A_TARGET
-        ids = np.where(ids == NO_TOKEN, np.uint32(0), without_flag(ids))
-        is_start, targets = is_start[:, 1:], ids[:, 1:]
+        if not counts.all():
+            ids = np.where(ids == NO_TOKEN, np.uint32(0), without_flag(ids))
+        is_start, targets, inputs = is_start[:, 1:], ids[:, 1:], ids[:, :-1].copy()
+        inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
+        # Where a token's start may be: where documents start, and at position 0.
+        begins = is_start.copy()
+        begins[:, 0] = True
+        begins = np.flatnonzero(begins).astype(np.uint32)
+        start = np.repeat(begins % targets.shape[1], np.diff(begins, append=targets.size))
         return cls(
-            inputs=np.where(is_start, np.uint32(start_token), ids[:, :-1]),
+            inputs=inputs,
             targets=targets,
             loss_mask=counts[:, 1:],
             position=position,
-            start=np.maximum.accumulate(np.where(is_start, position, 0), axis=1),
+            start=start.reshape(targets.shape),
         )
 
 
@@ -164,6 +171,16 @@ def permutation(count: int, *key: int) -> Int64[np.ndarray, " {count}"]:
     return np.argsort(raw, kind="stable")
 
 
+class Buffer(NamedTuple):
+    """A shuffle buffer of n sequences."""
+
+    position: int  # of its first sequence in the stream's order
+    order: np.ndarray  # int64[n], in which to use them
+    numbers: np.ndarray  # int64[n], of the sequences in the dataset
+    sequences: np.ndarray  # uint32[n, L + 1], encoded, each after the token before it
+    reads: list[Future[None]]  # that fill `sequences`
+
+
 class Stream:
     """The sequences from `first` up to but excluding `end`, in an endless shuffled order."""
 
@@ -175,6 +192,7 @@ class Stream:
         # Two each: a batch may span two epochs or two buffers.
         self.epoch = functools.lru_cache(2)(self._epoch)
         self.buffer = functools.lru_cache(2)(self._buffer)
+        self.last = 0, -1  # the epoch and number of the last buffer that was used
 
     @checked
     def _epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
@@ -184,30 +202,38 @@ class Stream:
         lengths = np.minimum(self.block, self.count - firsts)
         return self.first + firsts, np.cumsum(lengths) - lengths
 
-    @checked
-    def _buffer(
-        self, epoch: int, number: int
-    ) -> tuple[UInt32[np.ndarray, "n _"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Reads a shuffle buffer. Returns its n sequences, encoded, each after the token before it,
-        their numbers in the dataset, and the order to use them in."""
-        firsts, _ = self.epoch(epoch)
-        firsts = firsts[number * self.blocks_per_buffer :][: self.blocks_per_buffer]
+    def _buffer(self, epoch: int, number: int) -> Buffer:
+        """Begins to read a shuffle buffer."""
+        firsts, places = self.epoch(epoch)
+        begin = number * self.blocks_per_buffer
+        firsts = firsts[begin:][: self.blocks_per_buffer]
         blocks = [np.arange(first, min(first + self.block, self.end)) for first in firsts]
         numbers = np.concatenate(blocks)
-        sequences = np.full((len(numbers), self.loader.length + 1), FILL, np.uint32)
+        sequences = np.empty((len(numbers), self.loader.length + 1), np.uint32)
         parts = np.split(sequences, np.cumsum([len(block) for block in blocks])[:-1])
-        list(self.loader.threads.map(self.loader.read_block, firsts, parts))
-        return sequences, numbers, permutation(len(numbers), *self.key, epoch, number)
+        submit, read = self.loader.threads.submit, self.loader.read_block
+        reads = [submit(read, first, part) for first, part in zip(firsts, parts, strict=True)]
+        order = permutation(len(numbers), *self.key, epoch, number)
+        return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
 
-    def sequence(self, position: int) -> tuple[np.ndarray, int]:
-        """Returns the sequence at a position of the order, encoded, after the token before it, and
-        its number in the dataset."""
-        epoch, place = divmod(position, self.count)
-        _, places = self.epoch(epoch)
-        number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
-        sequences, numbers, order = self.buffer(epoch, number)
-        chosen = order[place - places[number * self.blocks_per_buffer]]
-        return sequences[chosen], int(numbers[chosen])
+    def find(
+        self, positions: Int64[np.ndarray, " n"]
+    ) -> Iterator[tuple[Buffer, Int64[np.ndarray, " _"]]]:
+        """Yields the buffers with the sequences at these increasing positions of the order, and
+        where in the buffer each is. Begins to read the next buffer once one is used again."""
+        while len(positions):
+            epoch, place = divmod(int(positions[0]), self.count)
+            firsts, places = self.epoch(epoch)
+            number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
+            buffer, again = self.buffer(epoch, number), self.last == (epoch, number)
+            for read in buffer.reads:
+                read.result()
+            count = np.searchsorted(positions, buffer.position + len(buffer.order))
+            yield buffer, buffer.order[positions[:count] - buffer.position]
+            positions, self.last = positions[count:], (epoch, number)
+            if again:
+                is_last = (number + 1) * self.blocks_per_buffer >= len(firsts)
+                self.buffer(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
 
 
 class Batches(abc.ABC):
@@ -223,7 +249,8 @@ class Batches(abc.ABC):
         places = self.shardings.targets.addressable_devices_indices_map(self.shape).values()
         # The rows on this host's devices. It prepares no others.
         self.local_rows = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
-        self.order = balanced(spec.length, mesh_shape()["c"])
+        parts = mesh_shape()["c"]
+        self.order = balanced(spec.length, parts) if parts > 1 else slice(None)
 
     def resume(self, position: Callable[[], Any]) -> None:
         """Continues a stream from its position in a checkpoint. Here, nothing to do: a batch
@@ -281,6 +308,7 @@ class Loader(Batches):
         assert config.filespec, "`open` checks it"
         self.dataset = data = FlatTokens(config.filespec, split)
         self.threads = ThreadPoolExecutor(spec.io_threads)
+        self.ends = {0: FILL}  # by sequence, the token before it, if a block with it was read
         if data.max_token_id >= spec.vocab:
             raise FlatTokensError(
                 f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
@@ -307,10 +335,16 @@ class Loader(Batches):
         A document starts with its first token, so what is before it doesn't matter."""
         first, last, read = int(first), int(first) + len(rows), self.dataset.read_encoded
         if self.config.sequence_packing:
-            before = min(first, 1)
+            # To read it, too, may unpack another chunk, so what blocks end with is remembered.
+            known = self.ends.get(first)
+            before = int(known is None)
             tokens = read(first * self.length - before, last * self.length)
-            rows[:] = rows_of(np.pad(tokens, (1 - before, 0)), self.length)
+            rows[:, 1:] = tokens[before:].reshape(-1, self.length)
+            rows[1:, 0] = rows[:-1, -1]
+            rows[0, 0] = tokens[0] if known is None else known
+            self.ends[last] = int(tokens[-1])
             return
+        rows[:] = FILL
         rows = rows[:, 1:]
         bounds = self.dataset.starts(first, last).tolist()
         # A single read, unless documents are so long that most of it would be discarded.
@@ -321,26 +355,36 @@ class Loader(Batches):
             part = read(low, high) if text is None else text[low - bounds[0] : high - bounds[0]]
             row[: len(part)] = part
 
-    def sequence(self, number: int, row: int) -> tuple[np.ndarray, int]:
-        """Returns a row of a batch, encoded, after the token before it, and the number of its
-        sequence in the dataset."""
+    @checked
+    def sequences(
+        self, rows: Int64[np.ndarray, " n"]
+    ) -> tuple[UInt32[np.ndarray, "n _"], Int64[np.ndarray, " n"]]:
+        """Returns the sequences of increasing rows, counted from the first row of batch 0, encoded,
+        each after the token before it, and their numbers in the dataset."""
+        encoded, found = np.empty((len(rows), self.length + 1), np.uint32), np.empty_like(rows)
         share = self.shape[0] // len(self.streams)
-        stream, place = divmod(row, share)
-        return self.streams[stream].sequence(number * share + place)
+        rounds, places = np.divmod(rows, share)  # in each batch a round of each stream
+        for i, stream in enumerate(self.streams):
+            here = np.flatnonzero(rounds % len(self.streams) == i)
+            positions = rounds[here] // len(self.streams) * share + places[here]
+            for buffer, chosen in stream.find(positions):
+                now, here = np.split(here, [len(chosen)])
+                encoded[now], found[now] = buffer.sequences[chosen], buffer.numbers[chosen]
+        return encoded, found
 
-    def rows(self, number: int, indices: Iterable[int]) -> Decoded:
+    def rows(self, number: int, indices: Sequence[int]) -> Decoded:
         """Returns the ids and the document starts of some rows of a batch."""
-        return decode(np.stack([self.sequence(number, row)[0] for row in indices]))
+        return decode(self.sequences(number * self.shape[0] + np.array(indices))[0])
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         return ((*self.rows(number, self.local_rows), None) for number in numbers)
 
     def origin(self, number: int) -> str:
-        return self.describe((number, row) for row in range(self.shape[0]))
+        return self.describe(number * self.shape[0] + np.arange(self.shape[0]))
 
-    def describe(self, rows: Iterable[tuple[int, int]]) -> str:
-        """Returns where in the dataset these rows come from, each a batch's number and a row."""
-        numbers = ", ".join(str(self.sequence(number, row)[1]) for number, row in rows)
+    def describe(self, rows: np.ndarray) -> str:
+        """Returns where in the dataset rows come from, counted from the first one of batch 0."""
+        numbers = ", ".join(map(str, self.sequences(rows)[1]))
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
         return f"{self.dataset.name}: sequences {numbers} ({kind})"
 
@@ -376,18 +420,20 @@ class Mixture(Batches):
             rows -= counts[-1]
         return counts
 
-    def parts(self, number: int) -> list[tuple[Loader, list[tuple[int, int]]]]:
-        """Returns each dataset's loader, and which rows of its batches are in this batch."""
+    def parts(self, number: int) -> list[tuple[Loader, np.ndarray]]:
+        """Returns each dataset's loader, and which of its rows are in this batch."""
         size = self.shape[0]
         bounds = zip(self.counts(number * size), self.counts((number + 1) * size), strict=True)
-        rows = ([divmod(row, size) for row in range(*bound)] for bound in bounds)
-        return list(zip(self.loaders, rows, strict=True))
+        return [(loader, np.arange(*b)) for loader, b in zip(self.loaders, bounds, strict=True)]
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         for number in numbers:
-            rows = [(loader, row) for loader, part in self.parts(number) for row in part]
-            local = (rows[i] for i in self.local_rows)
-            yield *decode(np.stack([loader.sequence(*row)[0] for loader, row in local])), None
+            encoded, local = [], np.array(self.local_rows)
+            for loader, rows in self.parts(number):
+                held = local[local < len(rows)]
+                encoded.append(loader.sequences(rows[held])[0])
+                local = local[len(held) :] - len(rows)
+            yield *decode(np.concatenate(encoded)), None
 
     def origin(self, number: int) -> str:
-        return "; ".join(loader.describe(part) for loader, part in self.parts(number) if part)
+        return "; ".join(loader.describe(rows) for loader, rows in self.parts(number) if len(rows))

@@ -18,7 +18,7 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
-from shardlib.ops import Call, define_op, varying, widening_einsum
+from shardlib.ops import Call, define_op, einsum, varying
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
 # Queries whose scores are in memory at a time, in rows of up to LONG keys; of longer rows fewer.
@@ -123,12 +123,12 @@ def plain_attention(
     def attend(_: tuple[()], queries: tuple[jax.Array, ...]) -> tuple[tuple[()], jax.Array]:
         q_block, start, position = queries
         k, v = (x.astype(q.dtype) for x in wide)
-        scores = widening_einsum("bqgkd,bskd->bkgqs", jnp.float32, q_block, k)
+        scores = einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
         visible = start[:, :, None] <= key_position[:, None]
         visible &= key_position[:, None] <= position[:, :, None]
         scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        return (), jnp.einsum("bkgqs,bskd->bqgkd", probabilities, v)
+        return (), einsum("bkgqs,bskd->bqgkd", probabilities, v)
 
     def blocks(x: jax.Array) -> jax.Array:
         return rearrange(x, "B (blocks L) ... -> blocks B L ...", L=block)
@@ -250,8 +250,9 @@ def picked(x: jax.Array, index: jax.Array) -> jax.Array:
 def swiglu(
     x: jax.Array, score: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 ) -> jax.Array:
-    gate, up = ((x @ w).astype(jnp.float32) for w in (w_gate, w_up))
-    return (jax.nn.silu(gate) * up * score[:, None]).astype(x.dtype) @ w_down.T
+    gate, up = (einsum("tm,mg->tg", x, w).astype(jnp.float32) for w in (w_gate, w_up))
+    hidden = (jax.nn.silu(gate) * up * score[:, None]).astype(x.dtype)
+    return einsum("tg,mg->tm", hidden, w_down)
 
 
 def over_blocks(

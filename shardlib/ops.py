@@ -114,6 +114,13 @@ def _unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
 
 
+def narrow_on_cpu(x: jax.Array) -> bool:
+    """Returns whether x is bf16 and traced for CPUs, where XLA needs other forms of some ops to be
+    fast. In f32, meant for comparisons, all devices have the same."""
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None where a step is only traced
+    return x.dtype == jnp.bfloat16 and device is not None and device.platform == "cpu"
+
+
 def _names(spec: Spec) -> list[str]:
     return [dim.name for dim in spec.dims]
 
@@ -152,7 +159,12 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     gathered = _one_to_one(call, given, wanted)
     call.require(gathered, "it gathers nothing")
     for i, axes in gathered:
-        x = lax.all_gather(varying(x, axes), axes, axis=i, tiled=True)
+        x = varying(x, axes)
+        if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
+            parts = jnp.moveaxis(lax.all_gather(x, axes), 0, i)
+            x = parts.reshape(*x.shape[:i], -1, *x.shape[i + 1 :])
+        else:
+            x = lax.all_gather(x, axes, axis=i, tiled=True)
     return x
 
 
@@ -325,7 +337,12 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": for that, use ops.psum"),
     )
     for i, split in scattered:
-        x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
+        if i and narrow_on_cpu(x):  # as in all_gather
+            count = math.prod(mesh_shape()[axis] for axis in split)
+            parts = x.reshape(*x.shape[:i], count, -1, *x.shape[i + 1 :])
+            x = lax.psum_scatter(jnp.moveaxis(parts, i, 0), split)
+        else:
+            x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
     return x
 
 
@@ -455,15 +472,24 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
-    if dtype is None or dtype.dtype == operands[0].dtype:
-        return _unreduced(jnp.einsum(subscripts, *operands), axes)
-    return _unreduced(widening_einsum(subscripts, dtype.dtype, *operands), axes)
+    return _unreduced(einsum(subscripts, *operands, dtype=dtype and dtype.dtype), axes)
+
+
+def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
+    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one that is
+    then rounded: XLA uses their bf16 instructions only for those."""
+    narrow = operands[0].dtype
+    if dtype in (None, narrow) and not narrow_on_cpu(operands[0]):
+        return jnp.einsum(subscripts, *operands)
+    axes = {axis for x in operands for axis in jax.typeof(x).manual_axis_type.varying}
+    operands = tuple(varying(x, tuple(axes)) for x in operands)
+    return widening_einsum(subscripts, dtype or narrow, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` that accumulates in `dtype` and returns it; backward products stay narrow."""
-    return jnp.einsum(subscripts, *operands, preferred_element_type=dtype)
+    """`jnp.einsum` that accumulates in f32 and returns `dtype`; backward products stay narrow."""
+    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
@@ -471,8 +497,19 @@ def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tupl
 
 
 def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
-    _, narrow = jax.vjp(functools.partial(jnp.einsum, subscripts), *operands)
-    return narrow(gradient.astype(operands[0].dtype))
+    gradient = gradient.astype(operands[0].dtype)
+    terms = subscripts.replace("->", ",").split(",")
+    alone = any(sum(name in term for term in terms) == 1 for name in "".join(terms))
+    if alone or not narrow_on_cpu(gradient):
+        return jax.vjp(functools.partial(jnp.einsum, subscripts), *operands)[1](gradient)
+    # The gradient of an operand is an einsum of the other operands and of the result's gradient.
+    factors = [*zip(terms, (*operands, gradient), strict=True)]
+
+    def product(i: int) -> jax.Array:
+        others, arrays = zip(*factors[:i], *factors[i + 1 :], strict=True)
+        return einsum(f"{','.join(others)}->{terms[i]}", *arrays)
+
+    return tuple(map(product, range(len(operands))))
 
 
 widening_einsum.defvjp(_widening_forward, _widening_backward)

@@ -299,7 +299,7 @@ WRONG: dict[str, Edit] = {
         "inside attention",
         after(
             "plain_attention.attend",
-            'widening_einsum("bqgkd,bskd->bkgqs", jnp.float32, q_block, k)',
+            'einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)',
             "scores = scores / (1 + jnp.abs(lax.stop_gradient(scores)).max())",
         ),
     ),
@@ -680,7 +680,7 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
         "attention",
         after(
             "plain_attention.attend",
-            'widening_einsum("bqgkd,bskd->bkgqs", jnp.float32, q_block, k)',
+            'einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)',
             """
             count = k.shape[2] * lax.axis_size("t")
             heads = 1 + lax.axis_index("t") * k.shape[2] + jnp.arange(k.shape[2])
