@@ -101,14 +101,14 @@ def main(config: TorchConfig) -> None:
         model = make_model(config).to(device)
         batch = torch.randint(size.vocab, (rows, config.training.tokens.len), device=device)
         step, batches = make_step(config, model), itertools.repeat(batch)
-        steps, _ = benchmark.time_steps(step, batches, None, lambda end: end.synchronize())
+        times = benchmark.time_steps(step, batches, None, lambda end: end.synchronize())
     except torch.OutOfMemoryError:
         raise UserError(
             f"out of memory: raise training.microbatches={config.training.microbatches}"
         ) from None
     peak = (torch.cuda.max_memory_allocated(), "on a device") if cuda else benchmark.peak_memory()
     count, packages = model.num_parameters(), ["torch", "transformers"]
-    benchmark.show(config, kind, count, peak, packages, steps)
+    benchmark.show(config, kind, count, peak, packages, times)
 
 
 if __name__ == "__main__":

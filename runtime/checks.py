@@ -27,9 +27,11 @@ def cache_folder() -> str | None:
     return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
 
 
-# Runs tools.tiny with another module in the place of train.py.
+# Runs tools.tiny with another module in the place of train.py. It ends soon, and collecting garbage
+# would take a tenth of its time.
 RUN_TINY = """
-import importlib, sys
+import gc, importlib, sys
+gc.disable()
 sys.modules["train"] = importlib.import_module(sys.argv.pop(1))
 from tools import tiny
 tiny.main()
@@ -201,16 +203,7 @@ def checked(
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
     relevant = {key: value for key, value in vars(config).items() if key not in ("paths", "check")}
     types = Mark("types", relevant)
-    if level != "none" and types.said is None:
-        check_types()
-        types.write("")
     running, mark = None, None
-    if level == "numbers":
-        configs = tiny()
-        mark = Mark("numbers", [getattr(configs[-1], section) for section in sections])
-        # Numbers are the same on all hosts, so the first one checks for all.
-        if mark.said is None and jax.process_index() == 0:
-            running = Numbers(configs)
 
     def wait() -> str:
         warning = (mark and mark.said) or ""
@@ -221,8 +214,14 @@ def checked(
             say(f"warning: {warning}")
         return warning
 
-    try:
+    with contextlib.ExitStack() as stack:
+        if level == "numbers":  # begins first, as it takes longest
+            configs = tiny()
+            mark = Mark("numbers", [getattr(configs[-1], section) for section in sections])
+            # Numbers are the same on all hosts, so the first one checks for all.
+            if mark.said is None and jax.process_index() == 0:
+                running = stack.enter_context(contextlib.closing(Numbers(configs)))
+        if level != "none" and types.said is None:
+            check_types()
+            types.write("")
         yield wait
-    finally:
-        if running:
-            running.close()

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,17 +38,25 @@ MIN_STEPS, MAX_STEPS = 10, 100  # steps timed: MAX_STEPS, or fewer if SECONDS ha
 SECONDS = 30  # at least MIN_STEPS
 
 
+class Times(NamedTuple):
+    """Times of the steps after the warm-up."""
+
+    steps: list[float]  # seconds of each
+    waits: list[float]  # seconds of each that were spent waiting for its batch
+    cpu: float  # CPU seconds per step, of all threads of this process
+
+
 def time_steps(
     step_once: Callable[..., Any], batches: Iterator[Any], state: Any, wait: Callable[[Any], Any]
-) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each step after the warm-up, and the seconds spent waiting for its
-    batch. `step_once` takes state and batch, and returns the next state and a value for `wait`,
-    which blocks until the step is done.
+) -> Times:
+    """Times steps. `step_once` takes state and batch, and returns the next state and a value for
+    `wait`, which blocks until the step is done.
 
     As in training, step n is waited for while step n+1 runs. A step's time is from the end of the
     step before to its own end.
     """
     ends: list[float] = []
+    cpu: list[float] = []
     waits: list[float] = []
     before = None
     for step in range(WARMUP + MAX_STEPS + 1):
@@ -59,12 +67,14 @@ def time_steps(
         if step:
             wait(before)
             ends.append(time.perf_counter())
+            cpu.append(time.process_time())
         before = metrics
         # Several hosts must stop at the same step, but their clocks differ: they time MIN_STEPS.
         if step >= WARMUP + MIN_STEPS and (jax.process_count() > 1 or ends[-1] - ends[0] > SECONDS):
             break
     wait(before)
-    return np.diff(ends[WARMUP - 1 :]).tolist(), waits[WARMUP : len(ends)]
+    steps = np.diff(ends[WARMUP - 1 :]).tolist()
+    return Times(steps, waits[WARMUP : len(ends)], (cpu[-1] - cpu[WARMUP - 1]) / len(steps))
 
 
 def peak_memory() -> tuple[int, str]:
@@ -85,10 +95,11 @@ def commit() -> str:
 
 def show(
     config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
-    steps: list[float], waits: list[float] | None = None, start: dict[str, float] | None = None,
+    times: Times, start: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Prints a table, and its data as a line of JSON: `steps` is the seconds of each step, `waits`
-    those spent waiting for its batch, `start` those of each part of the start."""
+    """Prints a table, and its data as a line of JSON. `start` is the seconds of each part of the
+    start."""
+    steps, waits, cpu = times
     axes = config.mesh.axes
     count = math.prod(axes.values())
     tokens = config.training.tokens.batch * config.training.tokens.len
@@ -101,12 +112,13 @@ def show(
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",
+        "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
         "MFU, causal attention included": devices.mfu(kind, count, all_flops / median),
         "MFU, projections only": devices.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
-    if waits and start:
+    if start:
         share = sum(waits) / sum(steps)
         table["data wait"] = f"{np.median(waits):.4f} s per step, {share:.1%} of the time"
         table["time to first step"] = f"{sum(start.values()):.1f} s"
@@ -129,6 +141,7 @@ def show(
         "peak_memory_bytes": peak[0],
         "step_seconds": steps,
         "data_wait_seconds": waits,
+        "cpu_seconds_per_step": cpu,
         "start_seconds": start,
     }
     # Infinity, which JSON lacks, becomes a string.
@@ -163,10 +176,10 @@ def main(config: train.Config) -> None:
 
         state, _ = timed("run a step", step_once(state, batch))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-        steps, waits = time_steps(step_once, batches, state, jax.block_until_ready)
+        times = time_steps(step_once, batches, state, jax.block_until_ready)
     if jax.process_index() == 0:
         kind, packages = jax.devices()[0].device_kind, ["jax", "jaxlib", "numpy"]
-        show(config, kind, parameters, peak_memory(), packages, steps, waits, start)
+        show(config, kind, parameters, peak_memory(), packages, times, start)
 
 
 if __name__ == "__main__":

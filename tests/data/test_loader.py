@@ -220,6 +220,25 @@ def test_opening_at_any_step_reads_one_buffer_per_stream(path, monkeypatch):
     assert len(read) <= 2 * 2 * 3
 
 
+def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
+    """A buffer has 3 blocks of 7 rows, a batch 8 rows: the first one alone needs no second buffer."""
+    for batches, reads in (1, 3), (2, 6):
+        read, opened = record_reads(monkeypatch), open_loader(path)
+        for number in range(batches):
+            rows_of(opened, number, range(8))
+        opened.threads.shutdown()
+        assert len(read) == reads
+
+
+def test_the_token_before_a_block_is_read_at_most_once(path, monkeypatch):
+    """Reads three epochs of 15 blocks. The token before one may be in another chunk."""
+    read, opened = record_reads(monkeypatch), open_loader(path, batch=4, mesh=(4, 1))
+    list(opened.from_step(0, 75))
+    opened.threads.shutdown()
+    assert len(read) >= 45
+    assert sum(tokens % LENGTH for tokens in read) < 15
+
+
 def test_one_document_per_row(path):
     dataset = FlatTokens(path, "train")
     bounds = dataset.seq_starts[:].astype(int)

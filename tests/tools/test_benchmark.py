@@ -28,6 +28,7 @@ def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     assert record["config"]["model"]["d_model"] == 32
     steps, waits = (np.array(record[name]) for name in ("step_seconds", "data_wait_seconds"))
     assert len(steps) == len(waits) == 4 and (steps > waits).all() and (waits >= 0).all()
+    assert record["cpu_seconds_per_step"] > 0
     assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
     assert record["versions"]["jax"] == jax.__version__ and record["devices"] == 8
     assert record["tokens_per_step"] == 96 and record["peak_memory_bytes"] > 2**27
@@ -70,7 +71,8 @@ def test_the_steps_that_are_timed(monkeypatch):
             yield "batch"
 
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
-    steps, waits = benchmark.time_steps(
+    monkeypatch.setattr(benchmark.time, "process_time", lambda: 2 * now[0])
+    times = benchmark.time_steps(
         lambda state, batch: (state, Metrics()), batches(), "state", Metrics.wait
     )
-    assert steps == [1.25] * 6 and waits == [0.25] * 6
+    assert times == ([1.25] * 6, [0.25] * 6, 2.5)
