@@ -221,7 +221,7 @@ def test_opening_at_any_step_reads_one_buffer_per_stream(path, monkeypatch):
 
 
 def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
-    """A buffer has 3 blocks of 7 rows, a batch 8 rows: the first one alone needs no second buffer."""
+    """A buffer has 3 blocks of 7 rows. The first batch of 8 rows alone needs no second buffer."""
     for batches, reads in (1, 3), (2, 6):
         read, opened = record_reads(monkeypatch), open_loader(path)
         for number in range(batches):
