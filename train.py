@@ -1263,8 +1263,8 @@ def tiny(config: Config) -> list[Config]:
 
 
 def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
-    """Checks the types in this file, and then, beside the block, that the mesh doesn't change the
-    numbers. See runtime/checks.py."""
+    """Checks the types in this file, and, until after the block has begun, that the mesh doesn't
+    change the numbers. See runtime/checks.py."""
     sections = Config.__annotations__
     return checks.checked(config, sections, lambda: check_types(config), lambda: tiny(config))
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
-from typing import Annotated, Any, NamedTuple, SupportsInt
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -124,7 +124,7 @@ class TokenBatch:
         is_start, targets, inputs = is_start[:, 1:], ids[:, 1:], ids[:, :-1].copy()
         inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
-        # Where a token's start may be: where documents start, and at position 0.
+        # The positions where documents start, and each row's position 0.
         begins = is_start.copy()
         begins[:, 0] = True
         begins = np.flatnonzero(begins).astype(np.uint32)
@@ -178,7 +178,8 @@ class Buffer(NamedTuple):
     order: np.ndarray  # int64[n], in which to use them
     numbers: np.ndarray  # int64[n], of the sequences in the dataset
     sequences: np.ndarray  # uint32[n, L + 1], encoded, each after the token before it
-    reads: list[Future[None]]  # that fill `sequences`
+    # What is still to be read: each block's first sequence, its part of `sequences`, and the read.
+    reads: list[tuple[int, np.ndarray, Future[None]]]
 
 
 class Stream:
@@ -212,26 +213,40 @@ class Stream:
         sequences = np.empty((len(numbers), self.loader.length + 1), np.uint32)
         parts = np.split(sequences, np.cumsum([len(block) for block in blocks])[:-1])
         submit, read = self.loader.threads.submit, self.loader.read_block
-        reads = [submit(read, first, part) for first, part in zip(firsts, parts, strict=True)]
+        todo = zip(map(int, firsts), parts, strict=True)
+        reads = [(first, part, submit(read, first, part)) for first, part in todo]
         order = permutation(len(numbers), *self.key, epoch, number)
         return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
+
+    def _wait(self, buffer: Buffer) -> None:
+        """Waits until a buffer is read. What failed when it was read ahead is read again."""
+        try:
+            for first, part, read in [*buffer.reads]:
+                if read.exception():
+                    self.loader.read_block(first, part)
+            buffer.reads.clear()
+        except BaseException:
+            for _, _, read in buffer.reads:
+                read.cancel()
+            raise
 
     def find(
         self, positions: Int64[np.ndarray, " n"]
     ) -> Iterator[tuple[Buffer, Int64[np.ndarray, " _"]]]:
         """Yields the buffers with the sequences at these increasing positions of the order, and
-        where in the buffer each is. Begins to read the next buffer once one is used again."""
+        where in the buffer each is. In the second half of a buffer, begins to read the next one,
+        unless it is the first time that this one is used."""
         while len(positions):
             epoch, place = divmod(int(positions[0]), self.count)
-            firsts, places = self.epoch(epoch)
-            number = int(np.searchsorted(places, place, "right") - 1) // self.blocks_per_buffer
+            firsts, begins = self.epoch(epoch)
+            number = int(np.searchsorted(begins, place, "right") - 1) // self.blocks_per_buffer
             buffer, again = self.buffer(epoch, number), self.last == (epoch, number)
-            for read in buffer.reads:
-                read.result()
+            self._wait(buffer)
             count = np.searchsorted(positions, buffer.position + len(buffer.order))
-            yield buffer, buffer.order[positions[:count] - buffer.position]
+            places = positions[:count] - buffer.position
+            yield buffer, buffer.order[places]
             positions, self.last = positions[count:], (epoch, number)
-            if again:
+            if again and 2 * places[-1] >= len(buffer.order):
                 is_last = (number + 1) * self.blocks_per_buffer >= len(firsts)
                 self.buffer(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
 
@@ -308,7 +323,9 @@ class Loader(Batches):
         assert config.filespec, "`open` checks it"
         self.dataset = data = FlatTokens(config.filespec, split)
         self.threads = ThreadPoolExecutor(spec.io_threads)
-        self.ends = {0: FILL}  # by sequence, the token before it, if a block with it was read
+        self.ends = {
+            0: FILL
+        }  # by sequence, the token before it, if a block that ends there was read
         if data.max_token_id >= spec.vocab:
             raise FlatTokensError(
                 f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
@@ -330,12 +347,13 @@ class Loader(Batches):
         ]
 
     @checked
-    def read_block(self, first: SupportsInt, rows: UInt32[np.ndarray, "rows n"]) -> None:
+    def read_block(self, first: int, rows: UInt32[np.ndarray, "rows n"]) -> None:
         """Fills `rows` with the encoded sequences from `first` on, each after the token before it.
         A document starts with its first token, so what is before it doesn't matter."""
-        first, last, read = int(first), int(first) + len(rows), self.dataset.read_encoded
+        last, read = first + len(rows), self.dataset.read_encoded
         if self.config.sequence_packing:
-            # To read it, too, may unpack another chunk, so what blocks end with is remembered.
+            # Reading the token before a block may unpack another chunk, so each block's last token
+            # is remembered.
             known = self.ends.get(first)
             before = int(known is None)
             tokens = read(first * self.length - before, last * self.length)

@@ -67,7 +67,6 @@ class Numbers:
         }
         if folder := cache_folder():
             settings |= {"JAX_COMPILATION_CACHE_DIR": folder}
-            settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
         return subprocess.Popen(
             [sys.executable, "-c", RUN_TINY, self.module, str(file), *record],
             cwd=ROOT,

@@ -116,7 +116,7 @@ def _unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def narrow_on_cpu(x: jax.Array) -> bool:
     """Returns whether x is bf16 and traced for CPUs, where XLA needs other forms of some ops to be
-    fast. In f32, meant for comparisons, all devices have the same."""
+    fast. f32 is for comparisons, so there all devices run the same forms."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where a step is only traced
     return x.dtype == jnp.bfloat16 and device is not None and device.platform == "cpu"
 
@@ -161,8 +161,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     for i, axes in gathered:
         x = varying(x, axes)
         if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
-            parts = jnp.moveaxis(lax.all_gather(x, axes), 0, i)
-            x = parts.reshape(*x.shape[:i], -1, *x.shape[i + 1 :])
+            x = lax.collapse(jnp.moveaxis(lax.all_gather(x, axes), 0, i), i, i + 2)
         else:
             x = lax.all_gather(x, axes, axis=i, tiled=True)
     return x
@@ -337,9 +336,9 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": for that, use ops.psum"),
     )
     for i, split in scattered:
-        if i and narrow_on_cpu(x):  # as in all_gather
-            count = math.prod(mesh_shape()[axis] for axis in split)
-            parts = x.reshape(*x.shape[:i], count, -1, *x.shape[i + 1 :])
+        size, uneven = divmod(x.shape[i], count := math.prod(mesh_shape()[a] for a in split))
+        if i and narrow_on_cpu(x) and not uneven:  # as in all_gather
+            parts = x.reshape(*x.shape[:i], count, size, *x.shape[i + 1 :])
             x = lax.psum_scatter(jnp.moveaxis(parts, i, 0), split)
         else:
             x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
@@ -476,8 +475,8 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
 
 
 def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
-    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one that is
-    then rounded: XLA uses their bf16 instructions only for those."""
+    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one, which is
+    then rounded: XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
     narrow = operands[0].dtype
     if dtype in (None, narrow) and not narrow_on_cpu(operands[0]):
         return jnp.einsum(subscripts, *operands)
@@ -488,8 +487,10 @@ def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` that accumulates in f32 and returns `dtype`; backward products stay narrow."""
-    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32).astype(dtype)
+    """`jnp.einsum` that accumulates in `dtype`, bf16 in f32, and returns it; backward products stay
+    narrow."""
+    wide = jnp.float32 if dtype == jnp.bfloat16 else dtype
+    return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)
 
 
 def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:

@@ -221,13 +221,34 @@ def test_opening_at_any_step_reads_one_buffer_per_stream(path, monkeypatch):
 
 
 def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
-    """A buffer has 3 blocks of 7 rows. The first batch of 8 rows alone needs no second buffer."""
-    for batches, reads in (1, 3), (2, 6):
-        read, opened = record_reads(monkeypatch), open_loader(path)
+    """A buffer has 3 blocks of 7 rows, so that the third batch of 4 rows reaches its second half."""
+    for batches, reads in (2, 3), (3, 6):
+        read, opened = record_reads(monkeypatch), open_loader(path, batch=4, mesh=(4, 1))
         for number in range(batches):
-            rows_of(opened, number, range(8))
+            rows_of(opened, number, range(4))
         opened.threads.shutdown()
         assert len(read) == reads
+
+
+def test_a_read_ahead_that_fails_is_tried_again(path, monkeypatch):
+    wanted = first_rows(open_loader(path, batch=4, mesh=(4, 1)), 28)
+    opened, read, fail = open_loader(path, batch=4, mesh=(4, 1)), FlatTokens.read_encoded, [False]
+
+    def failing(self, low, high):
+        if fail[0]:
+            raise FlatTokensError("the store is away")
+        return read(self, low, high)
+
+    monkeypatch.setattr(FlatTokens, "read_encoded", failing)
+    seen = []
+    for number in range(7):
+        fail[0] = number in (2, 3)  # rows 8 to 15 are in the first buffer, of 21
+        seen += row_numbers(rows_of(opened, number, range(4))[0])
+    assert seen == wanted
+    fail[0] = True
+    with pytest.raises(FlatTokensError, match="the store is away"):
+        for number in range(7, 14):
+            rows_of(opened, number, range(4))
 
 
 def test_the_token_before_a_block_is_read_at_most_once(path, monkeypatch):
