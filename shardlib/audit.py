@@ -261,9 +261,12 @@ def check_structure(jaxpr: Any, other: Any) -> None:
             literal: Any = isinstance(a, Literal) and a.val
             floating = jnp.issubdtype(jnp.result_type(literal), jnp.floating)
             if floating and str(literal) != str(getattr(b, "val", "")):  # NaN equals itself
+                here, there = (
+                    f"{float(x.val):g}" if isinstance(x, Literal) else "an array" for x in (a, b)
+                )
                 raise ShardTypeError(
                     f"{one.line.replace(' ', ', in ')}: {one.eqn.primitive.name} takes "
-                    f"{literal} on this mesh and {getattr(b, 'val', 'an array')} on one device: "
+                    f"{here} on this mesh and {there} on one device: "
                     "sum with ops.reduce_sum, or take lengths from the config"
                 )
 
