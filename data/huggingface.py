@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from data import text
-from data.flat_tokens import FILL, decode, without_flag
-from data.loader import Batches, BatchSpec, rows_of
+from data.flat_tokens import FILL, checked, decode, without_flag
+from data.loader import Batches, BatchSpec
 from runtime.config import Name, PositiveInt, Section
 from shardlib.errors import UserError
 
@@ -45,6 +46,15 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
 
     def tokenizer_used(self) -> str:
         return self.tokenizer
+
+
+@checked
+def rows_of(
+    encoded: UInt32[np.ndarray, " tokens"], length: int
+) -> UInt32[np.ndarray, "rows {length+1}"]:
+    """Returns the rows of a range of tokens, each after the token before it. The range begins with
+    the token before the first row."""
+    return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
 
 
 class StreamLoader(Batches):

@@ -138,15 +138,6 @@ class TokenBatch:
         )
 
 
-@checked
-def rows_of(
-    encoded: UInt32[np.ndarray, " tokens"], length: int
-) -> UInt32[np.ndarray, "rows {length+1}"]:
-    """Returns the rows of a range of tokens, each after the token before it. The range begins with
-    the token before the first row."""
-    return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
     """The settings of a run that its batches depend on, for any source of tokens."""
@@ -323,9 +314,8 @@ class Loader(Batches):
         assert config.filespec, "`open` checks it"
         self.dataset = data = FlatTokens(config.filespec, split)
         self.threads = ThreadPoolExecutor(spec.io_threads)
-        self.ends = {
-            0: FILL
-        }  # by sequence, the token before it, if a block that ends there was read
+        # By sequence, the token before it, if the block before it was read.
+        self.ends = {0: FILL}
         if data.max_token_id >= spec.vocab:
             raise FlatTokensError(
                 f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "

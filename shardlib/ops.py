@@ -336,9 +336,9 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": for that, use ops.psum"),
     )
     for i, split in scattered:
-        size, uneven = divmod(x.shape[i], count := math.prod(mesh_shape()[a] for a in split))
-        if i and narrow_on_cpu(x) and not uneven:  # as in all_gather
-            parts = x.reshape(*x.shape[:i], count, size, *x.shape[i + 1 :])
+        size, count = x.shape[i], math.prod(mesh_shape()[axis] for axis in split)
+        if i and narrow_on_cpu(x) and size % count == 0:  # as in all_gather
+            parts = x.reshape(*x.shape[:i], count, size // count, *x.shape[i + 1 :])
             x = lax.psum_scatter(jnp.moveaxis(parts, i, 0), split)
         else:
             x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)

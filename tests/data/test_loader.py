@@ -244,6 +244,8 @@ def test_a_read_ahead_that_fails_is_tried_again(path, monkeypatch):
     for number in range(7):
         fail[0] = number in (2, 3)  # rows 8 to 15 are in the first buffer, of 21
         seen += row_numbers(rows_of(opened, number, range(4))[0])
+        if number == 3:
+            assert all(read.exception() for *_, read in opened.streams[0].buffer(0, 1).reads)
     assert seen == wanted
     fail[0] = True
     with pytest.raises(FlatTokensError, match="the store is away"):

@@ -211,6 +211,28 @@ def test_values_and_gradients(typed, plain, axes):
     assert_close(actual, value_and_grads(plain), 1e-5)
 
 
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_gathers_and_scatters_of_bf16_along_the_last_dimension(axes):
+    """Compares exactly, with numbers so small that bf16 holds them: on CPUs they have a form of
+    their own."""
+    factors = 1 + np.arange(16) % 4
+
+    @typed_shard_map
+    def added(x: bf16["L M/t/d"]) -> bf16["L M/t/d"]:
+        y = ops.all_gather("L M/t/d -> L M", x) * factors.astype(bf16.dtype)
+        y = lax.pcast(y, ("d", "t"), to="unreduced")
+        return ops.psum_scatter("L M {U:d,t} -> L M/t/d", y)
+
+    x = np.random.default_rng(0).integers(-3, 4, (3, 16)).astype(bf16.dtype)
+    weights = (1 + np.arange(48) % 5).reshape(3, 16).astype(bf16.dtype)
+    with jax.set_mesh(make_mesh(axes)):
+        y, pull = jax.vjp(jax.jit(added), x)
+        (grad,) = pull(jax.device_put(weights, y.sharding))
+    by = axes["d"] * axes["t"] * factors
+    np.testing.assert_array_equal(y.astype(np.float32), x.astype(np.float32) * by)
+    np.testing.assert_array_equal(grad.astype(np.float32), weights.astype(np.float32) * by)
+
+
 ROTATED = [({"d": 4, "t": 2}, 2), ({"d": 8, "t": 1}, 1), ({"d": 1, "t": 8}, 2)]
 
 
