@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_TPU ?= .venv-tpu
+VENV_GPU ?= .venv-gpu
 VENV_TORCH ?= .venv-torch
 BIN = $(VENV)/bin
+# Tests that CI runs.
+CHEAP = not long and not gpu and not tpu and not gpu_compile
 
-.PHONY: train test test-all test-long test-gpu test-tpu test-torch torture mutations lint format size
+.PHONY: train test test-all test-long test-gpu test-gpu-compile test-tpu test-torch torture mutations lint format size
 
 train: $(VENV)/cpu
 	$(BIN)/python -m train --config-name=local_test_synthetic paths.model_name=synthetic
@@ -27,7 +30,7 @@ test: $(VENV)/dev
 
 # The quick tests and the slow ones, which try more combinations.
 test-all: $(VENV)/dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not gpu and not tpu"
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(CHEAP)"
 
 # About fifteen minutes: the README's first hour, the full stdlib config, every byte flipped.
 test-long: $(VENV)/dev
@@ -47,6 +50,17 @@ mutations: $(VENV)/dev
 test-gpu:
 	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
 
+# Ten minutes: compiles steps for NVIDIA GPUs with XLA's compiler, on any machine.
+test-gpu-compile: $(VENV_GPU)/gpu
+	JAX_PLATFORMS=cpu $(VENV_GPU)/bin/python -m pytest -m "slow or gpu_compile" -rP \
+		tests/test_gpu_compile.py
+
+# To compile for GPUs without one, with tools.compile.
+$(VENV_GPU)/gpu: requirements-gpu-compile.txt
+	$(MAKE) VENV=$(VENV_GPU) $(VENV_GPU)/dev
+	$(VENV_GPU)/bin/pip install --quiet --requirement requirements-gpu-compile.txt
+	touch $@
+
 # Half an hour: compiles 62 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
 # own, as every program there prints its errors where there is no TPU.
 test-tpu:
@@ -59,7 +73,7 @@ test-tpu:
 test-torch:
 	$(MAKE) VENV=$(VENV_TORCH) $(VENV_TORCH)/dev
 	$(VENV_TORCH)/bin/pip install --quiet --group torch
-	JAX_PLATFORMS=cpu $(VENV_TORCH)/bin/python -m pytest -m "not long and not gpu and not tpu" \
+	JAX_PLATFORMS=cpu $(VENV_TORCH)/bin/python -m pytest -m "$(CHEAP)" \
 		tests/benchmarks tests/test_circle.py tests/tools/test_huggingface_weights.py \
 		tests/tools/test_lm_eval.py \
 		tests/test_experiments.py::test_gemma_3_is_that_of_transformers

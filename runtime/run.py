@@ -8,6 +8,7 @@ import faulthandler
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import shlex
@@ -90,6 +91,7 @@ class RunConfig(Section):
     profile: bool  # trace a few steps into profile/
     hlo_svg: bool  # draw the compiled step
     compiler_options: bool  # pass devices.COMPILER_OPTIONS to the compiler
+    deterministic: bool  # on GPUs: only kernels whose results are the same each time
     num_hosts: PositiveInt
     coordinator: str  # address:port of the first host; "": JAX detects the cluster
     process_id: NonNegativeInt  # of this host, from 0; only used with a coordinator
@@ -114,6 +116,10 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     if config.num_hosts > 1:
         try:
             settings = dict[str, Any](heartbeat_timeout_seconds=config.heartbeat_timeout_seconds)
+            bound = os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0  # to one GPU
+            if (count > 1 or bound) and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+                # Under Slurm and MPI JAX would take the one GPU with the process's local number.
+                settings |= {"local_device_ids": range(count)}
             if config.coordinator:
                 if config.process_id == 0:  # JAX crashes if it can't listen
                     port = int(config.coordinator.rpartition(":")[2])
@@ -133,6 +139,8 @@ def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.C
     """Compiles a program with the compiler options for the mesh's chips."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
     options = devices.compiler_options(kind) if config.compiler_options else {}
+    if config.deterministic and jax.sharding.get_mesh().devices.flat[0].platform == "gpu":
+        options |= devices.DETERMINISTIC
     return lowered.compile(compiler_options=options)
 
 

@@ -19,6 +19,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED, OFFLOADED = "save_for_backward", "save_for_backward(offload)"
+# JAX's name for cuDNN's attention, whose results are saved: what it returns, and for each query and
+# head the logarithm of the softmax's denominator, which only its own backward pass sees.
+CUDNN = "dot_product_attention_fwd_wrapper"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -34,12 +37,16 @@ def explicit_activation_checkpointing(fn: F) -> F:
     Meant for the body of a `lax.scan`. Outside a loop the compiler may merge a recomputation with
     the original, and so keep the value after all.
     """
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    marked = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SAVED],
         names_which_can_be_offloaded=[OFFLOADED],
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        return primitive.name == CUDNN or marked(primitive, *args, **params)
+
     return jax.checkpoint(fn, policy=policy, prevent_cse=False)  # type: ignore[return-value]
 
 

@@ -105,18 +105,22 @@ def line_of(eqn: JaxprEqn) -> str:
     return next(filter(None, inner), "")
 
 
+def makers(eqn: JaxprEqn, index: int) -> list[JaxprEqn]:
+    """The equation that makes one of an equation's results, innermost first. For a loop's result,
+    it is in its body, or in the body of a loop in there, looking through copies to the host."""
+    if eqn.primitive.name != "scan":
+        return [eqn]
+    (inner,) = jaxprs_in_params(eqn.params)
+    made_by: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
+    var: Any = inner.outvars[index]
+    while (maker := made_by.get(var)) and maker.primitive.name == "device_put":
+        var = maker.invars[0]
+    return [*(makers(maker, maker.outvars.index(var)) if maker else ()), eqn]
+
+
 def made_at(eqn: JaxprEqn, index: int) -> str:
-    """The line that makes one of an equation's results. For a loop's result, it is the line in its
-    body, or in the body of a loop in there, looking through copies to the host."""
-    if eqn.primitive.name == "scan":
-        (inner,) = jaxprs_in_params(eqn.params)
-        makers: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
-        var: Any = inner.outvars[index]
-        while (maker := makers.get(var)) and maker.primitive.name == "device_put":
-            var = maker.invars[0]
-        if maker and (line := made_at(maker, maker.outvars.index(var))):
-            return line
-    return line_of(eqn)
+    """The line that makes one of an equation's results."""
+    return next(filter(None, map(line_of, makers(eqn, index))), "")
 
 
 def on_host(aval: Any) -> bool:

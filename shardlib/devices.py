@@ -127,10 +127,21 @@ GIB = 2**30
 class Chip(NamedTuple):
     kind: str  # a substring of JAX's `device.device_kind`
     flops: float  # FLOP/s, dense bf16
-    memory: float  # bytes
+    memory: float  # bytes, as CUDA reports them, or as the TPU's compiler does
     bandwidth: float  # of the memory, bytes/s
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
+
+    @property
+    def usable(self) -> float:
+        """The bytes that JAX takes: on GPUs three quarters, or XLA_CLIENT_MEM_FRACTION, or by its
+        old name XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError unless that is a number."""
+        names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+        name, share = next(((n, os.environ[n]) for n in names if os.environ.get(n)), ("", "0.75"))
+        try:
+            return self.memory if "TPU" in self.kind else float(share) * self.memory
+        except ValueError:
+            raise UserError(f"{name}={share} in the environment isn't a number") from None
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
         """The kind of link that each axis of a mesh goes over. The innermost axes are those of
@@ -145,16 +156,17 @@ class Chip(NamedTuple):
 
 
 # The first entry whose kind matches a device applies.
-# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that Hopper's quote;
-# nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400 Gb/s.
-# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis; memory is what the
-# compiler reports as available.
+# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that those from Hopper
+# on quote; nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400
+# Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
+# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis.
 CHIPS = {
-    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 40e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
-    "a100": Chip("A100", 312e12, 80e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
-    "h100pcie": Chip("H100 PCIe", 756e12, 80e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
-    "h100": Chip("H100", 989e12, 80e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
-    "h200": Chip("H200", 989e12, 141e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
+    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "a100": Chip("A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "h100pcie": Chip("H100 PCIe", 756e12, 84.9e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
+    "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
+    "h200": Chip("H200", 989e12, 151e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
+    "b200": Chip("B200", 2250e12, 191e9, 7.7e12, {"nvlink": 900e9, "ib": 50e9}, 8),
     "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
     "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
     "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
@@ -165,7 +177,8 @@ CHIPS = {
 # Compiler options by kind of chip, so that more communication overlaps with compute;
 # docs/performance.md has the figures with and without them. The names come from
 # https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
-# https://github.com/openxla/xla, docs/flags_guidance.md.
+# https://github.com/openxla/xla, docs/flags_guidance.md. GPUs have none: what has been tried there
+# costs memory, and its gain can only be measured.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Overlaps all-reduces with compute, as is the default for all-gathers. Only v5e has this.
     "TPU v5 lite": {
@@ -189,11 +202,9 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-
-# For all GPUs. O1 (EFFORT_O1 in XLA's enum; jax 0.10 takes only the number) turns on the
-# latency-hiding scheduler, which is off on GPUs, and pipelines data-parallel collectives in loops:
-# https://openxla.org/xla/effort_levels.
-GPU_OPTIONS = {"optimization_level": 19}
+# For GPUs: no sums in the order in which threads come, and no choice of kernels by their time. What
+# Triton makes of a matmul is always chosen by time.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
 def find_chip(kind: str) -> Chip | None:
@@ -214,6 +225,5 @@ def compiler_options(kind: str) -> dict[str, Any]:
     chip = find_chip(kind)
     flags = os.environ.get("XLA_FLAGS", "") + " " + os.environ.get("LIBTPU_INIT_ARGS", "")
     set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
-    by_default = GPU_OPTIONS if chip and "TPU" not in chip.kind else {}
-    options = COMPILER_OPTIONS.get(chip.kind, by_default) if chip else {}
+    options = COMPILER_OPTIONS.get(chip.kind, {}) if chip else {}
     return {name: value for name, value in options.items() if name not in set_by_user}

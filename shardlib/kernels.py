@@ -95,7 +95,7 @@ def attention(
     if device and device.platform in with_kernel:
         if device.platform == "tpu":
             return tpu_attention(q, k, v, start, position)
-        return save_for_backward(cudnn_attention(q, k, v, start))
+        return cudnn_attention(q, k, v, start)
     with jax.named_scope(f"kernel_of_{'_'.join(with_kernel)}"):
         return save_for_backward(plain_attention(q, k, v, start, position, key_position))
 
@@ -154,8 +154,8 @@ def cudnn_attention(
     v: floating["B L K D"],
     start: integer["B L"],
 ) -> floating["B L Q K D"]:
-    """Computes attention with cuDNN, which wants query heads that share a key side by side. Its
-    forward kernel runs again in the backward pass, for the softmax statistics."""
+    """Computes attention with cuDNN, which wants query heads that share a key side by side. What
+    its forward kernel returns is saved: see activations.py."""
     same = start[:, None, :, None] <= jnp.arange(q.shape[1])  # keys of the document and after it
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(

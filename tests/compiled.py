@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
 OFTEN = 2  # for loops of a TPU's program, whose text lacks their trip counts
-INSTRUCTION = re.compile(rf" +(?:ROOT )?%\S+ = (\(.*?\)|\S+) ({KINDS})(?:-start)?\((.*)")
+DONE = re.compile(r"= (\(.*?\)|\S+) [\w-]+-done\([^%]*%([\w.-]+)\)")
+INSTRUCTION = re.compile(rf" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ({KINDS})(?:-start)?\((.*)")
 
 
 class Collective(NamedTuple):
@@ -21,6 +22,7 @@ class Collective(NamedTuple):
     merged: bool  # one of several arrays in one instruction
     chain: str = ""  # of an asynchronous one
     padded: bool = False
+    itemsize: int = 0  # bytes of an element
 
 
 def _tables(text: str) -> dict[str, dict[str, str]]:
@@ -104,12 +106,15 @@ def between_slices(text: str) -> collections.Counter[str]:
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
     lines, trips = _source_lines(text, files or ("train.py",)), _trip_counts(text)
     actual, here = [], ""
+    # The shape of a start has the operands, too.
+    done = {name: shape for shape, name in re.findall(DONE, text)}
     for line in text.splitlines():
         if match := re.match(r"(?:ENTRY )?%(\S+) \(", line):
             here = match[1]
         if not (match := INSTRUCTION.match(line)):
             continue
-        shape, kind, rest = match.groups()
+        name, shape, kind, rest = match.groups()
+        shape = done.get(name, shape)
         named = re.search(r'op_name="([^"]*)"', rest)
         op_name = named[1] if named else ""
         frame = re.search(r"stack_frame_id=(\d+)", rest)
@@ -126,17 +131,18 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
         axes = _axes(re.search(groups, rest)[1], mesh)
         size = math.prod(mesh[a] for a in axes)
         at = lines.get(frame[1], "") if frame else ""
-        parts = re.findall(r"\w+\[([\d,]*)\]", shape)
+        parts = re.findall(r"([a-z]+\d*)\w*\[([\d,]*)\]", shape)
         pieces = len(parts) if kind == "all-to-all" else 1  # one to each device, of one array
         parts = parts[:1] if kind in ("collective-permute", "all-to-all") else parts  # or buffers
         chain = re.search(r'chain_id="(\d+)"', rest)
         padded = "from-cross-replica-sharding" in rest
-        for part in parts:
+        for dtype, part in parts:
             elements = math.prod(int(n) for n in part.split(",") if n)
+            itemsize = int(re.sub(r"\D", "", dtype) or 8) // 8
             elements *= size if kind == "reduce-scatter" else pieces
             kind = kind.removeprefix("collective-")
             row = kind, axes, elements, phase, at, trips.get(here, 1), len(parts) > 1
-            actual.append(Collective(*row, chain[1] if chain else "", padded))
+            actual.append(Collective(*row, chain[1] if chain else "", padded, itemsize))
     return actual
 
 
@@ -246,3 +252,23 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
             left[kind, *where] -= count
             actual["all-reduce", *where] -= count
     return +left, +actual
+
+
+def amounts(rows, mesh, *fields):
+    """Counts how often each collective runs, by kind, axes, elements, bytes of an element, and
+    other fields, given the rows of a ledger or the collectives of a program. Of all-reduces it
+    counts the elements, as XLA stacks those of a loop and joins scalars in one array."""
+    count = collections.Counter()
+    for row in rows:
+        if axes := tuple(sorted(axis for axis in row.axes if mesh[axis] > 1)):
+            if isinstance(row, Collective):
+                itemsize = row.itemsize
+            else:
+                n = math.prod(mesh[axis] for axis in axes)
+                share = {"all-reduce": 2 * (n - 1) / n, "permute": 1}.get(row.kind, (n - 1) / n)
+                itemsize = round(row.bytes / row.elements / share)
+            summed = row.kind == "all-reduce"
+            key = row.kind, axes, 0 if summed else row.elements, itemsize
+            key += tuple(getattr(row, field) for field in fields)
+            count[key] += row.times * (row.elements if summed else 1)
+    return count

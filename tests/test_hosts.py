@@ -1,5 +1,7 @@
 """Tests what one host does when the other gets a signal or is lost, and that both can resume."""
 
+import os
+import random
 import re
 import signal
 import socket
@@ -11,7 +13,7 @@ import pytest
 
 from runtime.run import make_mesh
 from shardlib.errors import UserError
-from tests.helpers import ROOT, arrays, rows, small_config
+from tests.helpers import ROOT, arrays, is_free, rows, small_config
 from tests.torture import ARGUMENTS, ENDS, LIMIT, NEVER, Hosts, complete
 
 # A run saves only when it stops; the number of steps is chosen after that.
@@ -54,6 +56,57 @@ class Run:
         with self.start(steps) as hosts:
             assert hosts.wait() == [0, 0], hosts.text(0) + hosts.text(1)
             return hosts.text()
+
+
+# What a process of two, each on a host of its own, finds in its environment, given a number of the
+# job that determines the port.
+CLUSTERS = {
+    "slurm": lambda job, process: {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": 2,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_PROCID": process,
+        "SLURM_LOCALID": 0,
+    },
+    "mpi": lambda job, process: {
+        "OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": 2,
+        "OMPI_COMM_WORLD_RANK": process,
+        "OMPI_COMM_WORLD_LOCAL_RANK": 0,
+    },
+    "kubernetes": lambda job, process: {
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        "SETTINGS": f"coordinator=localhost:{61440 + job} process_id={process}",
+    },
+}
+VISIBLE = """
+import jax, os
+from runtime.run import make_mesh
+from tests.helpers import small_config
+settings = os.environ.get("SETTINGS", "").split()
+config = small_config("mesh={d: 8, t: 1}", "num_hosts=2", *settings)
+print(make_mesh(config, config.mesh.axes).size, jax.config.values["jax_cuda_visible_devices"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_process_has_all_gpus_of_its_host(cluster):
+    """JAX would take a process that Slurm or MPI starts to be for one GPU."""
+    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
+    processes = []
+    for process in range(2):
+        found = CLUSTERS[cluster](job, process)
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        env = os.environ | flags | {name: str(value) for name, value in found.items()}
+        command = [sys.executable, "-W", "error", "-c", VISIBLE]
+        started = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        processes.append(started)
+    printed = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in printed] == ["8 0,1,2,3\n"] * 2, printed
 
 
 @pytest.fixture

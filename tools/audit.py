@@ -60,7 +60,7 @@ class Probed(NamedTuple):
 
     axes: dict[str, int]
     sizes: dict[str, int]
-    saved: list[Shape]  # in the ledger's order
+    saved: list[Shape]  # in the ledger's order, without statistics
     arrays: dict[tuple[int, ...], Shape]  # by `memory.Buffer.key`
 
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
@@ -85,7 +85,7 @@ def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(config.mesh.axes, train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
-    saved = [array.shape for array in ledger(jaxpr, axes).saved]
+    saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
 
 
@@ -114,7 +114,9 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
          "times": 1, "at_least": 1, "bytes": b.bytes}
         for b in predicted.buffers
     ]  # fmt: skip
-    saved = zip(costs.saved, probed.saved, strict=True)
+    saved, at_probe = list[tuple[Saved, Shape]](), iter(probed.saved)
+    for array in costs.saved:
+        saved.append((array, saved[-1][1][:-1] if array.statistics else next(at_probe)))
     return {
         "chip": chip.kind if chip else "",
         "mesh": axes,
@@ -236,7 +238,7 @@ def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
     """Sentences about the mesh and the memory of each device."""
     peak, room = result["arguments"] + result["temporary"], ""
     if chip:
-        left = chip.memory - peak
+        left = chip.usable - peak
         room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has"
     axes = result["mesh"]
     return [

@@ -1,14 +1,17 @@
-"""Compiles a config's training step ahead of time, and reports whether it fits. For TPUs it also
-estimates how long a step takes.
+"""Compiles a config's training step ahead of time, and reports whether it fits. For GPUs it also
+says what the program sends beside what, and for TPUs it estimates how long a step takes.
 
+    python -m tools.compile --config-name=c4_h100x8_1b topology=h100:8
+    python -m tools.compile --config-name=c4_h100x8x4_2b topology=h100:4x8
     python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
-    python -m tools.compile --config-name=c4_h100x8_1b mesh.d=256 topology=v5p:8x8x4
     python -m tools.compile --config-name=local_test_synthetic
 
-With a topology it compiles for a slice of TPUs, on a machine without TPUs, with `libtpu` from
+With a topology it compiles on a machine without such chips: for GPUs of a host, or of several (4x8:
+4 hosts of 8 GPUs), with requirements-gpu-compile.txt, or for a slice of TPUs, with
 requirements-tpu.txt. Otherwise it compiles for the local devices. It may take some minutes.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -23,14 +26,14 @@ from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
-from tools import cycles
+from tools import cycles, gpus
 from tools.audit import NOT_USED, audit_step, peak_table, probe
 from tools.tables import show, table
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
-    topology: str = ""  # a slice of TPUs, such as v5e:16x16; empty: the local devices
+    topology: str = ""  # such as h100:8, h100:8x8 or v5e:16x16; empty: the local devices
     slices: PositiveInt = 1  # of that topology, over which r splits the devices
 
 
@@ -73,8 +76,15 @@ def tpu_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.shardi
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
     probed = probe(config)
+    traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     bundles = cycles.dump_bundles()
-    if config.topology:
+    name = config.topology.partition(":")[0]
+    names = [*gpus.known(), *(name for name, c in devices.CHIPS.items() if "TPU" in c.kind)]
+    if config.topology and name not in names:
+        raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
+    if name in gpus.known():
+        mesh, traced = gpus.gpu_mesh(config.topology, axes), gpus.cudnn_as_of(config.topology)
+    elif config.topology:
         mesh = tpu_mesh(config.topology, axes, config.slices)
     else:
         mesh = make_mesh(config, axes)
@@ -83,7 +93,7 @@ def main(config: CompileConfig) -> None:
     predicted = audit_step(config, probed, chip)
     held = predicted["arguments"] + predicted["temporary"]
 
-    with jax.set_mesh(mesh):
+    with traced, jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()
@@ -93,8 +103,8 @@ def main(config: CompileConfig) -> None:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             excess = ""
-            if chip and held > chip.memory:
-                excess = f", {show(held - chip.memory)} more than a device has"
+            if chip and held > chip.usable:
+                excess = f", {show(held - chip.usable)} more than a device has"
             raise UserError(
                 f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
                 f"The audit predicts {show(held)}{excess}. At its peak the step holds weights, "
@@ -116,15 +126,20 @@ def main(config: CompileConfig) -> None:
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if chip:
-        verdict = "fits" if peak < chip.memory else "does not fit"
-        print(f"\nIt {verdict}: {show(peak)} of {show(chip.memory)}.")
+        verdict = "fits" if peak < chip.usable else "does not fit"
+        share = (
+            "" if is_tpu else f", the {chip.usable / chip.memory:.0%} of the memory that JAX takes"
+        )
+        print(f"\nIt {verdict}: {show(peak)} of {show(chip.usable)}{share}.")
     if is_tpu and chip:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")
-    else:
-        print("\nThe prediction follows the rules of TPU compilers; other compilers may differ.")
+        return
+    print("\nThe prediction follows the rules of TPU compilers; other compilers may differ.")
+    if chip:
+        print(f"\n{gpus.report(*gpus.read(str(step.as_text()), chip), chip)}")
 
 
 if __name__ == "__main__":

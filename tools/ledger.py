@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import COLLECTIVES, axes_of, equations, made_at, on_host, op_of, phase
+from shardlib.audit import (
+    COLLECTIVES,
+    axes_of,
+    equations,
+    made_at,
+    makers,
+    on_host,
+    op_of,
+    phase,
+)
 from shardlib.kernels import runs_kernel
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -49,6 +58,7 @@ class Saved(NamedTuple):
     dtype: str
     bytes: int  # of all of them
     memory: str  # "device" or "host"
+    statistics: bool = False  # of a kernel, which its twin doesn't save
 
 
 class Ledger(NamedTuple):
@@ -81,7 +91,7 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             size, in_kernel = sum(map(_bytes, arrays)), runs_kernel(path, chip)
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
-    saved = [array for body in bodies for array in _saved(body)]
+    saved = [array for body in bodies for array in _saved(body, chip)]
     return Ledger(transfers, products, saved, _kernel_bytes(live, chip))
 
 
@@ -119,24 +129,30 @@ def _kernel_bytes(jaxpr: Any, chip: str) -> int:
     return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
 
 
-def _saved(body: Any) -> Iterator[Saved]:
+def _saved(body: Any, chip: str) -> Iterator[Saved]:
     """Yields what the backward pass takes from the forward pass. For a loop these are the arrays
     that it stacks. A loop over microbatches has both passes in its body: it saves what one
-    iteration saves."""
-    makers: dict[Any, Any] = {}
+    iteration saves. A kernel of attention saves, beside its result, the logarithm of the softmax's
+    denominator for each query and head."""
+    made_by: dict[Any, Any] = {}
     for eqn in body.eqns:
         if eqn.primitive.name == "scan" and phase(str(eqn.source_info.name_stack)) == "update":
-            yield from _saved(*jaxprs_in_params(eqn.params))
+            (inner,) = jaxprs_in_params(eqn.params)
+            yield from _saved(inner, chip)
         if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
             for var in eqn.invars:
-                if not isinstance(var, Literal) and (maker := makers.pop(var, None)):
+                if not isinstance(var, Literal) and (maker := made_by.pop(var, None)):
                     array, times, shape = var.aval, 1, var.aval.shape
                     index = maker.outvars.index(var)
                     if maker.primitive.name == "scan":
                         (inner,) = jaxprs_in_params(maker.params)
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
-                    row = (made_at(maker, index), times, shape, array.dtype.name, _bytes(array))
-                    yield Saved(*row, "host" if on_host(array) else "device")
+                    line, memory = made_at(maker, index), "host" if on_host(array) else "device"
+                    yield Saved(line, times, shape, array.dtype.name, _bytes(array), memory)
+                    innermost, *_ = makers(maker, index)
+                    if runs_kernel(str(innermost.source_info.name_stack), chip):
+                        shape, size = shape[:-1], 4 * array.size // shape[-1]
+                        yield Saved(line, times, shape, "float32", size, memory, statistics=True)
         else:
-            makers |= dict.fromkeys(eqn.outvars, eqn)
+            made_by |= dict.fromkeys(eqn.outvars, eqn)

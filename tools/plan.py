@@ -143,9 +143,9 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
         plan = Plan(item, result, bound(result, chip, chip.links_of(item.mesh.axes)))
         at_least = result["arguments"] + result["held"]["gradients"]
         axes, needed = devices.show_axes(item.mesh.axes), plan.bound.peak
-        if needed <= ROOM * chip.memory:
+        if needed <= ROOM * chip.usable:
             push(plan.order, plan)
-        elif at_least > ROOM * chip.memory:
+        elif at_least > ROOM * chip.usable:
             reason = f"{axes} needs {show(at_least)} for weights, moments and gradients alone"
         elif less := smaller(plan):
             push(max(order, plan.order), less)

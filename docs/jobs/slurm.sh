@@ -11,6 +11,8 @@
 #SBATCH --requeue
 
 . .venv/bin/activate
+# JAX takes three quarters of a GPU's memory by default; the rest is for NCCL and CUDA.
+export XLA_CLIENT_MEM_FRACTION=.9
 # --kill-on-bad-exit: if one process fails, Slurm ends the others at once.
 srun --kill-on-bad-exit=1 python -m train --config-name=fineweb_edu_h100x8_1b \
   hardware=h100x8x4 checkpoint_interval=500 checkpoints.keep_last=3 \

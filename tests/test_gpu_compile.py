@@ -1,0 +1,188 @@
+"""Compiles steps with XLA's compiler for NVIDIA GPUs, on a machine without one: make
+test-gpu-compile. Two of them are compiled by make test-all, too, if the compiler is installed."""
+
+import collections
+import functools
+import importlib.util
+import re
+from typing import NamedTuple
+
+import jax
+import pytest
+
+import train
+from runtime.run import compile_step
+from shardlib import audit, devices, kernels
+from tests import compiled
+from tests.helpers import compose_config, train_here
+from tools import compile as compiler
+from tools import gpus, memory
+from tools.ledger import PRODUCTS, ledger
+
+INSTALLED = bool(importlib.util.find_spec("jax_cuda13_plugin"))
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs requirements-gpu-compile.txt")
+# Each collective stays by itself, with its own line.
+ALONE = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 0
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+}
+
+
+class Program(NamedTuple):
+    topology: str
+    config: str
+    overrides: tuple[str, ...] = ()
+
+    def __str__(self):
+        return " ".join((self.topology, self.config, *self.overrides))
+
+
+LONG = "training.tokens={batch: 32, len: 8192}", "training.loss_chunks=32"
+WINDOW = "model.sliding_window=512", "model.n_q_per_kv=4", "model.n_kv=4"
+TWO_HOSTS = Program("h100:2x8", "c4_h100x8_540m", ("mesh.d=16", "mesh.r=2"))
+OLMOE = Program("h100:8x8", "fineweb_edu_h100x8x8_olmoe")
+PROGRAMS = [
+    Program("a100:1", "c4_a100x1_84m"),
+    Program("h100:8", "c4_h100x8_1b"),
+    Program("h100:8", "c4_h100x8_1b", ("mesh.d=4", "mesh.t=2")),
+    Program("h100:8", "c4_h100x8_1b", ("mesh.d=4", "mesh.c=2")),
+    Program("h100:8", "c4_h100x8_1b", ("training.microbatches=4",)),
+    Program("h100:8", "c4_h100x8_1b", LONG),
+    Program("h100:8", "c4_h100x8_1b", ("training.optimizer=muon",)),
+    Program("h200:8", "c4_h100x8_1b", WINDOW),
+    Program("b200:8", "fineweb_edu_h100x8_llama3_8b"),
+    Program("h100:4x8", "c4_h100x8x4_2b"),
+    Program("h100:8x8", "fineweb_edu_h100x8x8_qwen3_30b_a3b"),
+    OLMOE,
+    TWO_HOSTS,
+]
+QUICK = PROGRAMS[1], TWO_HOSTS
+ALL = [
+    pytest.param(p, id=str(p), marks=pytest.mark.slow if p in QUICK else pytest.mark.gpu_compile)
+    for p in PROGRAMS
+]
+
+
+class Built(NamedTuple):
+    config: train.Config
+    jaxpr: object
+    text: str
+    used: int  # bytes of a device
+
+
+@functools.cache
+def built(program, **options):
+    """The step, compiled as training compiles it, with a compiler's options in addition."""
+    where = "hf_dataset.path=x" if "fineweb" in program.config else "flat_tokens.filespec=x"
+    config = compose_config(program.config, "paths.model_name=x", where, *program.overrides)
+    axes = config.mesh.axes
+    mesh = gpus.gpu_mesh(program.topology, axes)
+    with gpus.cudnn_as_of(program.topology), jax.set_mesh(mesh):
+        lowered = train.lower_step(config)
+        step = lowered.compile(options) if options else compile_step(config, lowered)
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    stats = step.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    used = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    return Built(config, jaxpr, step.as_text(), used)
+
+
+def chip_of(program):
+    return devices.CHIPS[program.topology.partition(":")[0]]
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_the_collectives_are_those_of_the_ledger(program):
+    """Each is one of the ledger's, by kind, axes, elements, bytes, phase, line and number of runs,
+    and none is missing. As the program runs, several are one instruction, which has one line."""
+    for options, where in ((ALONE, ("phase", "line")), ({}, ())):
+        config, jaxpr, text, _ = built(program, **options)
+        axes = config.mesh.axes
+        actual = compiled.collectives(text, axes)
+        wanted = ledger(jaxpr, axes, chip_of(program).kind).transfers
+        amounts = compiled.amounts(wanted, axes, *where)
+        assert compiled.amounts(actual, axes, *where) == amounts
+        large = [row for row in actual if row.kind == "reduce-scatter" and row.elements > 10**5]
+        assert {row.itemsize for row in large} <= {2}
+        # The tool's own reading of the program.
+        sent, _ = gpus.read(text, chip_of(program))
+        received = sum(row.times * row.bytes for row in wanted)
+        assert sum(row.times * row.bytes for row in sent) == pytest.approx(received)
+    assert bool(amounts) == (len(axes) > 1 and not program.topology.endswith(":1"))
+
+
+# OLMoE's saved gate and up are copied from the layout of the loop that saves them to that of the
+# loop that needs them: twice 5.4 GB.
+COPIED = {OLMOE: 10.8e9}
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_the_memory_is_as_predicted(program):
+    config, jaxpr, _, used = built(program)
+    predicted = memory.predict(jaxpr, config.mesh.axes, chip_of(program))
+    total = predicted.arguments + predicted.temporary
+    print(f"{program!s:75} {used / 1e9:6.2f} GB, predicted {total / 1e9:6.2f}")
+    assert total + COPIED.get(program, 0) == pytest.approx(used, rel=0.1)
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
+    config, jaxpr, text, _ = built(program)
+    kind = chip_of(program).kind
+    wanted = {
+        eqn.invars[0].aval.dtype.name
+        for eqn, path, *_ in audit.equations(jaxpr)
+        if eqn.primitive.name in PRODUCTS and not kernels.runs_kernel(path, kind)
+    }
+    products = [row for row in ledger(jaxpr, config.mesh.axes, kind).products if not row.in_kernel]
+    _, found = gpus.read(text, chip_of(program))
+    matmuls = [kernel for kernel in found if kernel.what == "matmul"]
+    assert {kernel.dtype for kernel in matmuls} == {"bf16"} and wanted == {"bfloat16"}
+    needed = sum(row.flops * row.times for row in products)
+    assert sum(kernel.flops * kernel.times for kernel in matmuls) == pytest.approx(needed, rel=0.01)
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(program):
+    config, _, text, _ = built(program)
+    _, found = gpus.read(text, chip_of(program))
+    runs = collections.Counter()
+    for kernel in found:
+        if kernel.what != "matmul":
+            runs[kernel.what] += kernel.times
+    each = config.model.layers * config.training.microbatches if config.mesh.c == 1 else 0
+    assert runs == collections.Counter({"attention forward": each, "attention backward": each})
+
+
+@pytest.mark.gpu_compile
+def test_no_result_of_a_deterministic_step_depends_on_the_order_of_additions():
+    """A scatter adds in any order, unless its places differ."""
+    scatters = {}
+    for deterministic in False, True:
+        program = PROGRAMS[1]
+        overrides = *program.overrides, f"deterministic={deterministic}"
+        text = built(program._replace(overrides=overrides)).text
+        lines = [line for line in text.splitlines() if re.search(r"= f32\S* scatter\(", line)]
+        scatters[deterministic] = ["unique_indices=true" in line for line in lines]
+    assert scatters == {False: [False], True: [True]}
+
+
+@pytest.mark.slow
+def test_the_report(capsys, monkeypatch):
+    command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x"]
+    for share in "75", "30":
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", f".{share}")
+        arguments = [*command, "topology=h100:8"]
+        out, message = train_here(capsys, monkeypatch, *arguments, program=compiler.main)
+        verdict = "fits" if share == "75" else "does not fit"
+        assert not message and f"\nIt {verdict}: 3" in out
+        assert f"GB, the {share}% of the memory that JAX takes.\n" in out
+    assert re.search(r"^all-gather +8 +\d+ +3\.52 GB +\d+%$", out, re.MULTILINE)
+    assert re.search(r"^attention forward +cuDNN +bf16 +8 +1\.1 TFLOP", out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_topology_that_is_another_than_the_mesh(capsys, monkeypatch):
+    command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x", "topology=h100:2x8"]
+    out, message = train_here(capsys, monkeypatch, *command, program=compiler.main)
+    assert not out and "topology=h100:2x8 for the mesh s=8: write it like h100:8" in message

@@ -1,0 +1,225 @@
+"""Compiles for NVIDIA GPUs on a machine without one, and reads a GPU's program: what it sends, what
+it computes meanwhile, and which libraries compute its matmuls and attention."""
+
+import collections
+import contextlib
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+from omegaconf import OmegaConf
+
+from shardlib import devices
+from shardlib.errors import UserError
+from tools.cycles import Instruction, group_size, inside, parse, size
+from tools.tables import show, table
+
+CAVEAT = """\
+Nothing has run. On a GPU XLA times each matmul with Triton and with cuBLAS, and takes the faster;
+here it could not. The bytes leave out the workspaces of cuDNN and, outside the part that JAX takes,
+NCCL's buffers and CUDA's context. What is beside a matmul may still take longer than it does."""
+
+
+@functools.cache
+def known() -> dict[str, Any]:
+    """Returns what the compiler is told of each GPU, by its name in `devices.CHIPS`."""
+    file = OmegaConf.load(pathlib.Path(__file__).with_name("gpus.yaml"))
+    found: Any = OmegaConf.to_container(file)
+    return {name: found[name] for name in devices.CHIPS if name in found}
+
+
+def as_proto(fields: dict[str, Any]) -> str:
+    """Fields as the text form of protocol buffers."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            lines.append(f"{name} {{\n{as_proto(value)}\n}}")
+        else:
+            is_enum = name == "feature_extension"
+            lines.append(f"{name}: {value if is_enum else json.dumps(value)}")
+    return "\n".join(lines)
+
+
+def gpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh of GPUs such as h100:8 or, on eight hosts, h100:8x8, for compiling only. Raises
+    UserError if the compiler is missing, or there aren't as many GPUs as the mesh has."""
+    # Else JAX's CUDA plugin refuses a machine without CUDA's libraries.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # it can't load what has no device
+    name, _, shape = topology.partition(":")
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
+    hosts, each = (int(match[1] or 1), int(match[2])) if match else (0, 0)
+    if hosts * each != math.prod(axes.values()):
+        raise UserError(
+            f"topology={topology} for the mesh {devices.show_axes(axes)}: write it like "
+            f"{name}:8, or {name}:4x8 for 4 hosts of 8, with as many GPUs as the mesh"
+        )
+    fields = known()[name]
+    target = {
+        "gpu_device_info": fields,
+        "platform_name": "CUDA",
+        "device_description_str": fields["name"],
+    }
+    try:
+        # Hosts have no NVLink between them: each is a partition of its own.
+        found = topologies.get_topology_desc(
+            "", "cuda", target_config=as_proto(target), topology=f"{hosts}x1x{each}"
+        )
+    except Exception as error:  # the plugin's or JAX's
+        raise UserError(
+            f"topology={topology}: {str(error).splitlines()[0]}. It needs XLA's compiler for GPUs: "
+            "install requirements-gpu-compile.txt in a venv of its own"
+        ) from None
+    return devices.mesh_over(axes, found.devices)
+
+
+@contextlib.contextmanager
+def cudnn_as_of(topology: str) -> Iterator[None]:
+    """Lets cuDNN's attention be traced for GPUs that aren't there. JAX asks the first local GPU for
+    its capability, and the installed cuDNN for its version, and has no public way to say them."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    fields = known()[topology.partition(":")[0]]
+    capability = tuple(fields["cuda_compute_capability"][part] for part in ("major", "minor"))
+    major, minor, patch = map(int, fields["dnn_version"].split("."))
+
+    def parts(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    with mock.patch.multiple(
+        cudnn,
+        check_cudnn_version=lambda: major * 10000 + minor * 100 + patch,
+        check_compute_capability=lambda least: capability >= parts(least),
+        is_cuda_compute_capability_equal=lambda exact: capability == parts(exact),
+    ):
+        yield
+
+
+# --- The program ----------------------------------------------------------------------------------
+
+MICROSECOND = 1e-6
+COLLECTIVE = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+
+
+class Sent(NamedTuple):
+    """A collective of a scheduled program."""
+
+    kind: str
+    devices: int  # that take part in one
+    times: int
+    bytes: float  # that each device receives each time, with a ring
+    beside: float  # seconds of matmuls and attention between its start and its end, at peak rates
+
+
+class Kernel(NamedTuple):
+    """A matmul or an attention."""
+
+    what: str
+    by: str
+    dtype: str  # of what it multiplies
+    times: int
+    flops: float  # each time; of attention's scores the half that is after their queries isn't any
+
+
+def first(shape: str) -> tuple[str, list[int]]:
+    """The dtype and the dimensions of an array, or of the first one of a tuple."""
+    dtype, dims = re.search(r"([a-z]\w*)\[([\d,]*)\]", shape).groups()  # type: ignore[union-attr]
+    return dtype, [int(n) for n in dims.split(",") if n]
+
+
+def received(kind: str, shape: str, count: int) -> float:
+    """The bytes that each of `count` devices receives, given the shape of a collective's result."""
+    whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
+    shares = {"all-reduce": 2 * (count - 1) / count, "collective-permute": 1}
+    return whole * shares.get(kind, (count - 1) / count)
+
+
+def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> Kernel | None:
+    """The matmul or attention that an instruction of a computation is."""
+    target = call.find(r'custom_call_target="(\w+\$\w+)')
+    if call.op != "dot" and not target.startswith(("__cublas", "__cudnn$fmha")):
+        return None
+    operands = [first(around[name].shape) for name in call.operands()]
+    dtype, left = operands[0]
+    if "fmha" in target:
+        rows, queries, heads, width = left
+        backward = "Backward" in target
+        products = 5 if backward else 2
+        flops = products * rows * queries * operands[1][1][1] * heads * width
+        return Kernel(
+            f"attention {'back' if backward else 'for'}ward", "cuDNN", dtype, times, flops
+        )
+    summed = re.findall(r"\d+", call.find(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'))
+    flops = 2 * math.prod(first(call.shape)[1]) * math.prod(left[int(i)] for i in summed)
+    return Kernel("matmul", "cuBLAS" if target else "Triton", dtype, times, flops)
+
+
+def read(text: str, chip: devices.Chip) -> tuple[list[Sent], list[Kernel]]:
+    """Reads what a GPU's scheduled program sends and computes in a step."""
+    program = parse(text)
+    sent, kernels = list[Sent](), list[Kernel]()
+
+    def walk(computation: str, times: int) -> float:
+        """Adds a computation's instructions, and returns the seconds of its kernels."""
+        now, started = 0.0, dict[str, tuple[Instruction, float]]()
+        for call in program[computation].values():
+            if call.op == "while":
+                trips = int(call.find(r'known_trip_count":\{"n":"(\d+)"') or 1)
+                now += trips * walk(call.called("body")[0], times * trips)
+                continue
+            parts = [(call, computation), *inside(call, program)]
+            for each, of in parts:
+                if kernel := kernel_of(each, program[of], times):
+                    kernels.append(kernel)
+                    now += kernel.flops / chip.flops
+            # A collective is a pair of instructions, or one, or is in a computation that one calls.
+            whole = next((each for each, _ in parts if re.fullmatch(COLLECTIVE, each.op)), None)
+            if call.op.endswith("-start"):
+                started[call.name] = whole or call, now
+            elif call.op.endswith("-done") and call.operands()[0] in started:
+                start, since = started.pop(call.operands()[0])
+                add(start, call.shape, times, now - since)
+            elif whole:
+                add(whole, whole.shape, times, 0)
+        return now
+
+    def add(call: Instruction, shape: str, times: int, beside: float) -> None:
+        kind, count = call.op.removesuffix("-start"), group_size(call.rest)
+        if re.fullmatch(COLLECTIVE, kind) and count > 1:
+            sent.append(Sent(kind, count, times, received(kind, shape, count), beside))
+
+    walk("", 1)
+    return sent, kernels
+
+
+def report(sent: list[Sent], kernels: list[Kernel], chip: devices.Chip) -> str:
+    """Tables of what `read` returns."""
+    groups: dict[tuple[str, int], list[Sent]] = collections.defaultdict(list)
+    for row in sent:
+        groups[row.kind, row.devices].append(row)
+    rows = []
+    for (kind, count), found in sorted(groups.items()):
+        total = sum(row.times * row.bytes for row in found)
+        hidden = sum(row.times * row.bytes for row in found if row.beside > MICROSECOND)
+        times = sum(row.times for row in found)
+        rows.append((kind, f"{count}", f"{times}", show(total), f"{hidden / total:.0%}"))
+    text = table(("collective", "devices", "times", "a device receives", "beside kernels"), rows)
+    totals: dict[tuple[str, ...], list[Kernel]] = collections.defaultdict(list)
+    for kernel in kernels:
+        totals[kernel.what, kernel.by, kernel.dtype].append(kernel)
+    cells = [
+        (*key, f"{sum(k.times for k in found)}", show(flops, "FLOP"), show(flops / chip.flops, "s"))
+        for key, found in sorted(totals.items())
+        for flops in (sum(k.times * k.flops for k in found),)
+    ]
+    head = ("kernel", "by", "of", "times", "computes", "at peak")
+    return f"{text}\n\n{table(head, cells)}\n\n{CAVEAT}"
