@@ -277,7 +277,9 @@ def test_the_plan_is_the_one_that_the_page_shows(command):
 
 # --- Figures --------------------------------------------------------------------------------------
 
-MEASURED = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("performance", "audit"))
+MEASURED = "\n".join(
+    (ROOT / f"docs/{page}.md").read_text() for page in ("performance", "audit", "gpus")
+)
 
 
 def test_the_figures_of_the_readme_are_those_of_the_sections_that_it_links():

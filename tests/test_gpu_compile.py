@@ -14,7 +14,7 @@ import train
 from runtime.run import compile_step
 from shardlib import audit, devices, kernels
 from tests import compiled
-from tests.helpers import compose_config, train_here
+from tests.helpers import ROOT, compose_config, train_here
 from tools import compile as compiler
 from tools import gpus, memory
 from tools.ledger import PRODUCTS, ledger
@@ -105,7 +105,7 @@ def test_the_collectives_are_those_of_the_ledger(program):
         large = [row for row in actual if row.kind == "reduce-scatter" and row.elements > 10**5]
         assert {row.itemsize for row in large} <= {2}
         # The tool's own reading of the program.
-        sent, _ = gpus.read(text, chip_of(program))
+        sent = gpus.read(text, chip_of(program)).sent
         received = sum(row.times * row.bytes for row in wanted)
         assert sum(row.times * row.bytes for row in sent) == pytest.approx(received)
     assert bool(amounts) == (len(axes) > 1 and not program.topology.endswith(":1"))
@@ -113,16 +113,43 @@ def test_the_collectives_are_those_of_the_ledger(program):
 
 # OLMoE's saved gate and up are copied from the layout of the loop that saves them to that of the
 # loop that needs them: twice 5.4 GB.
-COPIED = {OLMOE: 10.8e9}
+COPIED = {OLMOE: 10.8}  # GB
+
+
+@functools.cache
+def figures(program):
+    """Returns the program's figures in docs/gpus.md, as text."""
+    config, jaxpr, text, used = built(program)
+    predicted = memory.predict(jaxpr, config.mesh.axes, chip_of(program))
+    sent = gpus.read(text, chip_of(program)).sent
+    received = sum(row.times * row.bytes for row in sent)
+    beside = sum(row.times * row.bytes for row in sent if row.beside > gpus.MICROSECOND)
+    return {
+        f"jax {jax.__version__}": f"{used / 1e9:.1f}",
+        "predicted": f"{(predicted.arguments + predicted.temporary) / 1e9:.1f}",
+        "receives": f"{received / 1e9:,.1f}",
+        f"beside kernels, {jax.__version__}": f"{beside / received:.0%}" if received else "-",
+    }
 
 
 @pytest.mark.parametrize("program", ALL)
 def test_the_memory_is_as_predicted(program):
-    config, jaxpr, _, used = built(program)
-    predicted = memory.predict(jaxpr, config.mesh.axes, chip_of(program))
-    total = predicted.arguments + predicted.temporary
-    print(f"{program!s:75} {used / 1e9:6.2f} GB, predicted {total / 1e9:6.2f}")
-    assert total + COPIED.get(program, 0) == pytest.approx(used, rel=0.1)
+    used, predicted, *_ = figures(program).values()
+    used, predicted = float(used), float(predicted)
+    assert predicted + COPIED.get(program, 0) == pytest.approx(used, rel=0.1)
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_the_page_has_the_figures(program):
+    """Compares those for this version of JAX, and those for none."""
+    print(program, figures(program))
+    page = (ROOT / "docs/gpus.md").read_text()
+    head, _, *rows = re.findall(r"^\| (.*) \|$", page, re.MULTILINE)
+    names = head.split(" | ")
+    (row,) = (cells for cells in (row.split(" | ") for row in rows) if cells[0] == f"`{program}`")
+    stated = dict(zip(names, map(str.strip, row), strict=True))
+    known = {name: value for name, value in figures(program).items() if name in stated}
+    assert known.items() <= stated.items()
 
 
 @pytest.mark.parametrize("program", ALL)
@@ -135,7 +162,7 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
         if eqn.primitive.name in PRODUCTS and not kernels.runs_kernel(path, kind)
     }
     products = [row for row in ledger(jaxpr, config.mesh.axes, kind).products if not row.in_kernel]
-    _, found = gpus.read(text, chip_of(program))
+    found = gpus.read(text, chip_of(program)).kernels
     matmuls = [kernel for kernel in found if kernel.what == "matmul"]
     assert {kernel.dtype for kernel in matmuls} == {"bf16"} and wanted == {"bfloat16"}
     needed = sum(row.flops * row.times for row in products)
@@ -145,7 +172,7 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
 @pytest.mark.parametrize("program", ALL)
 def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(program):
     config, _, text, _ = built(program)
-    _, found = gpus.read(text, chip_of(program))
+    found = gpus.read(text, chip_of(program)).kernels
     runs = collections.Counter()
     for kernel in found:
         if kernel.what != "matmul":

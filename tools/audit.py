@@ -239,14 +239,15 @@ def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
     peak, room = result["arguments"] + result["temporary"], ""
     if chip:
         left = chip.usable - peak
-        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} has"
+        whole = "has" if "TPU" in chip.kind else "lets JAX take"
+        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} {whole}"
     axes = result["mesh"]
     return [
         f"{math.prod(axes.values())} devices: {devices.show_axes(axes)}",
         f"Memory of a device: {sums(result['held'].items())}.",
         f"At its peak a step holds {show(peak)}{room}.",
-        "The peak is predicted: usually within 10% of what TPU compilers report, unchecked on "
-        "GPUs. tools.compile asks the compiler.",
+        "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
+        "tools.compile asks them.",
     ]
 
 

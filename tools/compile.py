@@ -137,9 +137,11 @@ def main(config: CompileConfig) -> None:
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")
         return
-    print("\nThe prediction follows the rules of TPU compilers; other compilers may differ.")
+    print(
+        "\nThe prediction follows the rules of TPUs' compilers; GPUs' programs need some 5% more."
+    )
     if chip:
-        print(f"\n{gpus.report(*gpus.read(str(step.as_text()), chip), chip)}")
+        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}")
 
 
 if __name__ == "__main__":

@@ -163,23 +163,33 @@ def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> 
     return Kernel("matmul", "cuBLAS" if target else "Triton", dtype, times, flops)
 
 
-def read(text: str, chip: devices.Chip) -> tuple[list[Sent], list[Kernel]]:
-    """Reads what a GPU's scheduled program sends and computes in a step."""
+class Read(NamedTuple):
+    """A step's collectives and kernels, as if loops of unknown length ran once."""
+
+    sent: list[Sent]
+    kernels: list[Kernel]
+    unknown: list[str]  # loops
+
+
+def read(text: str, chip: devices.Chip) -> Read:
+    """Reads a GPU's scheduled program."""
     program = parse(text)
-    sent, kernels = list[Sent](), list[Kernel]()
+    found = Read([], [], [])
 
     def walk(computation: str, times: int) -> float:
         """Adds a computation's instructions, and returns the seconds of its kernels."""
         now, started = 0.0, dict[str, tuple[Instruction, float]]()
         for call in program[computation].values():
             if call.op == "while":
-                trips = int(call.find(r'known_trip_count":\{"n":"(\d+)"') or 1)
+                known = call.find(r'known_trip_count":\{"n":"(\d+)"')
+                trips = int(known or 1)
+                found.unknown.extend([] if known else [call.name])
                 now += trips * walk(call.called("body")[0], times * trips)
                 continue
             parts = [(call, computation), *inside(call, program)]
             for each, of in parts:
                 if kernel := kernel_of(each, program[of], times):
-                    kernels.append(kernel)
+                    found.kernels.append(kernel)
                     now += kernel.flops / chip.flops
             # A collective is a pair of instructions, or one, or is in a computation that one calls.
             whole = next((each for each, _ in parts if re.fullmatch(COLLECTIVE, each.op)), None)
@@ -195,16 +205,16 @@ def read(text: str, chip: devices.Chip) -> tuple[list[Sent], list[Kernel]]:
     def add(call: Instruction, shape: str, times: int, beside: float) -> None:
         kind, count = call.op.removesuffix("-start"), group_size(call.rest)
         if re.fullmatch(COLLECTIVE, kind) and count > 1:
-            sent.append(Sent(kind, count, times, received(kind, shape, count), beside))
+            found.sent.append(Sent(kind, count, times, received(kind, shape, count), beside))
 
     walk("", 1)
-    return sent, kernels
+    return found
 
 
-def report(sent: list[Sent], kernels: list[Kernel], chip: devices.Chip) -> str:
-    """Tables of what `read` returns."""
+def report(step: Read, chip: devices.Chip) -> str:
+    """Formats what `read` returns as tables."""
     groups: dict[tuple[str, int], list[Sent]] = collections.defaultdict(list)
-    for row in sent:
+    for row in step.sent:
         groups[row.kind, row.devices].append(row)
     rows = []
     for (kind, count), found in sorted(groups.items()):
@@ -214,7 +224,7 @@ def report(sent: list[Sent], kernels: list[Kernel], chip: devices.Chip) -> str:
         rows.append((kind, f"{count}", f"{times}", show(total), f"{hidden / total:.0%}"))
     text = table(("collective", "devices", "times", "a device receives", "beside kernels"), rows)
     totals: dict[tuple[str, ...], list[Kernel]] = collections.defaultdict(list)
-    for kernel in kernels:
+    for kernel in step.kernels:
         totals[kernel.what, kernel.by, kernel.dtype].append(kernel)
     cells = [
         (*key, f"{sum(k.times for k in found)}", show(flops, "FLOP"), show(flops / chip.flops, "s"))
@@ -222,4 +232,5 @@ def report(sent: list[Sent], kernels: list[Kernel], chip: devices.Chip) -> str:
         for flops in (sum(k.times * k.flops for k in found),)
     ]
     head = ("kernel", "by", "of", "times", "computes", "at peak")
-    return f"{text}\n\n{table(head, cells)}\n\n{CAVEAT}"
+    least = "At least: a loop's length isn't in the program.\n\n" if step.unknown else ""
+    return f"{least}{text}\n\n{table(head, cells)}\n\n{CAVEAT}"
