@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_TPU ?= .venv-tpu
-VENV_GPU ?= .venv-gpu
+VENV_GPU ?= .venv-gpu-compile
 VENV_TORCH ?= .venv-torch
 BIN = $(VENV)/bin
 # Tests that CI runs.
@@ -47,8 +47,10 @@ mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)
 
 # Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
+# One test starts a program beside the tests: neither may take most of the memory at its start.
 test-gpu:
-	JAX_PLATFORMS=cuda $(PYTHON) -m pytest -m gpu
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
 # Ten minutes: compiles steps for NVIDIA GPUs with XLA's compiler, on any machine.
 test-gpu-compile: $(VENV_GPU)/gpu

@@ -282,7 +282,8 @@ class Run:
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the training step, and draws it if the config asks for that."""
-        say("compiling ...")
+        mesh = jax.sharding.get_mesh()
+        say(f"compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
         if self.config.hlo_svg:  # else a cached program could show another source's lines
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         events: list[str] = []

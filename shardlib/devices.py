@@ -1,6 +1,7 @@
 """Meshes, simulated CPU devices, the probe mesh, and a table of chips."""
 
 import functools
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.errors import UserError
 
+CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA_FLAGS for programs on CPUs that run for a shorter time than they take to optimize.
 QUICK_COMPILES = (
@@ -57,9 +59,16 @@ def have_threads(count: int) -> None:
 def make_mesh(axes: dict[str, int]) -> Mesh:
     """A mesh over the first devices. The first axis is the outermost, over the slowest links.
 
-    Raises UserError if there are too few devices or, with several hosts, too many.
+    Raises UserError if there are too few devices or, with several hosts, too many, or if JAX fell
+    back to CPUs.
     """
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
+    fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]
+    if fell_back and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
+        raise UserError(
+            "JAX's plugin for GPUs is installed, but JAX found none; what it printed above says "
+            "why. JAX_PLATFORMS=cpu in the environment uses the CPU"
+        )
     if jax.process_count() > 1 and needed < count:
         raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
     if needed > count:
@@ -162,6 +171,9 @@ class Chip(NamedTuple):
 # TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "a100pcie_40gb": Chip(
+        "A100-PCIE-40GB", 312e12, 42.3e9, 1.555e12, {"pcie": 32e9, "ib": 25e9}, 8
+    ),
     "a100": Chip("A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
     "h100pcie": Chip("H100 PCIe", 756e12, 84.9e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
     "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),

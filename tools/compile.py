@@ -142,6 +142,8 @@ def main(config: CompileConfig) -> None:
     )
     if chip:
         print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}")
+    if config.topology:
+        print(f"\n{gpus.CAVEAT}")
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class Kernel(NamedTuple):
     by: str
     dtype: str  # of what it multiplies
     times: int
-    flops: float  # each time; of attention's scores the half that is after their queries isn't any
+    flops: float  # each time; of attention for the causal half of its scores
 
 
 def first(shape: str) -> tuple[str, list[int]]:
@@ -152,12 +152,9 @@ def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> 
     dtype, left = operands[0]
     if "fmha" in target:
         rows, queries, heads, width = left
-        backward = "Backward" in target
-        products = 5 if backward else 2
+        what, products = ("backward", 5) if "Backward" in target else ("forward", 2)
         flops = products * rows * queries * operands[1][1][1] * heads * width
-        return Kernel(
-            f"attention {'back' if backward else 'for'}ward", "cuDNN", dtype, times, flops
-        )
+        return Kernel(f"attention {what}", "cuDNN", dtype, times, flops)
     summed = re.findall(r"\d+", call.find(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'))
     flops = 2 * math.prod(first(call.shape)[1]) * math.prod(left[int(i)] for i in summed)
     return Kernel("matmul", "cuBLAS" if target else "Triton", dtype, times, flops)
@@ -203,7 +200,8 @@ def read(text: str, chip: devices.Chip) -> Read:
         return now
 
     def add(call: Instruction, shape: str, times: int, beside: float) -> None:
-        kind, count = call.op.removesuffix("-start"), group_size(call.rest)
+        kind, pairs = call.op.removesuffix("-start"), call.find(r"source_target_pairs=\{(.*?)\}\}")
+        count = pairs.count("{") or group_size(call.rest)
         if re.fullmatch(COLLECTIVE, kind) and count > 1:
             found.sent.append(Sent(kind, count, times, received(kind, shape, count), beside))
 
@@ -233,4 +231,4 @@ def report(step: Read, chip: devices.Chip) -> str:
     ]
     head = ("kernel", "by", "of", "times", "computes", "at peak")
     least = "At least: a loop's length isn't in the program.\n\n" if step.unknown else ""
-    return f"{least}{text}\n\n{table(head, cells)}\n\n{CAVEAT}"
+    return f"{least}{text}\n\n{table(head, cells)}"

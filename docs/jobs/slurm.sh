@@ -10,11 +10,12 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 
-. .venv/bin/activate
+. .venv-gpu/bin/activate # has requirements-gpu.txt
 # JAX takes three quarters of a GPU's memory by default; the rest is for NCCL and CUDA.
 export XLA_CLIENT_MEM_FRACTION=.9
+# --cpus-per-task: Slurm 22.05 to 23.02 don't take it from above.
 # --kill-on-bad-exit: if one process fails, Slurm ends the others at once.
-srun --kill-on-bad-exit=1 python -m train --config-name=fineweb_edu_h100x8_1b \
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 python -m train --config-name=fineweb_edu_h100x8_1b \
   hardware=h100x8x4 checkpoint_interval=500 checkpoints.keep_last=3 \
   hang_timeout_seconds=600 paths.root_working_dir=/shared/runs paths.model_name=1b
 code=$?

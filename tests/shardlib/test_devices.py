@@ -99,3 +99,14 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
     assert devices.compiler_options("TPU v5 lite") == {name: True}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=true")
     assert devices.compiler_options("TPU v5 lite") == {}
+
+
+def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
+    monkeypatch.setattr(devices, "CUDA_PLUGINS", ("jax",))
+    assert devices.make_mesh({"d": 1}).size == 1, "JAX_PLATFORMS=cpu"
+    jax.config.update("jax_platforms", None)
+    try:
+        with pytest.raises(UserError, match="plugin for GPUs is installed, but JAX found none"):
+            devices.make_mesh({"d": 1})
+    finally:
+        jax.config.update("jax_platforms", "cpu")
