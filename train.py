@@ -58,7 +58,7 @@ from einops import rearrange
 from jax import lax
 
 from data.loader import Batches, TokenBatch
-from data.sources import DataConfig, open_batches
+from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints, named
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
@@ -1308,29 +1308,10 @@ def starting_state(
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
         return make(weights, config), f"weights from {source.newest.path}"
-    saved = source.restore()
-    state = with_moments(saved, config)
-    before, after = (len(jax.tree.leaves(each.nu)) for each in (saved, state))
-    what = "were estimated from the first" if after > before else "were dropped"
-    changed = f"; it is of another optimizer: {abs(after - before)} second moments {what}"
-    origin = f"resumed at step {source.newest.step} from {source.newest.path}"
+    check_same_rows(config, source.newest.settings, source.newest.path)
+    state = source.restore()
     data.resume(source.position)
-    return state, origin + changed if after != before else origin
-
-
-@typechecked
-def with_moments(state: State, config: Config) -> State:
-    """A state of this optimizer from one of either. A second moment that was missing begins at its
-    expectation from the first: an average of independent numbers with weights (1 - b) * b**n has
-    (1 - b) / (1 + b) of their variance. At zero, AdamW's changes would be large for many steps, as
-    the step's number says that there were many before."""
-    b = config.training.muon_momentum
-
-    def moment(m: jax.Array, v: jax.Array | None) -> jax.Array:
-        return (1 + b) / (1 - b) * m * m if v is None else v
-
-    nu = divided(jax.tree.map(moment, state.mu, state.nu), config)[0]
-    return dataclasses.replace(state, nu=nu)
+    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
 
 
 @typechecked
@@ -1351,11 +1332,9 @@ def train(
 ) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
     hyper = config.training
-    other = "adamw" if hyper.optimizer == "muon" else "muon"
     checkpoints = Checkpoints(
         run.checkpoints, state_type(config), dimensions(config), config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
-        other=state_type(config.changed({"training.optimizer": other})),
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()

@@ -75,6 +75,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     sequences_per_read_block: PositiveInt
     seed: NonNegativeInt
     sequence_packing: bool
+    other_rows: bool = False  # lets a run go on whose checkpoint chose its rows otherwise
 
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""

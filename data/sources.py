@@ -5,7 +5,7 @@ from typing import Any
 
 from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
-from runtime.config import Section
+from runtime.config import Section, flat, plain
 from shardlib.errors import UserError
 
 
@@ -24,6 +24,31 @@ class DataConfig(Section):
         if len(sections) != 1:
             raise UserError(f"set one of these, and leave the others null: {', '.join(keys)}")
         return sections[0]
+
+
+def check_same_rows(config: Any, saved: dict[str, Any], path: str) -> None:
+    """Raises UserError if a run that goes on from the checkpoint at `path`, with the settings
+    `saved`, would take other rows of flat tokens into its batches, unless the config allows it. A
+    stream goes on after the last token that was used, whatever the batches."""
+    if not config.flat_tokens or config.flat_tokens.other_rows:
+        return
+
+    def rows(settings: Any) -> dict[str, Any]:
+        chosen = {**(settings.get("flat_tokens") or {})}
+        for name in ("filespec", "other_rows"):  # a dataset may have moved
+            chosen.pop(name, None)
+        chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
+        return flat({"flat_tokens": chosen, "training.tokens": settings["training"]["tokens"]})
+
+    before, now = rows(saved), rows(plain(config.to_yaml()))
+    for key in before.keys() & now.keys():
+        if before[key] != now[key]:
+            what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
+            raise UserError(
+                f"{path} was written with {what}={before[key]}, now {now[key]}: in this epoch rows "
+                "that were used would come again, or others never. Keep the earlier value, or "
+                "accept that with flat_tokens.other_rows=true"
+            )
 
 
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches | None]:

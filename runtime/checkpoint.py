@@ -327,7 +327,6 @@ class Checkpoints:
     say: Callable[[str], None] = print
     failed: Callable[[], None] = lambda: None  # called, in a thread, to stop the run
     key: str = "paths.model_name"  # the setting that error messages suggest to change
-    other: Any = None  # another type that the tree of the newest checkpoint may have
 
     def __post_init__(self) -> None:
         self.path, self.problem = self.path.rstrip("/"), ""
@@ -385,12 +384,6 @@ class Checkpoints:
         agreed = np.asarray(multihost_utils.broadcast_one_to_all(local)).view(np.int64)
         step, start, self.start = agreed.tolist()  # step 0: there is no checkpoint
         self.newest = Checkpoint(self._path(step, start))
-
-    @property
-    def newest_hint(self) -> Any:
-        """The type of the newest checkpoint's tree: `other` if it has the same arrays."""
-        same = named(self.other).keys() == self.newest.metadata["arrays"].keys()
-        return self.other if same else self.hint
 
     def _path(self, step: int, start: int) -> str:
         folder = re.sub(rf"(^|/){NAME}$", "", self.path) or "."
@@ -524,7 +517,7 @@ class Checkpoints:
 
     def restore(self, part: str = "") -> Any:
         """Returns the newest undamaged checkpoint as a tree of arrays on the mesh in context, of
-        type `hint` or `other`, and sets `newest` to it. Each host reads its devices' parts, and
+        type `hint`, and sets `newest` to it. Each host reads its devices' parts, and
         warns of damaged checkpoints. If `part` names a field of the tree, such as weights, reads
         and returns only that field.
 
@@ -546,8 +539,7 @@ class Checkpoints:
     def _restore(self, part: str) -> Any:
         checkpoint, prefix = self.newest, f"{part}/" if part else ""
         self.check_model(prefix)
-        hint = self.newest_hint
-        shapes, shardings = make_shapes(hint, self.sizes), make_shardings(hint)
+        shapes, shardings = make_shapes(self.hint, self.sizes), make_shardings(self.hint)
         if part:
             shapes, shardings = getattr(shapes, part), getattr(shardings, part)
 
@@ -580,6 +572,6 @@ class Checkpoints:
                 f"{self.newest.path} holds only weights; start a new run from them with "
                 "paths.clone_from and paths.clone_weights_only=true"
             )
-        model, arrays = flat(plain(self.config)["model"]), entries(self.newest_hint, self.sizes)
+        model, arrays = flat(plain(self.config)["model"]), entries(self.hint, self.sizes)
         cure = f"choose another {self.key}, or use the checkpoint's config"
         self.newest.check(model, arrays, prefix, cure)

@@ -35,8 +35,6 @@ from runtime.config import (
     PositiveInt,
     Seconds,
     Section,
-    flat,
-    plain,
 )
 from runtime.errors import tell
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
@@ -190,38 +188,23 @@ def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
 def open_folder(
     folder: pathlib.Path, to: tuple[str, ...], config: str, first_step: int
 ) -> list[Callable[[Row], None]]:
-    """Writes config.yaml and appends to starts.jsonl in the run's folder, and prints which config
-    values have changed since the last start. Returns the functions that log a row of metrics: one
-    for metrics.jsonl and one for each sink that `to` names. Called on the first host only.
+    """Writes config.yaml and appends to starts.jsonl in the run's folder. Returns the functions
+    that log a row of metrics: one for metrics.jsonl and one for each sink that `to` names. Called
+    on the first host only.
 
-    Truncates metrics.jsonl to the steps before `first_step`: an earlier start may have run further
-    than its last checkpoint. A run from step 0 renames existing metrics to `metrics.<time>.jsonl`,
-    and so does one that finds damaged ones. The files are there to inform people, so damage to them
-    is reported and doesn't stop the run."""
+    Keeps of metrics.jsonl the rows of steps before `first_step`: an earlier start may have run
+    further than its last checkpoint. A run from step 0 renames existing metrics to
+    `metrics.<time>.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
-    metrics, earlier = folder / "metrics.jsonl", folder / "config.yaml"
+    metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        lines, damaged = rows_before(metrics, first_step)
-        if damaged or first_step == 0:
+        if first_step:
+            replace(metrics, b"".join(rows_before(metrics, first_step)[0]))
+        else:
             renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
             metrics.rename(renamed)
-            found = (
-                f"left out {damaged} damaged lines" if damaged else "no checkpoint to resume from"
-            )
-            say(f"{found}; renamed the earlier metrics to {renamed.name}")
-        if first_step:
-            replace(metrics, b"".join(lines))
-    if first_step and earlier.exists():
-        now = flat(plain(config))
-        try:
-            before = flat(plain(earlier.read_text()))
-        except ValueError:  # UnicodeDecodeError too
-            say(f"{earlier.name} is damaged, so what has changed since isn't listed")
-            before = now
-        for key in sorted({*before, *now}):
-            if (value := now.get(key)) != (previous := before.get(key)):
-                say(f"changed since the last start: {key}={value}, was {previous}")
-    replace(earlier, config.encode())
+            say(f"no checkpoint to resume from; renamed the earlier metrics to {renamed.name}")
+    replace(folder / "config.yaml", config.encode())
     with (folder / "starts.jsonl").open("a") as starts:
         starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
     sinks = [json_lines, *(SINKS[name] for name in to)]

@@ -142,14 +142,12 @@ def test_so_many_updates_in_a_row_may_be_left_out(runs, start, monkeypatch):
 
 
 def test_a_batch_that_is_left_out(runs, start):
-    """Later steps get the batches after it, and the run's folder records the change."""
+    """Later steps get the batches after it, and the run's folder has each start's config."""
     start("skips", "training.steps=3")
     out, message = start("skips", "training.skip_steps=[3, 5]")
     assert not message and "\nresumed at step 3" in out
     assert rows(runs / "skips")[:3] == rows(runs / "whole")[:3]
     assert rows(runs / "skips")[3]["loss"] != rows(runs / "whole")[3]["loss"]
-    changed = re.findall("^changed since the last start: (.*)$", out, re.M)
-    assert changed == ["training.skip_steps=[3, 5], was []", "training.steps=6, was 3"]
 
     text = (runs / "skips/starts.jsonl").read_text()
     first, second = map(json.loads, text.splitlines())
