@@ -116,12 +116,10 @@ class Text:
 
 
 class Continued:
-    """A prompt and the new ids that follow it, up to an end-of-text id or a stop string."""
+    """A prompt and the new ids that follow it, up to an end-of-text id."""
 
-    def __init__(
-        self, codec: Text, prompt: list[int], sample: int, stops: list[str], hides_prompt: bool
-    ):
-        self.codec, self.prompt, self.sample, self.stops = codec, prompt, sample, stops
+    def __init__(self, codec: Text, prompt: list[int], sample: int, hides_prompt: bool):
+        self.codec, self.prompt, self.sample = codec, prompt, sample
         self.new: list[int] = []
         self.ended = False
         self.begin = len(codec.decode(prompt))  # of what follows, in characters
@@ -132,21 +130,12 @@ class Continued:
         self.ended = self.ended or new in self.codec.ends
         if not self.ended:
             self.new.append(new)
-            if self.stops:
-                self.read()
 
     def read(self) -> str:
-        """Returns the text. Ends it at a stop string. Until it has ended, leaves out what the next
-        ids may change: an incomplete character, or the beginning of a stop string."""
+        """Returns the text. Until it has ended, leaves out an incomplete character, which the next
+        ids may change."""
         text = self.codec.decode(self.prompt + self.new)
-        if found := [at for stop in self.stops if (at := text.find(stop, self.begin)) >= 0]:
-            self.ended = True
-            return text[: min(found)]
-        if self.ended:
-            return text
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        begun = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
-        return text[: len(text) - max(begun, default=0)]
+        return text if self.ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
 
     def news(self) -> str:
         """Returns the part of the text that earlier calls didn't return."""
