@@ -730,11 +730,9 @@ def forward(
 
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
-    """The number of targets in the loss, over all devices; 1 if there are none, as in a batch of
-    chats that are cut before the first reply."""
+    """The number of targets in the loss, over all devices."""
     mask = batch.loss_mask.astype(f32.dtype)
-    count = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
-    return jnp.maximum(count, 1)
+    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
 @pytree_dataclass

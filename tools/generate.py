@@ -2,7 +2,6 @@
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
     python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
-    python -m tools.generate runs/imported --tokenizer llama_folder --chat
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
@@ -16,10 +15,7 @@ bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
-tokens in a prompt are ordinary text, unless --special-tokens parses them. With --chat a prompt is a
-user's message: the tokenizer's chat template wraps it, special tokens are parsed, and the answer
-alone is printed. It also ends where the template ends an answer. Without a prompt, --chat reads a
-message from each line of stdin, and keeps the conversation until stdin ends.
+tokens in a prompt are ordinary text, unless --special-tokens parses them.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
@@ -375,56 +371,35 @@ def evaluate(
     check_ids(data.name, data.max_token_id, config)
     length = config.training.tokens.len
     rows = padded(config.training.tokens.batch)
-    size, nats, targets = rows * length, 0.0, 0
+    size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
         last = min(first + size, data.token_count)
-        encoded, fill = (
-            data.read_encoded(max(first - 1, 0), last),
-            (first == 0, first + size - last),
-        )
-        encoded = np.pad(encoded, fill, constant_values=flat_tokens.FILL)
+        encoded, fill = data.read_encoded(max(first - 1, 0), last), first + size - last
+        encoded = np.pad(encoded, (first == 0, fill), constant_values=flat_tokens.FILL)
         ids = flat_tokens.decode(rows_of(encoded, length))
         batch = TokenBatch.of(*ids, config.model.start_token)
-        count = int(batch.loss_mask.sum())
-        nats += count * float(train.validation_step(weights, batch, config))
-        targets += count
-    if not targets:
-        raise UserError(f"{data.name} has no targets in this part")
+        nats += (last - first) * float(train.validation_step(weights, batch, config))
     bits = "bits per byte: name a --tokenizer to compute them"
-
-    def bytes_in(first: int, codec: Text) -> int:
-        ids, is_start = flat_tokens.decode(data.read_encoded(first, min(first + 2**20, last)))
-        are_targets = ids < flat_tokens.NOT_A_TARGET
-        return codec.count_bytes(ids[are_targets], is_start[are_targets])
-
     # In large parts, whatever the rows: what is cut at their ends is miscounted.
-    if codec and (size_of_text := sum(bytes_in(i, codec) for i in range(0, last, 2**20))):
+    parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
+    if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
-        f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
-        f"perplexity {math.exp(nats / targets):.4g}, {bits}"
+        f"{data.name}, {last:,} tokens: {nats / last:.4f} nats per token, "
+        f"perplexity {math.exp(nats / last):.4g}, {bits}"
     )
 
 
 def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
-    """Returns the prompts as ids, and none if a conversation is asked for. Raises UserError or
-    OSError if they can't be read, or aren't ids of the model."""
+    """Returns the prompts as ids. Raises UserError or OSError if they can't be read, or aren't ids
+    of the model."""
     if args.special_tokens:
         codec.parse_special_tokens()
-    if args.chat:
-        codec.start_chat()
     texts = prompts_in(args.prompts) if args.prompts else {"the prompt": args.prompt or ""}
-    if args.chat and not args.prompts and args.prompt is None:
-        if args.samples > 1:
-            raise UserError("--samples: a conversation has one answer each; name a --prompt")
-        return []
-    prompts = []
-    for name, prompt in texts.items():
-        message = [{"role": "user", "content": prompt}]
-        chat, start = args.chat, config.model.start_token
-        prompts.append(codec.chat(message, start) if chat else codec.encode(prompt))
-        check_ids(name, max(prompts[-1], default=0), config)
-    return prompts
+    prompts = {name: codec.encode(prompt) for name, prompt in texts.items()}
+    for name, ids in prompts.items():
+        check_ids(name, max(ids, default=0), config)
+    return list(prompts.values())
 
 
 @typechecked
@@ -434,9 +409,8 @@ def write(
     prompts: list[list[int]],
     codec: Text,
     config: train.Config,
-) -> list[str]:
-    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr. Returns
-    what follows each prompt."""
+) -> None:
+    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
     window = config.training.tokens.len
     if (length := max(map(len, prompts)) + args.tokens) > window:
         print(
@@ -446,9 +420,7 @@ def write(
         )
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
     texts = [
-        Continued(codec, prompt, sample, hides_prompt=args.chat)
-        for prompt in prompts
-        for sample in range(args.samples)
+        Continued(codec, prompt, sample) for prompt in prompts for sample in range(args.samples)
     ]
     one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
     for first in range(0, len(texts), size):
@@ -477,24 +449,6 @@ def write(
         f"then {rate:,.0f} tokens/s",
         file=sys.stderr,
     )
-    return [text.read()[text.begin :] for text in texts]
-
-
-@typechecked
-def converse(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
-    """Answers messages, a line of stdin each, until it ends. Computes the whole conversation anew
-    for each."""
-    messages: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
-            break
-        messages.append({"role": "user", "content": line.rstrip("\n")})
-        prompt = codec.chat(messages, config.model.start_token)
-        check_ids("the message", max(prompt, default=0), config)
-        (answer,) = write(args, weights, [prompt], codec, config)
-        messages.append({"role": "assistant", "content": answer})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -520,10 +474,7 @@ def run(args: argparse.Namespace) -> None:
             codec = open_tokenizer(named, config, checkpoints.newest.path)
             prompts = prompts_of(args, codec, config)
             weights = lay_out(checkpoints.restore("weights"))
-            if prompts:
-                write(args, weights, prompts, codec, config)
-            else:
-                converse(args, weights, codec, config)
+            write(args, weights, prompts, codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
 
@@ -561,7 +512,6 @@ def main() -> None:
     add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
     add = texts.add_argument
     add("--special-tokens", action="store_true", help="parse names of special tokens in prompts")
-    add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")

@@ -205,7 +205,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             )
             with self.computing():
                 for part, size in self.batches(prompts, "generating"):
-                    texts = [Continued(self.codec, [], indices[i], False) for i in part]
+                    texts = [Continued(self.codec, [], indices[i]) for i in part]
                     these, numbers = [prompts[i] for i in part], [text.sample for text in texts]
                     args = these, numbers, tokens, size, 0, how, self.config
                     for _ in generate.extended(generate.generate(self.gathered, *args), texts):

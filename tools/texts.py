@@ -1,4 +1,4 @@
-"""Text for tools.generate: prompts, chat templates, and where a text ends. Arrays and models are in
+"""Text for tools.generate: prompts, and where a text ends. Arrays and models are in
 tools/generate.py."""
 
 import json
@@ -66,34 +66,6 @@ class Text:
         if self.tokenizer.fast:  # one written in Python does so anyway
             self.tokenizer.fast.encode_special_tokens = False
 
-    def start_chat(self) -> None:
-        """Prepares for `chat`: a text then also ends where the template ends an answer. Raises
-        UserError if there is no template."""
-        if self.is_bytes or not self.tokenizer.slow.chat_template:
-            raise UserError(
-                f"--chat: the tokenizer {self.tokenizer.name} has no chat template; name a "
-                "--tokenizer that has one, or write a --prompt for --special-tokens"
-            )
-        self.parse_special_tokens()
-        roles = {"user": "question", "assistant": "answer"}
-        example = [{"role": role, "content": content} for role, content in roles.items()]
-        after = self.encode(self._render(example).rpartition("answer")[2].strip())
-        self.ends |= {*after[:1]} & self.tokenizer.slow.added_tokens_decoder.keys()
-
-    def chat(self, messages: list[dict[str, str]], start_token: int) -> list[int]:
-        """Returns the prompt for the next answer in a conversation, without a start token, which
-        generation puts in front."""
-        ids = self.encode(self._render(messages, add_generation_prompt=True))
-        return ids[1:] if ids[:1] == [self.tokenizer.slow.bos_token_id] == [start_token] else ids
-
-    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
-        try:
-            slow = self.tokenizer.slow
-            return str(slow.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # a template is a program, and may raise anything
-            name = self.tokenizer.name
-            raise UserError(f"--chat: the chat template of {name} fails: {error}") from None
-
     def encode(self, prompt: str) -> list[int]:
         import pyarrow
 
@@ -118,12 +90,11 @@ class Text:
 class Continued:
     """A prompt and the new ids that follow it, up to an end-of-text id."""
 
-    def __init__(self, codec: Text, prompt: list[int], sample: int, hides_prompt: bool):
+    def __init__(self, codec: Text, prompt: list[int], sample: int):
         self.codec, self.prompt, self.sample = codec, prompt, sample
         self.new: list[int] = []
         self.ended = False
-        self.begin = len(codec.decode(prompt))  # of what follows, in characters
-        self.shown = self.begin if hides_prompt else 0
+        self.shown = 0  # characters
 
     def add(self, new: int) -> None:
         """Adds an id, unless the text has ended or ends here."""

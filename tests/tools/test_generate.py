@@ -1,7 +1,6 @@
 """Tests generation with a cache against the oracle's full forward pass, sampling against its
 definition, and the tool's messages."""
 
-import io
 import json
 import re
 import shutil
@@ -310,14 +309,10 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     assert not codec.ends and codec.ids == range(1, 257)
 
 
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-END, BEGIN_TURN, END_TURN = range(3)
+END, END_TURN = 0, 2
 
 
-def save_chat_tokenizer(folder, template=CHATML, settings="{}"):
+def save_special_tokens(folder, settings):
     """Saves a BPE of bytes with three special tokens, and a generation_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -333,21 +328,18 @@ def save_chat_tokenizer(folder, template=CHATML, settings="{}"):
     )
     tokenizer.train_from_iterator([__doc__], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.chat_template = template
     fast.save_pretrained(folder)
     (folder / "generation_config.json").write_text(settings)
     return str(folder)
 
 
 def test_special_tokens(tmp_path):
-    codec = generate.Text(save_chat_tokenizer(tmp_path, settings='{"eos_token_id": [0, 77]}'))
+    codec = generate.Text(save_special_tokens(tmp_path, settings='{"eos_token_id": [0, 77]}'))
     ordinary = codec.encode("a<|im_end|>")
     assert codec.decode(ordinary) == "a<|im_end|>" and END_TURN not in ordinary
     codec.parse_special_tokens()
     assert codec.encode("a<|im_end|>") == [ordinary[0], END_TURN]
     assert codec.ends == {END, 77}
-    codec.tokenizer.slow.bos_token, message = "<|im_start|>", {"role": "user", "content": "Hi"}
-    assert codec.chat([message], BEGIN_TURN) == codec.chat([message], END)[1:]
 
 
 def write_dataset(path, tokenizer="bytes_utf8", top=256):
@@ -416,9 +408,7 @@ def run(tmp_path_factory):
     write_dataset(folder / "bytes.zarr")
     write_dataset(folder / "other.zarr", top=300)
     write_dataset(folder / "nameless.zarr", None, top=47)
-    save_chat_tokenizer(folder / "chat")
-    save_chat_tokenizer(folder / "refusing", "{{ raise_exception('no such role') }}")
-    save_chat_tokenizer(folder / "damaged_settings", settings="[1]")
+    save_special_tokens(folder / "damaged_settings", settings="[1]")
     (folder / "wrong.jsonl").write_text('"a"\n["b"]\n')
     (folder / "empty.txt").touch()
     (folder / "bytes.txt").write_bytes(b"\xff")
@@ -490,33 +480,6 @@ def test_prompts_in_a_file(name, run, tmp_path, capsys, monkeypatch):
     assert "texts 1-4 of 6" in error and "texts 5-6 of 6" in error
 
 
-def test_a_conversation(run, tmp_path, capsys, monkeypatch):
-    """Each turn has the whole conversation before it, and prints the answer alone, up to what ends
-    it in the template."""
-    name = save_chat_tokenizer(tmp_path)
-    codec, asked = generate.Text(name), []
-    codec.parse_special_tokens()
-    answers = iter([[*codec.encode("Snow. "), END_TURN, 70], [*codec.encode("More"), END, 70]])
-
-    def answer(_, prompts, *others):
-        asked.append(prompts[0][1:])
-        return [np.array([[i]]) for i in next(answers)]
-
-    monkeypatch.setattr(generate, "generate", answer)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What?\nAnd then?\n"))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    options = "--chat", f"--tokenizer={name}"
-    out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
-    assert out == "Snow. \nMore\n" and not message
-    assert error.count("> ") == 3
-    first = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    second = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
-    assert asked == [codec.encode(first), codec.encode(f"{first}Snow. <|im_end|>\n{second}")]
-    answers = iter([codec.encode("Snow")] * 2)
-    several = call(capsys, monkeypatch, run, "bytes", "--prompt=What?", *options)
-    assert several[0] == "Snow\n" and asked[2] == asked[0]
-
-
 def shown(capsys, monkeypatch, folder, *options):
     """The pieces in which the tool prints a text to stdout."""
     pieces = []
@@ -565,11 +528,8 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
 
 
 WRONG = {
-    "a chat without a template": ["bytes", "--chat"],
-    "a template that refuses": ["bytes", "--chat", "--prompt=x", "--tokenizer=refusing"],
     "special tokens of bytes": ["bytes", "--special-tokens"],
     "a damaged generation_config.json": ["bytes", "--tokenizer=damaged_settings"],
-    "several answers in a conversation": ["bytes", "--chat", "--tokenizer=chat", "--samples=2"],
     "prompts that aren't JSON strings": ["bytes", "--prompts=wrong.jsonl"],
     "prompts that aren't text": ["bytes", "--prompts=bytes.txt"],
     "no prompts": ["bytes", "--prompts=empty.txt"],
