@@ -102,14 +102,11 @@ class Continued:
         if not self.ended:
             self.new.append(new)
 
-    def read(self) -> str:
-        """Returns the text. Until it has ended, leaves out an incomplete character, which the next
-        ids may change."""
-        text = self.codec.decode(self.prompt + self.new)
-        return text if self.ended else text.rstrip("\N{REPLACEMENT CHARACTER}")
-
     def news(self) -> str:
-        """Returns the part of the text that earlier calls didn't return."""
-        text, before = self.read(), self.shown
+        """Returns the part of the text that earlier calls didn't return. Until the text has ended,
+        leaves out an incomplete character, which the next ids may change."""
+        text, before = self.codec.decode(self.prompt + self.new), self.shown
+        if not self.ended:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         self.shown = max(before, len(text))
         return text[before:]
