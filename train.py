@@ -586,7 +586,6 @@ def decoder(
     config: ModelConfig,
     routing: RoutingConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
-    unroll: bool = False,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
@@ -597,7 +596,6 @@ def decoder(
         this layer's slice of `caches`; training passes (). All mixing between positions must happen
         in `attend`, because generation computes one position at a time.
     routing: of experts, in training.
-    unroll: compiles each layer by itself. Generation on CPUs does so.
 
     Returns the residual stream, and for each layer the new cache and the Routing, if any."""
     embed = gather("V/t M/c/s -> V/t M", weights.embed)
@@ -679,7 +677,7 @@ def decoder(
             y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
         return x + y, (new_cache, routed)
 
-    return lax.scan(block, x, (weights.layers, caches), unroll=unroll)
+    return lax.scan(block, x, (weights.layers, caches))
 
 
 def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
@@ -732,11 +730,9 @@ def forward(
 
 @typechecked
 def target_count(batch: TokenBatch) -> f32[""]:
-    """The number of targets in the loss, over all devices; 1 if there are none, as in a batch of
-    chats that are cut before the first reply."""
+    """The number of targets in the loss, over all devices."""
     mask = batch.loss_mask.astype(f32.dtype)
-    count = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
-    return jnp.maximum(count, 1)
+    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
 @pytree_dataclass

@@ -77,7 +77,7 @@ def conversion(folder: pathlib.Path, tokenizer: str) -> tuple[int, float]:
     output = folder / f"{pathlib.Path(tokenizer).stem}.zarr"
     source = {"path": "parquet", "data_files": str(folder / "*.parquet")}
     config = ConvertConfig(
-        source, "text", tokenizer, False, False, "train", None, 0.001, None, None, str(output)
+        source, "text", tokenizer, False, "train", None, 0.001, None, None, str(output)
     )
     start = time.perf_counter()
     convert(config)

@@ -21,13 +21,13 @@ from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
-NOT_A_TARGET = 2**30  # flag in the id of a token that the model sees and the loss leaves out
-NO_TOKEN = 2**31 - 1  # no token's id; it has the flag
+MAX_ID = 2**30 - 2
+NO_TOKEN = 2**31 - 1  # no token's id
 FILL = 2 * NO_TOKEN  # the value of entries that were not written, and of padding
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 MAX_CHUNK_BYTES = 2**26  # that readers accept: a loader unpacks a chunk in each of its threads
 
-# Ids, with their flags unless it says otherwise, and for each whether a sequence starts with it.
+# Ids, and for each whether a sequence starts with it.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
 # Decorator: checks the arrays of each call against the annotations. A mismatch is a bug of the
@@ -53,12 +53,6 @@ def encode(
 def decode(encoded: UInt32[np.ndarray, "*shape"]) -> Decoded:
     """Returns the ids of encoded tokens, and for each whether a sequence starts with it."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
-
-
-@checked
-def without_flag(ids: Integer[np.ndarray, "*shape"]) -> Integer[np.ndarray, "*shape"]:
-    """Returns the ids without the flag NOT_A_TARGET."""
-    return ids & (NOT_A_TARGET - 1)
 
 
 class Writer:
@@ -100,17 +94,16 @@ class Writer:
         self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends to be written
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
-        """Adds one sequence of ids, each with or without the flag NOT_A_TARGET. Raises
-        FlatTokensError if it is empty or has an id outside the valid range."""
+        """Adds one sequence of ids. Raises FlatTokensError if it is empty or has an id outside the
+        valid range."""
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence must be a list of one or more integer ids")
-        wide = ids.astype(np.int64)  # the flag doesn't fit into a narrow type
-        invalid = (wide < 0) | (wide > NO_TOKEN) | (without_flag(wide) == NOT_A_TARGET - 1)
-        if invalid.any():
+        if not 0 <= ids.min() <= ids.max() <= MAX_ID:
+            invalid = ids.min() if ids.min() < 0 else ids.max()
             raise FlatTokensError(
-                f"sequence {self.sequence_count} has the id {ids[invalid][0]}: "
-                "ids must be from 0 to 2**30 - 2, plus 2**30 where a token is no target"
+                f"sequence {self.sequence_count} has the id {invalid}: ids must be from 0 to "
+                "2**30 - 2"
             )
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
 
@@ -122,7 +115,7 @@ class Writer:
         self.pending.append((tokens, self.token_count + np.cumsum(lengths)))
         self.token_count += len(tokens)
         self.sequence_count += len(lengths)
-        self.max_token_id = max(self.max_token_id, int(without_flag(tokens >> 1).max(initial=0)))
+        self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
         # Not more often: resizing an array takes as long as writing several chunks, and appending
         # rewrites the last chunk.
         if self.token_count - self.tokens.shape[0] >= 16 * CHUNK:
@@ -231,12 +224,14 @@ class FlatTokens:
             raise FlatTokensError(f"{entry} can't be opened: {error}") from None
         if self.group is None:
             raise FlatTokensError(f"{path} has no split {split}")
+        # Earlier versions of the converter could shift ids, and flag those that are no targets.
         match root.attrs.get("conversion"):
             case {"settings": {"tokenizer": name, "id_offset": int(offset)}} if offset:
-                # Earlier versions of the converter could shift ids.
                 raise FlatTokensError(
                     f"{path} has the ids of {name} plus {offset}: convert it again"
                 )
+            case {"settings": {"chat": True}}:
+                raise FlatTokensError(f"{path} has chats, with flags that earlier versions read")
         for name, dtype in ARRAYS.items():
             if name not in arrays:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")
@@ -246,7 +241,7 @@ class FlatTokens:
         # Datasets of earlier versions, and other programs', have 0, and no token with that id.
         self.no_token = int(self.tokens.fill_value or 0) >> 1
         largest: Any = self.group.attrs["max_token_id"]
-        if type(largest) is not int or not 0 <= largest < NOT_A_TARGET - 1:
+        if type(largest) is not int or not 0 <= largest <= MAX_ID:
             raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
         self.max_token_id = largest
         self.token_count: int = self.tokens.shape[0]
@@ -266,27 +261,24 @@ class FlatTokens:
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
         """Returns the encoded tokens of a range."""
         encoded = self._load(self.tokens, slice(start, stop))
-        if int(encoded.max(initial=0)) >> 1 <= self.max_token_id < self.no_token:
-            return encoded  # as nearly always: none is missing, has a flag or is too large
+        if (largest := int(encoded.max(initial=0)) >> 1) <= self.max_token_id < self.no_token:
+            return encoded  # as nearly always: none is missing or too large
         if len(missing := np.flatnonzero(encoded >> 1 == self.no_token)):
             index = start + int(missing[0])
             raise FlatTokensError(
                 f"{self.name}/encoded_tokens: there is no token {index}: chunk "
                 f"{index // self.tokens.chunks[0]} is missing, or has the fill value"
             )
-        ids = without_flag(encoded >> 1)
-        if (largest := int(ids.max(initial=0))) > self.max_token_id:
-            index = start + int(np.argmax(ids))
+        if largest > self.max_token_id:
+            index = start + int(np.argmax(encoded))
             raise FlatTokensError(
                 f"{self.name}: token {index} is {largest}, above max_token_id={self.max_token_id}"
             )
         return encoded
 
     def read(self, start: int, stop: int) -> Decoded:
-        """Returns the ids of a range of tokens, without flags, and for each whether a sequence
-        starts with it."""
-        ids, is_start = decode(self.read_encoded(start, stop))
-        return without_flag(ids), is_start
+        """Returns the ids of a range of tokens, and for each whether a sequence starts with it."""
+        return decode(self.read_encoded(start, stop))
 
     @checked
     def starts(self, first: int, last: int) -> Int64[np.ndarray, " {last-first+1}"]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from data import text
-from data.flat_tokens import FILL, checked, decode, without_flag
+from data.flat_tokens import FILL, checked, decode
 from data.loader import Batches, BatchSpec
 from runtime.config import Name, PositiveInt, Section
 from shardlib.errors import UserError
@@ -32,13 +32,12 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     name: str | None
     train_split: Name
     validation_split: str | None
-    column: Name  # that holds the text, or the chat
+    column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
     num_workers: PositiveInt  # per host: lanes that are read in turn, and tokenizing processes
     sequences_packed_per_batch: PositiveInt  # documents read from a lane in its turn
-    # As for the converter. Checkpoints of earlier versions don't have these.
+    # As for the converter. Checkpoints of earlier versions don't have it.
     end_token: bool = False
-    chat: bool = False
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Returns the batches of a split, train or validation, for the mesh in context."""
@@ -73,7 +72,7 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
-        settings = config.column, config.tokenizer, config.end_token, config.chat
+        settings = config.column, config.tokenizer, config.end_token
         documents = config.sequences_packed_per_batch
         self.source = text.Source(load, name, *settings, documents)
         lanes = jax.process_count() * self.workers
@@ -96,7 +95,7 @@ class StreamLoader(Batches):
         while True:
             has_text = False
             for unit in text.units(self.source, self.lanes, position, self.workers):
-                largest = int(without_flag(unit.tokens >> 1).max(initial=0))
+                largest = int(unit.tokens.max(initial=0)) >> 1
                 if largest >= self.spec.vocab:
                     raise StreamError(
                         f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "

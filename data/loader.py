@@ -33,14 +33,12 @@ from jaxtyping import Bool, Int64, UInt32
 from data.flat_tokens import (
     FILL,
     NO_TOKEN,
-    NOT_A_TARGET,
     Decoded,
     FlatTokens,
     FlatTokensError,
     checked,
     decode,
     tokenizer_of,
-    without_flag,
 )
 from data.text import ahead
 from runtime.config import (
@@ -104,7 +102,7 @@ class TokenBatch:
 
     inputs: u32["B/d L/c"]  # the token before the target; where a document starts, the start token
     targets: u32["B/d L/c"]
-    loss_mask: bool_["B/d L/c"]  # false where the loss leaves the target out, such as padding
+    loss_mask: bool_["B/d L/c"]  # false where the target is padding, which the loss leaves out
     position: u32["B/d L/c"]  # index in the row
     start: u32["B/d L/c"]  # the position where the target's document starts, or 0: before the row
 
@@ -117,11 +115,11 @@ class TokenBatch:
         start_token: int,
     ) -> "TokenBatch":
         """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
-        row, which is the token before it. `is_start` marks the first token of each document. The
-        loss leaves out ids with the flag NOT_A_TARGET, among them NO_TOKEN, which is padding."""
-        counts = ids < NOT_A_TARGET
-        if not counts.all():
-            ids = np.where(ids == NO_TOKEN, np.uint32(0), without_flag(ids))
+        row, which is the token before it. `is_start` marks the first token of each document.
+        NO_TOKEN is padding."""
+        there = ids != NO_TOKEN
+        if not there.all():
+            ids = np.where(there, ids, np.uint32(0))
         is_start, targets, inputs = is_start[:, 1:], ids[:, 1:], ids[:, :-1].copy()
         inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
@@ -133,7 +131,7 @@ class TokenBatch:
         return cls(
             inputs=inputs,
             targets=targets,
-            loss_mask=counts[:, 1:],
+            loss_mask=there[:, 1:],
             position=position,
             start=start.reshape(targets.shape),
         )

@@ -26,7 +26,7 @@ import fsspec
 import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
-from data.flat_tokens import NOT_A_TARGET, checked, encode
+from data.flat_tokens import checked, encode
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -69,41 +69,28 @@ class Tokenizer:
     opens. No special tokens are added, because the dataset's format marks where a document starts,
     unless `end_token` asks for the end-of-text token after each document. The name of a special
     token within a text is tokenized as ordinary text. The id of a byte is the byte plus 1, which
-    leaves 0 for the start of a document. With `chat` a document is a list of messages, {role,
-    content}, that the tokenizer's chat template makes a text of. Raises UserError or OSError if the
-    tokenizer can't be opened, or lacks what these need.
+    leaves 0 for the start of a document. Raises UserError or OSError if the tokenizer can't be
+    opened, or lacks an end-of-text token that is asked for.
     """
 
-    def __init__(self, name: str, end_token: bool = False, chat: bool = False):
-        self.name, self.chat = name, chat
+    def __init__(self, name: str, end_token: bool = False):
+        self.name = name
         self.slow = self._open()
         self.fast: Any = (
             self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
         )
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
-        if chat and end_token:
-            raise UserError(
-                "end_token=true with chat=true: the chat template says where a reply ends; leave "
-                "end_token=false"
-            )
         if None in self.end:
             raise UserError(
                 f"end_token=true: tokenizer={name} names no end-of-text token; choose a folder or "
                 "repository whose tokenizer_config.json has an eos_token"
-            )
-        if chat and not (self.fast and self.slow.chat_template):
-            raise UserError(
-                f"chat=true: tokenizer={name} has no chat template, or no tokenizer.json; choose "
-                "the folder or repository of a chat model's tokenizer"
             )
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
             # Called from several threads; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
-            self.fast.encode_special_tokens = not chat
-            if chat:  # it would leave spaces out of the characters that a token is said to cover
-                self.fast.post_processor = None
+            self.fast.encode_special_tokens = True
 
     def _open(self) -> Any:
         """Returns transformers' tokenizer, or None for bytes."""
@@ -142,18 +129,13 @@ class Tokenizer:
         if self.name == "bytes_utf8":
             return self.name
         does = self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items())
-        if self.end or self.chat:
-            does = does, self.end, self.chat, self.slow.chat_template, self.slow.special_tokens_map
-        return digest(does)
+        return digest((does, self.end) if self.end else does)
 
     @checked
     def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        documents = texts.to_pylist()
-        strings = [] if self.chat else [text or "" for text in documents]
+        strings = [text or "" for text in texts.to_pylist()]
         lists: Iterable[Any]
-        if self.chat:
-            lists = (self._chat_ids(messages or []) for messages in documents)
-        elif self.fast:
+        if self.fast:
             encoded = self.fast.encode_batch_fast(strings, add_special_tokens=False)
             lists = (part.ids for part in encoded)
         else:
@@ -164,40 +146,6 @@ class Tokenizer:
             part.extend(self.end)
         lengths = np.array([len(part) for part in parts], np.int64)
         return np.concatenate([np.frombuffer(part, np.uint32) for part in parts]), lengths
-
-    def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Returns the ids of a chat. All but what the assistant replies has the flag NOT_A_TARGET.
-        If it doesn't reply there are no ids."""
-        replies = [i for i, m in enumerate(messages) if i > 0 and m.get("role") == "assistant"]
-        if not replies:
-            return []
-        text = self._render(messages)
-        is_target = np.zeros(len(text) + 1, np.bool_)  # for each character
-        for i in replies:
-            before = self._render(messages[:i], prompts=True)
-            after = self._render(messages[: i + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    f"the chat template of tokenizer={self.name} doesn't leave the text before a "
-                    "reply as it is, so that the reply can't be found; choose one that does"
-                )
-            is_target[len(before) : len(after)] = True
-        encoded = self.fast.encode(text, add_special_tokens=False)
-        pairs = zip(encoded.ids, encoded.offsets, strict=True)
-        ids = [id if is_target[start] else id + NOT_A_TARGET for id, (start, _) in pairs]
-        # The start token, which precedes each document, stands for the tokenizer's own.
-        return ids[1:] if encoded.ids[0] == self.slow.bos_token_id else ids
-
-    def _render(self, messages: list[dict[str, Any]], prompts: bool = False) -> str:
-        """Returns a chat as text. If it `prompts`, the text ends with what precedes a reply."""
-        render = self.slow.apply_chat_template
-        try:
-            return str(render(messages, tokenize=False, add_generation_prompt=prompts))
-        except Exception as error:  # of Jinja, or whatever the template raises
-            raise UserError(
-                f"the chat template of tokenizer={self.name} can't render a chat: {error}; the "
-                f"chat begins with {str(messages)[:200]}"
-            ) from None
 
     @staticmethod
     @checked
@@ -221,14 +169,13 @@ class Source:
 
     load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
     split: str
-    column: str  # that holds the text, or the chat
-    tokenizer: str  # this and the next two: as in Tokenizer
+    column: str  # that holds the text
+    tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
-    chat: bool = False
     documents: int = DOCUMENTS  # in a unit
 
     def open_tokenizer(self) -> Tokenizer:
-        return tokenizer(self.tokenizer, self.end_token, self.chat)
+        return tokenizer(self.tokenizer, self.end_token)
 
     def check(self) -> tuple["Source", dict[str, Any]]:
         """Returns the source, with smaller units if its first documents are long, and its
@@ -244,21 +191,14 @@ class Source:
         if not rows:
             raise UserError(f"the split {self.split} has no documents")
         given = [row for row in rows if row.get(self.column) is not None]
-        wrong = [row for row in given if not self._is_document(row[self.column])]
+        wrong = [row for row in given if not isinstance(row[self.column], str)]
         if wrong or not given:
             types = ", ".join(f"{k}: {type(v).__name__}" for k, v in (wrong or rows)[0].items())
-            kind = "chat column, with lists of {role, content}" if self.chat else "text column"
-            raise UserError(f"column={self.column} is not a {kind}; the columns are {types}")
-        size = sum(len(str(row[self.column])) for row in given)
+            raise UserError(f"column={self.column} is not a text column; the columns are {types}")
+        size = sum(len(row[self.column]) for row in given)
         fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
         source = dataclasses.replace(self, documents=min(self.documents, fit))
         return source, found | {"documents at a time": source.documents}
-
-    def _is_document(self, value: Any) -> bool:
-        if not self.chat:
-            return isinstance(value, str)
-        messages = value if isinstance(value, list) else [value]
-        return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
 
     def _check_files(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file: `datasets`

@@ -306,8 +306,8 @@ STRUCTURE_EDITS = {
 # Edits that JAX or Python reports.
 LOUD_EDITS = {
     "a gain used without its gather": (
-        "return lax.scan(block, x, (weights.layers, caches), unroll=unroll)",
-        "x, new_cache = lax.scan(block, x, (weights.layers, caches), unroll=unroll)\n"
+        "return lax.scan(block, x, (weights.layers, caches))",
+        "x, new_cache = lax.scan(block, x, (weights.layers, caches))\n"
         "    return x * weights.final_norm, new_cache",
     ),
     "a chunk of the sequence that meets all of it": (
@@ -320,7 +320,7 @@ LOUD_EDITS = {
         "hidden = lax.while_loop(lambda h: h.max() > 9, jnp.sqrt, hidden).astype(compute.dtype)",
     ),
     "a value that leaks from a scan": (
-        "    return lax.scan(block, x, (weights.layers, caches), unroll=unroll)",
+        "    return lax.scan(block, x, (weights.layers, caches))",
         "    seen = []\n    remember = lambda x, w: (seen.append(jnp.sin(x)), block(x, w))[1]\n"
         "    x, new_cache = lax.scan(remember, x, (weights.layers, caches))\n"
         "    return x + seen[0], new_cache",

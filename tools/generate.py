@@ -2,28 +2,23 @@
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
     python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
-    python -m tools.generate runs/imported --tokenizer llama_folder --chat
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A token attends to at most as many tokens as a row had in training, so a text
-may be longer than a row. A text ends after --tokens, before a --stop, or when the model emits the
-tokenizer's end-of-text id, or one of those in a generation_config.json beside it. A model trained
-on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
-tokenizer bytes_utf8 has no end-of-text id.
+may be longer than a row. A text ends after --tokens, or when the model emits the tokenizer's
+end-of-text id, or one of those in a generation_config.json beside it. A model trained on flat
+tokens rarely emits it: the format marks the starts of documents and has no end token. The tokenizer
+bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
-tokens in a prompt are ordinary text, unless --special-tokens parses them. With --chat a prompt is a
-user's message: the tokenizer's chat template wraps it, special tokens are parsed, and the answer
-alone is printed. It also ends where the template ends an answer. Without a prompt, --chat reads a
-message from each line of stdin, and keeps the conversation until stdin ends.
+tokens in a prompt are ordinary text, unless --special-tokens parses them.
 
-Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, --top-p keeps
-the likeliest of these, up to this probability in total, and --min-p drops those with less than this
-part of the likeliest token's probability.
+Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
+the likeliest of these, up to this probability in total.
 
 Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them:
 raise t if the model is too large for one device, and d to generate many samples. t must divide the
@@ -37,9 +32,7 @@ Attention doesn't cross documents. "Nats per token" is the mean loss over all to
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
---length sets another length of the rows. --stride N lets rows overlap: each begins N tokens after
-the one before and predicts its last N tokens, so that a token sees at least length - N tokens
-before it, as far as its document has them. This takes length / N times as long.
+--length sets another length of the rows.
 """
 
 import argparse
@@ -62,6 +55,7 @@ from tqdm import tqdm
 
 import train
 from data import flat_tokens
+from data.huggingface import rows_of
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
@@ -95,9 +89,6 @@ from tools import arguments
 from tools.texts import Continued, Text, kept_by_import, prompts_in
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
-# CPUs take `step_apart` if tokens times bytes of a layer is above this. It compiles for 0.16 s a
-# layer, holds the weights once more, and saves 0.05 s a token for each GB: docs/performance.md.
-APART_FROM = 3.2e9
 
 # --- Model ----------------------------------------------------------------------------------------
 # train.py's model, with weights already gathered over d and a cache of keys and values. S is the
@@ -157,7 +148,6 @@ def extend(
     first: i32[""],
     start: i32["B/d"],
     config: train.Config,
-    unroll: bool = False,
 ) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at indices from `first` on, given a cache of the
     indices before. Returns it with the extended cache. Attention is causal over a window as long as
@@ -191,7 +181,7 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    how = config.model, train.DROPLESS, check_gathered, unroll
+    how = config.model, train.DROPLESS, check_gathered
     x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, *how)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
@@ -206,7 +196,6 @@ class Sampling:
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the ids of the tokenizer
-    min_p: float = 0  # sample from tokens with at least this part of the likeliest's probability
 
 
 @typechecked
@@ -214,21 +203,19 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
     """Samples an index from each row of logits by inverting the cumulative distribution, likeliest
     index first, at a draw that is above 0 and at most 1. Top-p keeps the indices before which the
     cumulative probability is below top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751,
-    section 3.1. It applies to what top-k keeps. Of these, min-p keeps the indices with at least
-    min_p times the largest probability: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082,
-    section 3. All probabilities are those at the given temperature."""
+    section 3.1. It applies to what top-k keeps. All probabilities are those at the given
+    temperature."""
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     falling, indices = lax.top_k(logits, logits.shape[-1])
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / how.temperature, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = (before < how.top_p) & (probabilities >= how.min_p * probabilities[:, :1])
-    upto = jnp.cumsum(jnp.where(kept, probabilities, 0), axis=-1)
+    upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
     return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "how", "unroll"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
 @typed_shard_map
 def step(
     weights: Weights,
@@ -239,34 +226,16 @@ def step(
     draws: f32["B/d"],
     config: train.Config,
     how: Sampling,
-    unroll: bool = False,
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
     """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
     cache."""
-    x, cache = extend(weights, cache, inputs, first, start, config, unroll)
+    x, cache = extend(weights, cache, inputs, first, start, config)
     output = train.output_weights(weights, check_gathered)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
     chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.
     return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
-
-
-def apart(weights: Any) -> Any:
-    """Splits the weights into layers, for `step_apart`."""
-    # M last: XLA would transpose w_o at every token, because it sums over all other dimensions.
-    moved = dataclasses.replace(weights.layers, w_o=jnp.moveaxis(weights.layers.w_o, 1, -1))
-    return dataclasses.replace(weights, layers=jax.tree.map(list, moved))
-
-
-@functools.partial(jax.jit, static_argnums=(6, 7), donate_argnums=1)
-def step_apart(weights: Any, *args: Any) -> Any:
-    """`step` with weights that are `apart`. A CPU then reads each matrix where it is. In a loop
-    over stacked layers it would copy it first, at every token."""
-    w_o = [jnp.moveaxis(w, -1, 0) for w in weights.layers.w_o]
-    layers = dataclasses.replace(weights.layers, w_o=w_o)
-    stacked = jax.tree.map(jnp.stack, layers, is_leaf=lambda x: isinstance(x, list))
-    return step(dataclasses.replace(weights, layers=stacked), *args, True)
 
 
 def round_up(length: int) -> int:
@@ -307,12 +276,9 @@ def generate(
         these = inputs[:, first : first + part]
         ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
     yield ids
-    next_step, nbytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(weights.layers))
-    if jax.default_backend() == "cpu" and tokens * nbytes > APART_FROM * config.model.layers:
-        next_step, weights = step_apart, apart(weights)
     for i in range(1, tokens):
         here = np.int32(length + i - 1)
-        ids, cache = next_step(weights, cache, ids, here, start, draws[:, i], config, how)
+        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
         yield ids
 
 
@@ -397,7 +363,6 @@ def evaluate(
     weights: train.Weights,
     data: flat_tokens.FlatTokens,
     batches: int | None,
-    stride: int | None,
     codec: Text | None,
     config: train.Config,
 ) -> str:
@@ -405,59 +370,36 @@ def evaluate(
     if the rows don't fit the data or the model."""
     check_ids(data.name, data.max_token_id, config)
     length = config.training.tokens.len
-    stride = stride or length
-    if stride > length:
-        raise UserError(f"--stride={stride} would leave tokens out: a row has only {length}")
     rows = padded(config.training.tokens.batch)
-    size, seen_before, nats, targets = rows * stride, length - stride, 0.0, 0
+    size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
-        begin, last = first - seen_before - 1, min(first + size, data.token_count)
-        encoded, count = data.read_encoded(max(begin, 0), last), last - first
-        fill = max(-begin, 0), size - count
-        encoded = np.pad(encoded, fill, constant_values=flat_tokens.FILL)
-        overlapping = np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::stride]
-        batch = TokenBatch.of(*flat_tokens.decode(overlapping), config.model.start_token)
-        batch.loss_mask[:, :seen_before] = False  # the row before predicts these
-        count = int(batch.loss_mask.sum())
-        nats += count * float(train.validation_step(weights, batch, config))
-        targets += count
-    if not targets:
-        raise UserError(f"{data.name} has no targets in this part")
+        last = min(first + size, data.token_count)
+        encoded, fill = data.read_encoded(max(first - 1, 0), last), first + size - last
+        encoded = np.pad(encoded, (first == 0, fill), constant_values=flat_tokens.FILL)
+        ids = flat_tokens.decode(rows_of(encoded, length))
+        batch = TokenBatch.of(*ids, config.model.start_token)
+        nats += (last - first) * float(train.validation_step(weights, batch, config))
     bits = "bits per byte: name a --tokenizer to compute them"
-
-    def bytes_in(first: int, codec: Text) -> int:
-        ids, is_start = flat_tokens.decode(data.read_encoded(first, min(first + 2**20, last)))
-        are_targets = ids < flat_tokens.NOT_A_TARGET
-        return codec.count_bytes(ids[are_targets], is_start[are_targets])
-
     # In large parts, whatever the rows: what is cut at their ends is miscounted.
-    if codec and (size_of_text := sum(bytes_in(i, codec) for i in range(0, last, 2**20))):
+    parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
+    if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     return (
-        f"{data.name}, {targets:,} tokens: {nats / targets:.4f} nats per token, "
-        f"perplexity {math.exp(nats / targets):.4g}, {bits}"
+        f"{data.name}, {last:,} tokens: {nats / last:.4f} nats per token, "
+        f"perplexity {math.exp(nats / last):.4g}, {bits}"
     )
 
 
 def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
-    """Returns the prompts as ids, and none if a conversation is asked for. Raises UserError or
-    OSError if they can't be read, or aren't ids of the model."""
+    """Returns the prompts as ids. Raises UserError or OSError if they can't be read, or aren't ids
+    of the model."""
     if args.special_tokens:
         codec.parse_special_tokens()
-    if args.chat:
-        codec.start_chat()
     texts = prompts_in(args.prompts) if args.prompts else {"the prompt": args.prompt or ""}
-    if args.chat and not args.prompts and args.prompt is None:
-        if args.samples > 1:
-            raise UserError("--samples: a conversation has one answer each; name a --prompt")
-        return []
-    prompts = []
-    for name, prompt in texts.items():
-        message = [{"role": "user", "content": prompt}]
-        chat, start = args.chat, config.model.start_token
-        prompts.append(codec.chat(message, start) if chat else codec.encode(prompt))
-        check_ids(name, max(prompts[-1], default=0), config)
-    return prompts
+    prompts = {name: codec.encode(prompt) for name, prompt in texts.items()}
+    for name, ids in prompts.items():
+        check_ids(name, max(ids, default=0), config)
+    return list(prompts.values())
 
 
 @typechecked
@@ -467,9 +409,8 @@ def write(
     prompts: list[list[int]],
     codec: Text,
     config: train.Config,
-) -> list[str]:
-    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr. Returns
-    what follows each prompt."""
+) -> None:
+    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
     window = config.training.tokens.len
     if (length := max(map(len, prompts)) + args.tokens) > window:
         print(
@@ -477,11 +418,9 @@ def write(
             "as a row had in training",
             file=sys.stderr,
         )
-    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, args.min_p)
+    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
     texts = [
-        Continued(codec, prompt, sample, args.stop, hides_prompt=args.chat)
-        for prompt in prompts
-        for sample in range(args.samples)
+        Continued(codec, prompt, sample) for prompt in prompts for sample in range(args.samples)
     ]
     one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
     for first in range(0, len(texts), size):
@@ -510,24 +449,6 @@ def write(
         f"then {rate:,.0f} tokens/s",
         file=sys.stderr,
     )
-    return [text.read()[text.begin :] for text in texts]
-
-
-@typechecked
-def converse(args: argparse.Namespace, weights: Weights, codec: Text, config: train.Config) -> None:
-    """Answers messages, a line of stdin each, until it ends. Computes the whole conversation anew
-    for each."""
-    messages: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
-            break
-        messages.append({"role": "user", "content": line.rstrip("\n")})
-        prompt = codec.chat(messages, config.model.start_token)
-        check_ids("the message", max(prompt, default=0), config)
-        (answer,) = write(args, weights, [prompt], codec, config)
-        messages.append({"role": "assistant", "content": answer})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -548,15 +469,12 @@ def run(args: argparse.Namespace) -> None:
             if args.length or config.model.experts:
                 config = with_rows(config, args.length or config.training.tokens.len)
             weights = checkpoints.restore("weights")
-            print(evaluate(weights, data, args.batches, args.stride, codec, config))
+            print(evaluate(weights, data, args.batches, codec, config))
         else:
             codec = open_tokenizer(named, config, checkpoints.newest.path)
             prompts = prompts_of(args, codec, config)
             weights = lay_out(checkpoints.restore("weights"))
-            if prompts:
-                write(args, weights, prompts, codec, config)
-            else:
-                converse(args, weights, codec, config)
+            write(args, weights, prompts, codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
 
 
@@ -571,13 +489,6 @@ def mesh(written: str) -> train.MeshConfig:
         return train.MeshConfig(**sizes | named)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def not_empty(written: str) -> str:
-    """Checks a text for argparse."""
-    if not written:
-        raise argparse.ArgumentTypeError("it must not be empty")
-    return written
 
 
 def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
@@ -601,25 +512,21 @@ def main() -> None:
     add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
     add = texts.add_argument
     add("--special-tokens", action="store_true", help="parse names of special tokens in prompts")
-    add("--chat", action="store_true", help="answer prompts as messages; default: those from stdin")
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add("--stop", action="append", default=[], type=not_empty, metavar="TEXT", help="end before it")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     heat = within(float, 0, math.inf)
     add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=part, default=1.0, help="sample from this much probability")
-    add("--min-p", type=part, default=0.0, help="sample if this likely, see above")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
     add = evaluation.add_argument
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add("--length", type=count, help="rows of this many tokens; default: the training's")
-    add("--stride", type=count, help="tokens from one row to the next; default: a row's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     args = parser.parse_args()
     of_both = {"checkpoint", "mesh", "dtype", "tokenizer", "evaluate"}
-    of_evaluation = {"length", "stride", "batches"}
+    of_evaluation = {"length", "batches"}
     of_texts = vars(args).keys() - of_both - of_evaluation
     for name in sorted(of_texts if args.evaluate else of_evaluation):
         if getattr(args, name) != parser.get_default(name):

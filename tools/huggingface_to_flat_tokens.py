@@ -33,10 +33,9 @@ COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at mos
 @dataclasses.dataclass
 class ConvertConfig(Section):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
-    column: Name  # that holds the text, or the chat
+    column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
     end_token: bool  # append the tokenizer's end-of-text token to each document
-    chat: bool  # a document is a list of {role, content}; the assistant's replies are the targets
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Bound(0, below=1)]
@@ -91,8 +90,8 @@ class Conversion:
             saved = {}
         # With the keys of a conversion that an earlier version began.
         for key in dict.fromkeys([*settings, *saved.get("settings", {})]) if saved else ():
-            # What an earlier version didn't know, it didn't do.
-            before, value = saved["settings"].get(key, False), settings.get(key)
+            # What a version doesn't know, it doesn't do.
+            before, value = saved["settings"].get(key, False), settings.get(key, False)
             if before != value:
                 raise UserError(
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
@@ -149,7 +148,7 @@ def convert(config: ConvertConfig) -> None:
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
     # Finds most mistakes before anything is written.
-    settings = config.column, config.tokenizer, config.end_token, config.chat
+    settings = config.column, config.tokenizer, config.end_token
     checked = [Source(config.load_dataset, name, *settings).check() for name in names]
     starts = [text.start(min(text.LANES, found["shards"]), found) for _, found in checked]
     conversion = Conversion(config, starts)

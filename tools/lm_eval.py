@@ -205,15 +205,18 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             )
             with self.computing():
                 for part, size in self.batches(prompts, "generating"):
-                    texts = [Continued(self.codec, [], indices[i], stops, False) for i in part]
+                    texts = [Continued(self.codec, [], indices[i]) for i in part]
                     these, numbers = [prompts[i] for i in part], [text.sample for text in texts]
                     args = these, numbers, tokens, size, 0, how, self.config
                     for _ in generate.extended(generate.generate(self.gathered, *args), texts):
-                        pass
+                        for text in texts:  # a stop string may name a special token
+                            new = self.codec.decode(text.new)
+                            text.ended = text.ended or any(stop in new for stop in stops)
                     for text in texts:
-                        text.ended, new = True, text.new
-                        text.new = [token for token in new if token not in self.special]
-                        results[text.sample] = text.read()
+                        kept = [token for token in text.new if token not in self.special]
+                        answer = self.codec.decode(kept)
+                        ends = [at for stop in stops if (at := answer.find(stop)) >= 0]
+                        results[text.sample] = answer[: min(ends, default=None)]
         return results
 
     def sampling(self, options: dict[str, Any]) -> tuple[generate.Sampling, int, list[str]]:
@@ -221,7 +224,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         given: dict[str, Any] = dict(normalize_gen_kwargs(options))
         heat, samples = given.pop("temperature", 1.0), given.pop("do_sample")
         tokens, stops = given.pop("max_gen_toks"), [stop for stop in given.pop("until") if stop]
-        top_k, top_p, min_p = given.pop("top_k", None), given.pop("top_p", 1), given.pop("min_p", 0)
+        top_k, top_p = given.pop("top_k", None), given.pop("top_p", 1)
         if given.pop("num_beams", 1) != 1 or given:
             raise UserError(f"generation_kwargs: tools.generate can't do all of {options}")
         if tokens >= self.room:
@@ -229,8 +232,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                 f"max_gen_toks is {tokens}, but a row of the training has {self.room} tokens for "
                 "an answer and its context: set it in the task's generation_kwargs"
             )
-        ids = self.codec.ids
-        how = generate.Sampling(heat if samples else 0, top_k or None, top_p, ids, min_p)
+        how = generate.Sampling(heat if samples else 0, top_k or None, top_p, self.codec.ids)
         return how, tokens, stops
 
 

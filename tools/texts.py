@@ -1,4 +1,4 @@
-"""Text for tools.generate: prompts, chat templates, and where a text ends. Arrays and models are in
+"""Text for tools.generate: prompts, and where a text ends. Arrays and models are in
 tools/generate.py."""
 
 import json
@@ -66,34 +66,6 @@ class Text:
         if self.tokenizer.fast:  # one written in Python does so anyway
             self.tokenizer.fast.encode_special_tokens = False
 
-    def start_chat(self) -> None:
-        """Prepares for `chat`: a text then also ends where the template ends an answer. Raises
-        UserError if there is no template."""
-        if self.is_bytes or not self.tokenizer.slow.chat_template:
-            raise UserError(
-                f"--chat: the tokenizer {self.tokenizer.name} has no chat template; name a "
-                "--tokenizer that has one, or write a --prompt for --special-tokens"
-            )
-        self.parse_special_tokens()
-        roles = {"user": "question", "assistant": "answer"}
-        example = [{"role": role, "content": content} for role, content in roles.items()]
-        after = self.encode(self._render(example).rpartition("answer")[2].strip())
-        self.ends |= {*after[:1]} & self.tokenizer.slow.added_tokens_decoder.keys()
-
-    def chat(self, messages: list[dict[str, str]], start_token: int) -> list[int]:
-        """Returns the prompt for the next answer in a conversation, without a start token, which
-        generation puts in front."""
-        ids = self.encode(self._render(messages, add_generation_prompt=True))
-        return ids[1:] if ids[:1] == [self.tokenizer.slow.bos_token_id] == [start_token] else ids
-
-    def _render(self, messages: list[dict[str, str]], **options: bool) -> str:
-        try:
-            slow = self.tokenizer.slow
-            return str(slow.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # a template is a program, and may raise anything
-            name = self.tokenizer.name
-            raise UserError(f"--chat: the chat template of {name} fails: {error}") from None
-
     def encode(self, prompt: str) -> list[int]:
         import pyarrow
 
@@ -116,40 +88,25 @@ class Text:
 
 
 class Continued:
-    """A prompt and the new ids that follow it, up to an end-of-text id or a stop string."""
+    """A prompt and the new ids that follow it, up to an end-of-text id."""
 
-    def __init__(
-        self, codec: Text, prompt: list[int], sample: int, stops: list[str], hides_prompt: bool
-    ):
-        self.codec, self.prompt, self.sample, self.stops = codec, prompt, sample, stops
+    def __init__(self, codec: Text, prompt: list[int], sample: int):
+        self.codec, self.prompt, self.sample = codec, prompt, sample
         self.new: list[int] = []
         self.ended = False
-        self.begin = len(codec.decode(prompt))  # of what follows, in characters
-        self.shown = self.begin if hides_prompt else 0
+        self.shown = 0  # characters
 
     def add(self, new: int) -> None:
         """Adds an id, unless the text has ended or ends here."""
         self.ended = self.ended or new in self.codec.ends
         if not self.ended:
             self.new.append(new)
-            if self.stops:
-                self.read()
-
-    def read(self) -> str:
-        """Returns the text. Ends it at a stop string. Until it has ended, leaves out what the next
-        ids may change: an incomplete character, or the beginning of a stop string."""
-        text = self.codec.decode(self.prompt + self.new)
-        if found := [at for stop in self.stops if (at := text.find(stop, self.begin)) >= 0]:
-            self.ended = True
-            return text[: min(found)]
-        if self.ended:
-            return text
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        begun = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
-        return text[: len(text) - max(begun, default=0)]
 
     def news(self) -> str:
-        """Returns the part of the text that earlier calls didn't return."""
-        text, before = self.read(), self.shown
+        """Returns the part of the text that earlier calls didn't return. Until the text has ended,
+        leaves out an incomplete character, which the next ids may change."""
+        text, before = self.codec.decode(self.prompt + self.new), self.shown
+        if not self.ended:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         self.shown = max(before, len(text))
         return text[before:]

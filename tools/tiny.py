@@ -58,16 +58,16 @@ def generation(
     config: train.Config,
 ) -> f32["B/d L V/t"]:
     """The logits as generation computes them: for half of a row in one step, as for a prompt, then
-    for one token after the other, with layers in a loop and without."""
+    for one token after the other."""
 
-    def extend(cache: Any, inputs: jax.Array, first: jax.Array, unroll: bool = False) -> Any:
+    def extend(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
         start = jnp.zeros(len(inputs), jnp.int32)
-        x, cache = generate.extend(weights, cache, inputs, first, start, config, unroll)
+        x, cache = generate.extend(weights, cache, inputs, first, start, config)
         output = train.output_weights(weights, generate.check_gathered)
         return cache, train.unembed(output, x, config.model)
 
     def token(cache: Any, i: jax.Array) -> Any:
-        return extend(cache, lax.dynamic_slice_in_dim(inputs, i, 1, axis=1), i, unroll=True)
+        return extend(cache, lax.dynamic_slice_in_dim(inputs, i, 1, axis=1), i)
 
     half = inputs.shape[1] // 2
     cache, prompt = extend(cache, inputs[:, :half], jnp.int32(0))

@@ -1,7 +1,6 @@
 """The flat-tokens format: writing and reading back, both storage formats, and refused datasets."""
 
 import json
-import operator
 import tracemalloc
 
 import numcodecs
@@ -15,17 +14,15 @@ from jaxtyping import TypeCheckError
 import data.flat_tokens
 from data.flat_tokens import (
     NO_TOKEN,
-    NOT_A_TARGET,
     FlatTokens,
     FlatTokensError,
     Writer,
-    decode,
     encode,
 )
 from data.loader import TokenBatch
 from tests import golden
 
-SEQUENCES = [[5, 3, 8], [1 + NOT_A_TARGET], [2**30 - 2, 7]]
+SEQUENCES = [[5, 3, 8], [1], [2**30 - 2, 7]]
 
 
 def write(path, sequences, split="train"):
@@ -39,13 +36,12 @@ def test_the_arrays_are_as_the_specification_says(tmp_path):
     group = zarr.open_group(write(tmp_path / "x.zarr", SEQUENCES), mode="r")["train"]
     tokens, starts = group["encoded_tokens"], group["seq_starts"]
     assert (tokens.dtype, starts.dtype) == (np.uint32, np.uint64)
-    assert tokens[:].tolist() == [11, 6, 16, 2**31 + 3, 2**31 - 3, 14]
+    assert tokens[:].tolist() == [11, 6, 16, 3, 2**31 - 3, 14]
     assert starts[:].tolist() == [0, 3, 4, 6]
     assert group.attrs["max_token_id"] == 2**30 - 2
 
 
-plain_ids = st.integers(0, 2**30 - 2)
-ids = st.builds(operator.add, plain_ids, st.sampled_from([0, NOT_A_TARGET]))
+ids = st.integers(0, 2**30 - 2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,8 +75,6 @@ def test_a_writer_goes_on_from_where_another_flushed(
     dataset = FlatTokens(path, "train")
     dataset.validate()
     flat = [i for sequence in sequences for i in sequence]
-    assert decode(dataset.read_encoded(0, len(flat)))[0].tolist() == flat
-    flat = [i % NOT_A_TARGET for i in flat]
     middle = len(flat) // 2
     assert dataset.read(0, len(flat))[0].tolist() == flat
     assert dataset.read(middle, len(flat))[0].tolist() == flat[middle:]
@@ -252,20 +246,20 @@ def test_ids_of_any_integer_type(tmp_path):
         assert FlatTokens(path, "train").read(0, 3)[0].tolist() == [5, 3, 8]
 
 
-def test_tokens_that_are_no_targets_are_input_and_not_in_the_loss():
-    ids = np.array([[7 + NOT_A_TARGET, 5 + NOT_A_TARGET, 6, NO_TOKEN]], np.uint32)
-    batch = TokenBatch.of(ids, np.zeros((1, 4), bool), 0)
+def test_padding_is_not_in_the_loss():
+    batch = TokenBatch.of(np.array([[7, 5, 6, NO_TOKEN]], np.uint32), np.zeros((1, 4), bool), 0)
     assert batch.inputs.tolist() == [[7, 5, 6]]
     assert batch.targets.tolist() == [[5, 6, 0]]
-    assert batch.loss_mask.tolist() == [[False, True, False]]
+    assert batch.loss_mask.tolist() == [[True, True, False]]
 
 
-def test_the_largest_id_is_without_flags(tmp_path):
-    dataset = FlatTokens(make_group(tmp_path / "x.zarr", tokens=(11, 6, 16 + 2**31, 3)), "train")
-    dataset.validate()
-    dataset.max_token_id = 7
-    with pytest.raises(FlatTokensError, match=r"token 2 is 8, above max_token_id=7$"):
-        dataset.read_encoded(0, 4)
+def test_ids_with_flags_of_an_earlier_version_are_refused(tmp_path):
+    path = make_group(tmp_path / "x.zarr", tokens=(11, 6, 16 + 2**31, 3))
+    with pytest.raises(FlatTokensError, match=r"token 2 is 1073741832, above max_token_id=8$"):
+        FlatTokens(path, "train").read(0, 4)
+    zarr.open_group(path).attrs["conversion"] = {"settings": {"chat": True}}
+    with pytest.raises(FlatTokensError, match=r"has chats, with flags that earlier versions read$"):
+        FlatTokens(path, "train")
 
 
 def test_an_interrupted_write_is_no_dataset(tmp_path):

@@ -10,12 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from data import text
 from data.huggingface import StreamError
 from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.data.test_text import chat, write_tokenizer
 from tests.helpers import (
     SMALL,
     arrays,
@@ -254,19 +252,3 @@ def test_files_that_change_between_epochs(folder, tmp_path):
     assert resumed(tmp_path, opened.position, 9).size
     with pytest.raises(StreamError, match="has changed"):
         resumed(tmp_path, position, 1)
-
-
-def test_chats_are_streamed_with_their_targets(tmp_path):
-    path = write_tokenizer(tmp_path / "tokenizer")
-    rows = [{"messages": chat(f"what is {i}?", f"it is {i}")} for i in range(40)]
-    (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kind = {"column": "messages", "chat": True, "tokenizer": path, "validation_split": None}
-    opened = open_loader(tmp_path, vocab=320, **kind)
-    batches = [batch for _, batch in opened.from_step(0, 12)]
-    ids, in_loss = (
-        np.concatenate([np.asarray(part).ravel() for part in parts])
-        for parts in zip(*((batch.targets, batch.loss_mask) for batch in batches), strict=True)
-    )
-    said = text.Tokenizer(path).decode(ids[in_loss])
-    wanted = "".join(f"it is {i}<|im_end|>\n" for i in range(40))
-    assert wanted.startswith(said) and 0.1 < in_loss.mean() < 0.9

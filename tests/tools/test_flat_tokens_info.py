@@ -7,7 +7,7 @@ import pytest
 import zarr
 
 import data.flat_tokens
-from data.flat_tokens import NOT_A_TARGET, SPLITS, Writer
+from data.flat_tokens import SPLITS, Writer
 from tools import flat_tokens_info
 
 
@@ -21,14 +21,12 @@ def info(capsys, monkeypatch, *arguments):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """A dataset of twelve documents per split, in chunks of 8 tokens or starts. Some tokens are no
-    targets."""
+    """A dataset of twelve documents per split, in chunks of 8 tokens or starts."""
     monkeypatch.setattr(data.flat_tokens, "CHUNK", 8)
     for split in SPLITS:
         with Writer(str(tmp_path / "x.zarr"), split) as writer:
             for text in "the first", "naïve ☃", "end":
-                ids = np.frombuffer(text.encode(), np.uint8).astype(int) + 1
-                writer.append(ids + NOT_A_TARGET * (np.arange(len(ids)) < 4))
+                writer.append(np.frombuffer(text.encode(), np.uint8).astype(int) + 1)
             for _ in range(9):
                 writer.append([5])
     return tmp_path / "x.zarr"

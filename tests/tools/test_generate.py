@@ -1,7 +1,6 @@
 """Tests generation with a cache against the oracle's full forward pass, sampling against its
 definition, and the tool's messages."""
 
-import io
 import json
 import re
 import shutil
@@ -234,25 +233,6 @@ def test_a_step_is_compiled_once_and_reuses_the_caches_memory(in_f32, monkeypatc
 
 
 @pytest.mark.slow
-def test_layers_apart_give_the_same_text_and_are_not_copied(in_f32, monkeypatch):
-    """A step with layers in a loop, or without moving w_o, would hold copies of matrices."""
-    config = small_config("model.d_model=64", "model.d_ff=512", "model.layers=4")
-    weights, made = random_weights(config), []
-    looped = generated(in_f32, config, weights, mesh(2, 4), [5, 6], GREEDY)
-    step = in_f32.step_apart
-    monkeypatch.setattr(in_f32, "APART_FROM", 0)
-    monkeypatch.setattr(in_f32, "step_apart", lambda *args: made.append(args) or step(*args))
-    apart = generated(in_f32, config, weights, mesh(2, 4), [5, 6], GREEDY)
-    assert (apart == looped).all() and len(made) == 8
-    split, cache, *others = made[0]
-    one_matrix = split.layers.w_up[0].nbytes // 4
-    with jax.set_mesh(mesh(2, 4)):
-        shapes = jax.eval_shape(lambda *x: x, split, cache)
-        memory = step.lower(*shapes, *others).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < one_matrix
-
-
-@pytest.mark.slow
 def test_ids_come_as_often_as_they_are_likely():
     """The model gives all ids the same probability. Chi-squared has 46 degrees of freedom, and is
     above 86 once in 3,000 times."""
@@ -267,13 +247,13 @@ def test_ids_come_as_often_as_they_are_likely():
 
 
 def probabilities_kept(logits, how):
-    """The probabilities after top-k, top-p and min-p by definition, one id at a time."""
+    """The probabilities after top-k and top-p by definition, one id at a time."""
     logits = np.asarray(logits, np.float64)
     likeliest = sorted(range(len(logits)), key=lambda i: -logits[i])[: how.top_k]
     raised = {i: np.exp(logits[i] / how.temperature) for i in likeliest}
     total, kept, so_far = sum(raised.values()), {}, 0.0
     for i in likeliest:
-        if not kept or (so_far < how.top_p and raised[i] >= how.min_p * raised[likeliest[0]]):
+        if not kept or so_far < how.top_p:
             kept[i] = raised[i]
         so_far += raised[i] / total
     return np.array([kept.get(i, 0) / sum(kept.values()) for i in range(len(logits))])
@@ -285,11 +265,11 @@ def sample(logits, draws, how):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [(0.5, None, 1, 0), (2, 7, 0.9, 0), (1, 99, 0.3, 0), (1, None, 0, 0), (2, None, 0.6, 0.2)],
+    ("temperature", "top_k", "top_p"),
+    [(0.5, None, 1), (2, 7, 0.9), (1, 99, 0.3), (1, None, 0), (2, None, 0.6)],
 )
-def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k, top_p, min_p):
-    how = generate.Sampling(temperature, top_k, top_p, IDS, min_p)
+def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k, top_p):
+    how = generate.Sampling(temperature, top_k, top_p, IDS)
     logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
     logits[[3, 8]] = -np.inf
     draws = (np.arange(5000) + 0.5) / 5000
@@ -329,14 +309,10 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     assert not codec.ends and codec.ids == range(1, 257)
 
 
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-END, BEGIN_TURN, END_TURN = range(3)
+END, END_TURN = 0, 2
 
 
-def save_chat_tokenizer(folder, template=CHATML, settings="{}"):
+def save_special_tokens(folder, settings):
     """Saves a BPE of bytes with three special tokens, and a generation_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -352,21 +328,18 @@ def save_chat_tokenizer(folder, template=CHATML, settings="{}"):
     )
     tokenizer.train_from_iterator([__doc__], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.chat_template = template
     fast.save_pretrained(folder)
     (folder / "generation_config.json").write_text(settings)
     return str(folder)
 
 
 def test_special_tokens(tmp_path):
-    codec = generate.Text(save_chat_tokenizer(tmp_path, settings='{"eos_token_id": [0, 77]}'))
+    codec = generate.Text(save_special_tokens(tmp_path, settings='{"eos_token_id": [0, 77]}'))
     ordinary = codec.encode("a<|im_end|>")
     assert codec.decode(ordinary) == "a<|im_end|>" and END_TURN not in ordinary
     codec.parse_special_tokens()
     assert codec.encode("a<|im_end|>") == [ordinary[0], END_TURN]
     assert codec.ends == {END, 77}
-    codec.tokenizer.slow.bos_token, message = "<|im_start|>", {"role": "user", "content": "Hi"}
-    assert codec.chat([message], BEGIN_TURN) == codec.chat([message], END)[1:]
 
 
 def write_dataset(path, tokenizer="bytes_utf8", top=256):
@@ -380,42 +353,42 @@ def write_dataset(path, tokenizer="bytes_utf8", top=256):
     return str(path)
 
 
-def losses_of_windows(weights, ids, starts, length, stride):
-    """The oracle's loss of each token, predicted by itself: after the tokens before it from the
-    beginning of the one row in which it is among the last `stride` tokens."""
+def losses_of_rows(weights, ids, starts, length):
+    """The oracle's loss of each token, predicted by itself, after the tokens before it in its
+    row."""
     at = np.arange(len(ids))
-    begin = np.maximum(0, at // stride * stride + stride - length)
+    begin = at // length * length
     index = np.minimum(begin[:, None] + np.arange(length), at[:, None])
     before, *seen = oracle.layout(ids[index], starts[index], ids[np.maximum(begin - 1, 0)])
     logits = oracle.laid_out_logits(weights, before, *seen, TIMESCALE)[at, at - begin]
     return -jax.nn.log_softmax(logits)[at, ids]
 
 
-@pytest.mark.parametrize(("length", "stride", "of_two"), [(12, None, 192), (17, 5, 80)])
+@pytest.mark.parametrize(("length", "of_one"), [(12, 96), (17, 136)])
 def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before_it(
-    in_f32, length, stride, of_two, tmp_path
+    in_f32, length, of_one, tmp_path
 ):
     """Rows of the training's length, and longer ones than the training's, which had microbatches
     and chunks."""
     config = small_config()
-    if stride:
+    if length == 17:
         parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
         config = in_f32.with_rows(small_config(*parts), length)
     weights, codec = random_weights(config), generate.Text(save_tokenizer(tmp_path))
     data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12), "validation")
     ids, starts = data.read(0, 222)
-    nats = losses_of_windows(weights, ids, starts, length, stride or length).sum()
+    nats = losses_of_rows(weights, ids, starts, length).sum()
     texts = np.split(ids, np.flatnonzero(starts)[1:])
     size = len("".join(map(codec.decode, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
         placed_weights = placed(in_f32.train.Weights, weights)
-        actual = in_f32.evaluate(placed_weights, data, None, stride, codec, config)
-        part = in_f32.evaluate(placed_weights, data, 2, stride, codec, config)
+        actual = in_f32.evaluate(placed_weights, data, None, codec, config)
+        part = in_f32.evaluate(placed_weights, data, 1, codec, config)
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / np.log(2) / size:.4f} bits per byte"
     )
-    assert f", {of_two} tokens: " in part
+    assert f", {of_one} tokens: " in part
 
 
 def test_rows_of_any_length_do_without_groups_of_tokens():
@@ -435,9 +408,7 @@ def run(tmp_path_factory):
     write_dataset(folder / "bytes.zarr")
     write_dataset(folder / "other.zarr", top=300)
     write_dataset(folder / "nameless.zarr", None, top=47)
-    save_chat_tokenizer(folder / "chat")
-    save_chat_tokenizer(folder / "refusing", "{{ raise_exception('no such role') }}")
-    save_chat_tokenizer(folder / "damaged_settings", settings="[1]")
+    save_special_tokens(folder / "damaged_settings", settings="[1]")
     (folder / "wrong.jsonl").write_text('"a"\n["b"]\n')
     (folder / "empty.txt").touch()
     (folder / "bytes.txt").write_bytes(b"\xff")
@@ -497,52 +468,16 @@ def test_prompts_in_a_file(name, run, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(generate, "generate", echo)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    options = f"--prompts={tmp_path / name}", "--samples=2", "--batch=4", "--stop=0"
+    options = f"--prompts={tmp_path / name}", "--samples=2", "--batch=4"
     out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
     assert not message
     assert asked == [([0, 1, 0, 1], 4), ([0, 1], 4)]
     texts = "abb", "é\u2028\N{REPLACEMENT CHARACTER}", "ann"
     assert out == "".join(
-        f"--- prompt {i}, sample 1\n{text}\n--- prompt {i}, sample 2\n{text}1\n"
+        f"--- prompt {i}, sample 1\n{text}0\n--- prompt {i}, sample 2\n{text}1\n"
         for i, text in enumerate(texts, 1)
     )
     assert "texts 1-4 of 6" in error and "texts 5-6 of 6" in error
-
-
-def test_a_text_ends_before_a_stop_string(run, capsys, monkeypatch):
-    """Text that may still become a stop string is held back. The prompt may have one."""
-    new = [np.array([[i]]) for i in generate.Text("bytes_utf8").encode("one aac ☃!")]
-    monkeypatch.setattr(generate, "generate", lambda *_: new)
-    options = "--prompt=two ", "--stop=wo", "--stop=ab", "--stop= ☃!"
-    printed = shown(capsys, monkeypatch, run, *options)
-    assert printed == ["two o", "n", "e", " ", "a", "ac", ""]
-
-
-def test_a_conversation(run, tmp_path, capsys, monkeypatch):
-    """Each turn has the whole conversation before it, and prints the answer alone, up to what ends
-    it in the template."""
-    name = save_chat_tokenizer(tmp_path)
-    codec, asked = generate.Text(name), []
-    codec.parse_special_tokens()
-    answers = iter([[*codec.encode("Snow. "), END_TURN, 70], [*codec.encode("More"), END, 70]])
-
-    def answer(_, prompts, *others):
-        asked.append(prompts[0][1:])
-        return [np.array([[i]]) for i in next(answers)]
-
-    monkeypatch.setattr(generate, "generate", answer)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What?\nAnd then?\n"))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    options = "--chat", f"--tokenizer={name}"
-    out, error, message = call(capsys, monkeypatch, run, "bytes", *options)
-    assert out == "Snow. \nMore\n" and not message
-    assert error.count("> ") == 3
-    first = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    second = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
-    assert asked == [codec.encode(first), codec.encode(f"{first}Snow. <|im_end|>\n{second}")]
-    answers = iter([codec.encode("Snow")] * 2)
-    several = call(capsys, monkeypatch, run, "bytes", "--prompt=What?", *options)
-    assert several[0] == "Snow\n" and asked[2] == asked[0]
 
 
 def shown(capsys, monkeypatch, folder, *options):
@@ -593,11 +528,8 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
 
 
 WRONG = {
-    "a chat without a template": ["bytes", "--chat"],
-    "a template that refuses": ["bytes", "--chat", "--prompt=x", "--tokenizer=refusing"],
     "special tokens of bytes": ["bytes", "--special-tokens"],
     "a damaged generation_config.json": ["bytes", "--tokenizer=damaged_settings"],
-    "several answers in a conversation": ["bytes", "--chat", "--tokenizer=chat", "--samples=2"],
     "prompts that aren't JSON strings": ["bytes", "--prompts=wrong.jsonl"],
     "prompts that aren't text": ["bytes", "--prompts=bytes.txt"],
     "no prompts": ["bytes", "--prompts=empty.txt"],
@@ -606,7 +538,6 @@ WRONG = {
     "no checkpoint": ["none"],
     "a mesh that doesn't divide": ["bytes", "--mesh=t=3"],
     "a dataset of other ids": ["bytes", "--evaluate=other.zarr"],
-    "a stride beyond a row": ["bytes", "--evaluate=bytes.zarr", "--length=5", "--stride=6"],
 }
 
 
@@ -645,9 +576,8 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         ("--mesh=c=2", "no axis c: choose from d, t, r"),
         ("--top-p=1.5", "1.5 is not between 0 and 1"),
         ("--prompts=x --prompt=y", "not allowed with argument"),
-        ("--stop=", "it must not be empty"),
         ("--evaluate=x --prompt=", "--prompt is for texts, not for --evaluate"),
-        ("--stride=3", "--stride needs --evaluate"),
+        ("--length=3", "--length needs --evaluate"),
     ],
 )
 def test_options_that_make_no_sense(option, problem, run, capsys, monkeypatch):

@@ -21,10 +21,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from data import text
-from data.flat_tokens import NOT_A_TARGET, FlatTokens, decode
+from data.flat_tokens import FlatTokens
 from data.text import Tokenizer
 from shardlib.errors import UserError
-from tests.data.test_text import SPECIAL, chat, trained_tokenizer, write_tokenizer
+from tests.data.test_text import trained_tokenizer
 from tests.helpers import ROOT, compose_config, train_here
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
@@ -402,7 +402,6 @@ MISTAKES = {
     "validation_split=missing": "Bad split: missing. Available splits: ['train']",
     "+load_dataset.nonsense=1": "nonsense",
     "+speed=fast": "speed",
-    "chat=true": "chat=true: tokenizer=bytes_utf8 has no chat template",
     "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
 }
@@ -427,7 +426,7 @@ def test_a_pattern_that_matches_no_file_is_named(tmp_path, monkeypatch, run_here
 
 def test_without_a_config_the_message_lists_them(run_here):
     _, message = run_here("output=x.zarr")
-    assert "--config-name=NAME: c4_en, chats, fineweb_edu, json_files," in message
+    assert "--config-name=NAME: c4_en, fineweb_edu, json_files," in message
 
 
 def test_parquet_files(tmp_path, run_here):
@@ -463,50 +462,21 @@ def test_files_without_texts(rows, problem, tmp_path, run_here):
     assert message == f"error: {problem}"
 
 
-def test_chats_become_documents_with_targets(tmp_path, run_here):
-    """Reads three files of chats, each with two that have no reply."""
-    for i, count in enumerate([300, 40, 600]):
-        rows = [{"messages": chat(f"what is {i}.{j}?", f"a {i}.{j}")} for j in range(count)]
-        rows[2:4] = [{"messages": chat("hi")}, {"messages": []}]
-        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = write_tokenizer(tmp_path / "tokenizer", eos_token=SPECIAL[0])
-    given = [f"load_dataset.data_files={tmp_path}/*.jsonl", f"output={tmp_path}/x.zarr"]
-    out, message = run_here("--config-name=chats", *given, f"tokenizer={path}", "processes=1")
-    assert not message and "skipped 6 empty documents" in out
-    tokenizer, said = Tokenizer(path), []
-    for split in "train", "validation":
-        dataset = FlatTokens(str(tmp_path / "x.zarr"), split)
-        ids, is_start = decode(dataset.read_encoded(0, dataset.token_count))
-        for document in np.split(ids, np.flatnonzero(is_start)[1:]):
-            said.append(tokenizer.decode(document[document < NOT_A_TARGET]))
-            number = said[-1][2:].removesuffix("<|im_end|>\n")
-            question = f"<|im_start|>user\nwhat is {number}?<|im_end|>\n"
-            whole = f"{question}<|im_start|>assistant\n{said[-1]}"
-            assert tokenizer.decode(document % NOT_A_TARGET) == whole
-    assert len(set(said)) == len(said) == 934
-
-
 def test_an_unfinished_conversion_of_an_earlier_version(shards, whole, tmp_path, monkeypatch):
-    """Settings that it didn't have aren't recorded."""
+    """Settings that it didn't have aren't recorded, and it had some that there are no more."""
     monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
     deadly, output = Deadly(monkeypatch), tmp_path / "x.zarr"
     assert deadly.convert(settings(shards, output), writes=40)
     conversion = zarr.open_group(output).attrs["conversion"]
-    for key in "end_token", "chat":
-        assert conversion["settings"].pop(key) is False
+    assert conversion["settings"].pop("end_token") is False
     deadly.last = None
+    conversion["settings"]["chat"] = True
     zarr.open_group(output).attrs["conversion"] = conversion
-    with pytest.raises(UserError, match="unfinished conversion with chat=False, not True"):
-        tool.Conversion(settings(shards, output, chat=True), [])
+    with pytest.raises(UserError, match="unfinished conversion with chat=True, not False"):
+        tool.Conversion(settings(shards, output), [])
+    conversion["settings"]["chat"] = False
+    zarr.open_group(output).attrs["conversion"] = conversion
+    with pytest.raises(UserError, match="unfinished conversion with end_token=False, not True"):
+        tool.Conversion(settings(shards, output, end_token=True), [])
     assert not deadly.convert(settings(shards, output))
     assert same(output, whole)
-
-
-def test_a_column_without_chats(tmp_path):
-    row = {"messages": [{"from": "human", "value": "hi"}]}
-    (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    kind = {"column": "messages", "chat": True, "tokenizer": write_tokenizer(tmp_path / "t")}
-    with pytest.raises(UserError) as error:
-        tool.convert(settings(tmp_path / "x.jsonl", tmp_path / "x.zarr", **kind))
-    problem = "column=messages is not a chat column, with lists of {role, content}"
-    assert str(error.value) == f"{problem}; the columns are messages: list"
