@@ -6,11 +6,11 @@
 The families are Llama 1 to 3.2, models like it such as SmolLM2, Mistral, Qwen2 and Qwen2.5, Qwen3
 and OLMo 2; with experts Mixtral, OLMoE and Qwen3.
 
-Import takes a folder of safetensors as `hf download` makes it, one tensor at a time, or a .gguf
-file, which transformers reads: this needs PyTorch. It prints the `model` section that a run's
-config needs to start from the imported weights with paths.clone_from. --config=FILE writes a whole
-config, for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`. The
-tokenizer, config.json and generation_config.json are kept beside the checkpoint.
+Import takes a folder of safetensors as `hf download` makes it, one tensor at a time. It prints the
+`model` section that a run's config needs to start from the imported weights with paths.clone_from.
+--config=FILE writes a whole config, for `python -m train --config-dir=. --config-name=FILE
+flat_tokens.filespec=...`. The tokenizer, config.json and generation_config.json are kept beside the
+checkpoint.
 
 What config.json says of training alone isn't imported: dropout, router_jitter_noise, and
 router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
@@ -24,7 +24,6 @@ is written last: a folder without it is unfinished. Memory must hold a file of w
 the layers that a chunk of the checkpoint spans, and both embeddings.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -33,7 +32,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Container, Iterator
 from typing import Any, cast
@@ -518,34 +516,8 @@ def open_tensors(
     return model, opened
 
 
-@contextlib.contextmanager
-def unpacked(path: str) -> Iterator[pathlib.Path]:
-    """Yields a folder with a model as transformers saves it: `path`, or what is in a .gguf file,
-    which is removed afterwards."""
-    if not path.endswith(".gguf"):
-        yield pathlib.Path(path)
-        return
-    import transformers
-
-    folder, name = os.path.split(os.path.abspath(path))
-    with tempfile.TemporaryDirectory() as made:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-            tokenizer.save_pretrained(made)
-            read = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)
-            del read.config.quantization_config
-            # It can't be saved itself, although its weights are plain numbers by now.
-            plain = transformers.AutoModelForCausalLM.from_config(read.config)
-            plain.load_state_dict(read.state_dict())
-            plain.save_pretrained(made)
-        except Exception as error:  # of the libraries below
-            problem = str(error).strip().split("\n")[0]
-            raise UserError(f"transformers can't read {path}: {problem}") from None
-        yield pathlib.Path(made)
-
-
 def import_weights(path: str, output: str, config_file: str = "") -> None:
-    """Imports a model. Raises UserError or OSError if it can't be read, if train.py's model can't
+    """Imports a folder. Raises UserError or OSError if it can't be read, if train.py's model can't
     represent it, or if the output can't be written."""
     check_empty(output)
     if config_file:
@@ -555,11 +527,7 @@ def import_weights(path: str, output: str, config_file: str = "") -> None:
                 f"--config={config_file}: name a new file NAME.yaml, other than base.yaml, in a "
                 "folder that exists"
             )
-    with unpacked(path) as folder:
-        import_folder(folder, output, config_file)
-
-
-def import_folder(folder: pathlib.Path, output: str, config_file: str) -> None:
+    folder = pathlib.Path(path)
     model, length = model_in(folder)
     model, opened = open_tensors(folder, model)
     wanted = tensors(model)
@@ -630,7 +598,7 @@ def main() -> None:
         "--tokenizer", default="", help="folder or hub repository; default: as imported"
     )
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
-    into.add_argument("model", help="folder with config.json and safetensors files, or .gguf file")
+    into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
     into.add_argument("--config", default="", metavar="FILE", help="write the config of a run")
     with user_errors():
@@ -638,7 +606,7 @@ def main() -> None:
         if args.command == "export":
             export_weights(args.checkpoint, args.output, args.dtype, args.tokenizer)
         else:
-            import_weights(args.model, args.output, args.config)
+            import_weights(args.folder, args.output, args.config)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ figures.
     python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
 
 Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
-choose them. The config's own mesh and microbatches don't matter; all else stays as it is. For the
-first one it also says what each save_for_backward of train.py is worth.
+choose them. The config's own mesh and microbatches don't matter; all else stays as it is.
 
 A layout's time is that of the resource which needs longest: see `tools.audit`. If a step doesn't
 fit, microbatches or loss chunks are added, one divisor at a time, until it does.
@@ -19,21 +18,14 @@ import itertools
 import math
 import operator
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from unittest import mock
-
-import jax
 
 import train
 from runtime.program import program
 from shardlib import devices
-from shardlib.activations import save_for_backward
 from shardlib.errors import UserError
-from tools import memory
 from tools.audit import NOT_USED, Probed, audit_step, check_rates, probe
-from tools.ledger import ledger
 from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
 
@@ -59,15 +51,6 @@ class Plan(NamedTuple):
         """Faster ones come first; of two with the same longest time, that with less besides."""
         seconds = self.bound.seconds.values()
         return float(f"{max(seconds):.3g}"), sum(seconds)
-
-
-class Costs(NamedTuple):
-    """The costs of a step on each device."""
-
-    saved: int  # bytes, for the backward pass
-    temporary: int  # bytes at the peak
-    flops: float
-    received: float  # bytes
 
 
 def chips_of(written: str) -> tuple[devices.Chip, int]:
@@ -165,43 +148,6 @@ def overrides(config: PlanConfig, plan: PlanConfig) -> str:
     return " ".join(f"{key}={value}" for key, value in values.items())
 
 
-# --- What a save_for_backward is worth ------------------------------------------------------------
-
-
-def measured(config: PlanConfig, chip: devices.Chip, ignored: str = "") -> tuple[set[str], Costs]:
-    """The lines of train.py that call save_for_backward, like `train.py:379 block`, and the costs
-    of a step in which it does nothing in the line `ignored`."""
-    axes, lines = config.mesh.axes, set[str]()
-
-    def save(x: jax.Array, offload: bool = False) -> jax.Array:
-        frame = sys._getframe(1)
-        lines.add(at := f"train.py:{frame.f_lineno} {frame.f_code.co_name}")
-        return x if at == ignored else save_for_backward(x, offload)
-
-    with mock.patch.object(train, "save_for_backward", save):
-        jax.clear_caches()  # of traces
-        jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
-        jax.clear_caches()
-    costs = ledger(jaxpr, axes, chip.kind)
-    return lines, Costs(
-        sum(array.bytes for array in costs.saved),
-        memory.predict(jaxpr, axes, chip).temporary,
-        sum(row.times * row.flops for row in costs.products),
-        sum(row.times * row.bytes for row in costs.transfers),
-    )
-
-
-def worth(config: PlanConfig, chip: devices.Chip) -> str:
-    """A table of what changes if one of train.py's save_for_backward is deleted."""
-    lines, costs = measured(config, chip)
-    rows = []
-    for line in sorted(lines):
-        _, without = measured(config, chip, line)
-        saved, held, flops, received = map(operator.sub, without, costs)
-        rows.append((line, show(-saved), show(-held), show(flops, "FLOP"), show(received)))
-    return table(("at", "frees", "at the peak", "computes more", "receives more"), rows)
-
-
 @program(PlanConfig, "configs", NOT_USED | {"mesh": {"d": 1, "t": 1}})
 def main(config: PlanConfig) -> None:
     check_rates(config)
@@ -211,8 +157,6 @@ def main(config: PlanConfig) -> None:
     print(f"{count} x {chip.kind}, {tokens.batch} rows of {tokens.len} tokens a step. At least:\n")
     rows = [(*plan.bound.cells(), overrides(config, plan.config)) for plan in found]
     print(table((*bound_head(chip), "overrides"), rows))
-    print("\nIn the first of these, a step without the save_for_backward\n")
-    print(worth(found[0].config, chip))
 
 
 if __name__ == "__main__":

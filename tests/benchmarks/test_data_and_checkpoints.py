@@ -1,0 +1,23 @@
+import re
+
+import pytest
+
+from benchmarks import data_and_checkpoints
+from tests.helpers import train_here
+
+
+@pytest.mark.slow
+def test_the_table(capsys, monkeypatch):
+    monkeypatch.setattr(data_and_checkpoints, "COPIES", 1)
+    monkeypatch.setattr(data_and_checkpoints, "ROUNDS", 1)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # undoes what the program sets
+    arguments = "--config-name=local_test_synthetic", "training.tokens={batch: 64, len: 512}"
+    out, message = train_here(capsys, monkeypatch, *arguments, program=data_and_checkpoints.main)
+    assert not message
+    head, *rows = out.splitlines()
+    assert re.split("  +", head.strip()) == ["speed", "bound", "its speed", "ratio", "range"]
+    assert len(rows) == 4
+    for row in rows:
+        _, speed, _, bound, ratio, least_and_most = re.split("  +", row)
+        assert speed.endswith("/s") and bound.endswith("/s")
+        assert all(int(n) > 0 for n in re.findall(r"(\d+)%", ratio + least_and_most)), row
