@@ -48,6 +48,7 @@ import dataclasses
 import functools
 import math
 import operator
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -365,7 +366,8 @@ def init_weights(config: Config) -> Weights:
     """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
     deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
     the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
-    deviation; a larger one learned slower."""
+    deviation; a larger one learned slower. A weight's numbers depend on the seed, its name and its
+    shape alone, so that another one added beside it changes none of them."""
     size = dimensions(config)
     residual_scale = (2 * size["layers"]) ** -0.5
     deviation = {
@@ -374,20 +376,19 @@ def init_weights(config: Config) -> Weights:
         "e_down": residual_scale * size.get("G", 1) ** -0.5,
     }
     kinds = present(Weights, config.model.parts)
-    shapes, tree = jax.tree.flatten_with_path(make_shapes(kinds, size))
-    keys = jax.random.split(jax.random.key(config.training.seed), len(shapes))
+    seed = jax.random.key(config.training.seed)
 
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name.endswith("norm"):
             return jnp.ones_like(shape)
         if name.startswith("b_"):
             return jnp.zeros_like(shape)
+        key = jax.random.fold_in(seed, np.uint32(zlib.crc32(name.encode())))
         normal = jax.random.normal(key, shape.shape, shape.dtype)
         return normal * deviation.get(name, size["M"] ** -0.5)
 
-    leaves = [leaf(path, x, key) for (path, x), key in zip(shapes, keys, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.map_with_path(leaf, make_shapes(kinds, size))
 
 
 @typechecked

@@ -14,6 +14,7 @@ import pytest
 
 import train
 from data.flat_tokens import FlatTokens
+from runtime.checkpoint import named
 from runtime.run import Run
 from shardlib import ops
 from shardlib.devices import abstract_mesh, make_mesh
@@ -521,3 +522,21 @@ def test_the_stdlib_figure_is_reached(stdlib, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(rows) <= 600
     assert rows[-1]["validation_loss"] < 2.1
+
+
+def test_a_weight_is_drawn_by_its_name():
+    """Another weight beside it changes none of its bits."""
+    changes = "qk_norm=head", "qkv_bias=true", "norms_after=true", "tied_embeddings=true"
+    with jax.set_mesh(mesh(1, 1)):
+        drawn = [
+            {name: np.asarray(x) for name, x in named(train.init_state(config).weights).items()}
+            for config in map(
+                small_config, ("model.qk_norm=null", *(f"model.{x}" for x in changes))
+            )
+        ]
+    for other in drawn[1:]:
+        assert other.keys() != drawn[0].keys()
+        common = other.keys() & drawn[0].keys()
+        assert len(common) >= 9 and all(np.array_equal(other[x], drawn[0][x]) for x in common)
+    values = [x.ravel()[:32].tobytes() for name, x in drawn[0].items() if "norm" not in name]
+    assert len({*values}) == len(values), "each is another draw"
