@@ -3,17 +3,14 @@
 docs/flat_tokens.md is the specification. "Encoded" tokens are ids as the format stores them.
 """
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import numcodecs
 import numpy as np
 import zarr
 from beartype import beartype
 from jaxtyping import Bool, Int, Int64, Integer, UInt32, jaxtyped
-from zarr.codecs import BytesCodec, ZstdCodec
-from zarr.storage import StorePath, WrapperStore
+from zarr.codecs import ZstdCodec
 
 from runtime import storage
 from runtime.storage import DamageError
@@ -25,7 +22,6 @@ MAX_ID = 2**30 - 2
 NO_TOKEN = 2**31 - 1  # no token's id
 FILL = 2 * NO_TOKEN  # the value of entries that were not written, and of padding
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
-MAX_CHUNK_BYTES = 2**26  # that readers accept: a loader unpacks a chunk in each of its threads
 
 # Ids, and for each whether a sequence starts with it.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
@@ -162,45 +158,6 @@ def tokenizer_of(path: str) -> str | None:
         return None
 
 
-class _UnpackingStore(WrapperStore[Any]):
-    """Unpacks chunks, into buffers of their size: zarr would allocate whatever a chunk asks for."""
-
-    _supports_sync_io = False  # makes zarr 3.4 read with `get` only
-
-    def __init__(self, store: Any, unpacker: Any, size: int):
-        super().__init__(store)
-        self.unpacker, self.size = unpacker, size
-
-    async def get(self, key: str, prototype: Any, *args: Any, **kwargs: Any) -> Any:
-        value = await super().get(key, prototype, *args, **kwargs)
-        if value is None:
-            return None
-        buffer = np.zeros(self.size, np.uint8)
-        await asyncio.to_thread(self.unpacker.decode, value.as_numpy_array(), buffer)
-        return prototype.buffer.from_array_like(buffer)
-
-    async def getsize(self, key: str) -> int:
-        return await self._store.getsize(key)  # else that of what `get` returns
-
-
-def _bounded(array: zarr.Array) -> zarr.Array:
-    """Returns the array, such that a chunk can't take more memory than the array's description
-    says. Raises ValueError for a description that isn't as in docs/flat_tokens.md."""
-    steps, size = (*array.filters, *array.compressors), array.chunks[0] * array.dtype.itemsize
-    names = [getattr(step, "codec_id", None) or step.to_dict()["name"] for step in steps]
-    plain = not array.shards and isinstance(array.serializer, BytesCodec | None)
-    # Unlike others, these two unpack into a buffer of limited size.
-    if not plain or names not in ([], ["zstd"], ["blosc"]) or not 0 < size <= MAX_CHUNK_BYTES:
-        limit = f"{MAX_CHUNK_BYTES >> 20} MiB"
-        raise ValueError(f"chunks must be of at most {limit}, uncompressed or with zstd or blosc")
-    if not names:
-        return array
-    store = _UnpackingStore(array.store, numcodecs.get_codec({"id": names[0]}), size)
-    codecs = {"codecs": [array.serializer.to_dict()]} if array.serializer else {"compressor": None}
-    metadata: Any = {**array.metadata.to_dict(), **codecs}
-    return zarr.Array(zarr.AsyncArray(metadata, StorePath(store, array.path)))
-
-
 class FlatTokens:
     """One split of a dataset, opened for reading.
 
@@ -216,8 +173,10 @@ class FlatTokens:
             for name, dtype in ARRAYS.items():
                 entry = f"{self.name}/{name}"
                 array = root.get(f"{split}/{name}")
+                if isinstance(array, zarr.Array) and 0 in array.chunks:  # zarr opens these
+                    raise ValueError("its chunks are empty")
                 if isinstance(array, zarr.Array) and array.dtype == dtype and array.ndim == 1:
-                    arrays[name] = _bounded(array)
+                    arrays[name] = array
         except FileNotFoundError:
             raise FlatTokensError(f"{path} doesn't exist or isn't a zarr group") from None
         except Exception as error:  # stores raise errors of many types

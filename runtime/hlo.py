@@ -1,17 +1,16 @@
-"""Shows the compiled step to people: as a profile whose events have the ops' type strings, and as a
-picture of its instructions by source line."""
+"""Reads the text of a compiled program, and shows the compiled step to people: as a profile whose
+events have the ops' type strings, and as a graph of its source lines."""
 
 import collections
 import gzip
-import html
+import itertools
 import json
 import linecache
 import os
 import pathlib
 import re
-import string
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -71,18 +70,43 @@ def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.
     return named
 
 
-# --- A picture ------------------------------------------------------------------------------------
+# --- The program's text ---------------------------------------------------------------------------
 
-PHASES = ("forward", "recomputed", "backward", "update")
-# Opcodes that a cell counts by name -> the color of cells that have one.
-COLORS = {
-    "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?": "#cfe0f5",
-    "dot|convolution|custom-call": "#f6d5d2",
-}
-INSTRUCTION = re.compile(
-    r" +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) (?!constant)([\w-]+)\(.*"
-    r'op_name="(.*?)" stack_frame_id=(\d+)'
-)
+COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
+INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
+
+
+class Instruction(NamedTuple):
+    name: str
+    shape: str
+    op: str
+    rest: str  # operands and attributes
+
+    def find(self, pattern: str) -> str:
+        """The pattern's group, where it first matches; otherwise empty."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
+
+    def called(self, attribute: str = "calls|to_apply") -> list[str]:
+        return re.findall(rf"(?:{attribute})=%([\w.-]+)", self.rest)
+
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
+
+
+Program = dict[str, dict[str, Instruction]]  # by computation, "" for the entry's, and name
+
+
+def parse(text: str) -> Program:
+    program: Program = collections.defaultdict(dict)
+    computation = ""
+    # A kernel's metadata may be on lines of its own.
+    for line in re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text).splitlines():
+        if match := COMPUTATION.match(line):
+            computation = "" if line.startswith("ENTRY") else match[1]
+        elif match := INSTRUCTION.match(line):
+            program[computation][match[1]] = Instruction(*match.groups())
+    return program
 
 
 def tracebacks(hlo: str) -> dict[str, Any]:
@@ -105,50 +129,67 @@ def tracebacks(hlo: str) -> dict[str, Any]:
     return traces
 
 
-def draw(hlo: str, path: pathlib.Path) -> pathlib.Path:
-    """Draws an optimized program as an SVG with a row for each source line and a column for each
-    phase. A cell counts the line's HLO instructions in that phase; hover over it for their ops.
-    Returns the path."""
-    traces, files = tracebacks(hlo), dict[str, str]()
-    cells: dict[Any, list[tuple[str, str]]] = collections.defaultdict(list)
-    for match in filter(None, map(INSTRUCTION.match, hlo.splitlines())):
-        opcode, op_name, frame = match.groups()
+# --- A picture ------------------------------------------------------------------------------------
+
+PHASES = ("forward", "recomputed", "backward", "update", "unknown")  # XLA drops some names
+COUNTED = r"(all-|reduce-s|collective-)[\w-]+(?<!-done)|dot|convolution|custom-call"
+# What a label has -> the node's color; the last one counts.
+COLORS = {"": "#eeeeee", r"\d (all-|reduce-|coll)": "#cfe0f5", r"\d (dot|conv|custom)": "#f6d5d2"}
+
+
+def draw(hlo: str, path: pathlib.Path) -> str:
+    """Draws an optimized program as a graph. A node is a line of the source, below its function's
+    earlier lines: its HLO instructions by phase, and which of them compute or communicate. Arrows
+    are data. Returns a message that says where the picture is."""
+    import graphviz
+
+    program, traces, files = parse(hlo), tracebacks(hlo), dict[str, str]()
+    nodes = collections.defaultdict[Any, Any](lambda: collections.defaultdict(collections.Counter))
+    # Of each instruction: what its result is made of, and its node and phase.
+    sources, places = collections.defaultdict[str, list[str]](list), dict[str, tuple[Any, str]]()
+    for within, call in ((name, c) for name, calls in program.items() for c in calls.values()):
+        # A loop's body is given the loop's own result: data passes through the loop's line, as in
+        # the source, and the elements of the loop's tuple needn't be told apart.
+        inline, operands = call.op in ("fusion", "call"), call.operands()
+        called = call.called("calls|to_apply" if inline else "body")
+        sources[call.name] += [[*program[name]][-1] for name in called] + operands * (not inline)
+        if call.op == "parameter":
+            sources[call.name].append(f"{within}({call.rest.partition(')')[0]})")
+        for name, (i, given) in itertools.product(called, enumerate(operands)):
+            sources[f"{name}({i})"].append(given if inline else call.name)
+        op_name, frame = call.find(r'op_name="(.*?)"'), call.find(r"stack_frame_id=(\d+)") or "0"
         # JAX and XLA add instructions around the step, named shard_map or shard_map/broadcast.54.
-        added = re.search(r"/shard_map(/\w+\.\d+)?$", op_name)
+        added = call.op == "constant" or re.search(r"/shard_map(/\w+\.\d+)?$", op_name)
         if (line := source_line(traces[frame])) and not added:
             file, number, function = re.split("[: ]", line)
             files |= {os.path.basename(f.file_name): f.file_name for f in traces[frame].frames}
-            cells[(file, int(number), function), phase(op_name)].append((opcode, describe(op_name)))
-    parts, y, group = list[str](), 20, ("", "")
-
-    def write(x: int, y: int, text: object, kind: str = "") -> None:
-        parts.append(f'<text class="{kind}" x="{x}" y="{y}">{html.escape(str(text))}</text>')
-
-    for i, name in enumerate(PHASES):
-        write(710 + 150 * i, 16, name, "head")
-    for row in sorted({row for row, _ in cells}):
-        file, number, function = row
-        if group != (group := (file, function)):
-            y += 22
-            write(10, y, function, "head")
-        y += 18
-        text = linecache.getline(files[file], number).strip()
-        if text.endswith("("):
-            text += linecache.getline(files[file], number + 1).strip()
-        write(10, y, f"{number} {text[:96]}")
-        for i, name in enumerate(PHASES):
-            if cell := cells.get((row, name)):
-                opcodes, ops = zip(*cell, strict=True)
-                named = {o: c for o in opcodes for k, c in COLORS.items() if re.fullmatch(k, o)}
-                label, color = next(iter(named.items()), ("", "#eee"))
-                title, x = html.escape("\n".join(sorted(set(ops)))), 710 + 150 * i
-                parts.append(
-                    f'<g><title>{title}</title><rect x="{x}" y="{y - 13}" width="140" height="16" '
-                    f'fill="{color}"/>'
-                )
-                write(x + 4, y - 1, f"{opcodes.count(label)} {label}" if label else "")
-                write(x + 136, y - 1, len(opcodes), "count")
-                parts.append("</g>")
-    template = string.Template(pathlib.Path(__file__).with_suffix(".svg").read_text())
-    path.write_text(template.substitute(height=y + 20, parts="\n".join(parts)))
-    return path
+            place = (file, int(number), function), phase(op_name) if op_name else "unknown"
+            nodes[place[0]][place[1]][call.op] += 1
+            places |= {call.name: place} if op_name and not inline else {}
+    style = {"shape": "box", "style": "filled", "fontname": "monospace", "fontsize": "10"}
+    graph = graphviz.Digraph(node_attr=style, strict=True)
+    for above, node in itertools.pairwise([("", 0, ""), *sorted(nodes)]):
+        text, more = (linecache.getline(files[node[0]], node[1] + i).strip() for i in (0, 1))
+        label = graphviz.escape(f"{node[1]} {text}{more if text[-1:] == '(' else ''}"[:96])
+        for part in filter(nodes[node].get, PHASES):
+            counts = nodes[node][part]
+            named = [f"{n} {o}" for o, n in counts.items() if re.fullmatch(COUNTED, o)]
+            label += "  ".join([rf"\l{part:10} {counts.total():4}", *named])
+        color = [c for pattern, c in COLORS.items() if re.search(pattern, label)][-1]
+        with graph.subgraph(name=f"cluster {node[::2]}", graph_attr={"label": node[2]}) as cluster:
+            cluster.node(str(node), rf"{label}\l", fillcolor=color)
+            if above[::2] == node[::2]:  # keeps a function's lines in their order
+                cluster.edge(str(above), str(node), style="invis", weight="9")
+    for name, (node, part) in places.items():
+        # The backward pass would add the reverse of each arrow.
+        found = sources[name][:] if part in ("forward", "update") else []
+        for each in found:
+            if each not in places:
+                found += [more for more in sources[each] if more not in found]
+            elif places[each][0] != node:
+                graph.edge(str(places[each][0]), str(node), style="solid")
+    try:
+        graph.render(outfile=path, cleanup=True)
+    except graphviz.ExecutableNotFound:
+        return f"no dot to draw with: install graphviz, or dot -Tsvg {path.with_suffix('.gv')}"
+    return f"drew {path}"

@@ -275,7 +275,7 @@ class Run:
         if "/jax/compilation_cache/cache_hits" in events:
             say("this program has been compiled before: taken from the cache")
         if self.config.hlo_svg and self.first_host:
-            say(f"drew {hlo.draw(str(self.program.as_text()), self.folder / 'step.svg')}")
+            say(hlo.draw(str(self.program.as_text()), self.folder / "step.svg"))
         return self.program
 
     def begin(

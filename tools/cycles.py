@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from runtime.hlo import tracebacks
+from runtime.hlo import Instruction, Program, parse, tracebacks
 from shardlib.audit import phase
 from shardlib.devices import Chip
 from shardlib.errors import UserError, source_line
@@ -39,43 +39,8 @@ has stalls, contention for memory or links, the host, or the input."""
 
 # --- The program's text ---------------------------------------------------------------------------
 
-COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{")
-INSTRUCTION = re.compile(r" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
 ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
 MOVES = {"parameter", "copy", "bitcast", "transpose", "reshape", "tuple", "get-tuple-element"}
-
-
-class Instruction(NamedTuple):
-    name: str
-    shape: str
-    op: str
-    rest: str  # operands and attributes
-
-    def find(self, pattern: str) -> str:
-        """The pattern's group, where it first matches; otherwise empty."""
-        match = re.search(pattern, self.rest)
-        return match[1] if match else ""
-
-    def called(self, attribute: str = "calls|to_apply") -> list[str]:
-        return re.findall(rf"(?:{attribute})=%([\w.-]+)", self.rest)
-
-    def operands(self) -> list[str]:
-        return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
-
-
-Program = dict[str, dict[str, Instruction]]  # by computation, "" for the entry's, and name
-
-
-def parse(text: str) -> Program:
-    program: Program = collections.defaultdict(dict)
-    computation = ""
-    # A kernel's metadata may be on lines of its own.
-    for line in re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text).splitlines():
-        if match := COMPUTATION.match(line):
-            computation = "" if line.startswith("ENTRY") else match[1]
-        elif match := INSTRUCTION.match(line):
-            program[computation][match[1]] = Instruction(*match.groups())
-    return program
 
 
 def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, str]]:

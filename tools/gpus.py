@@ -17,9 +17,10 @@ import jax
 from jax.experimental import topologies
 from omegaconf import OmegaConf
 
+from runtime.hlo import Instruction, parse
 from shardlib import devices
 from shardlib.errors import UserError
-from tools.cycles import Instruction, group_size, inside, parse, size
+from tools.cycles import group_size, inside, size
 from tools.tables import show, table
 
 CAVEAT = """\

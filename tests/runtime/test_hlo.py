@@ -1,6 +1,7 @@
 import gzip
 import json
 import re
+import shutil
 from xml.etree import ElementTree
 
 import jax
@@ -53,8 +54,18 @@ def test_the_names_in_a_compiled_program():
     assert any(name.startswith("elementwise: ") for name in names)
 
 
+@pytest.fixture
+def without_dot(tmp_path_factory, monkeypatch):
+    """Leaves only git of the machine's programs."""
+    programs = tmp_path_factory.mktemp("programs")
+    (programs / "git").symlink_to(shutil.which("git"))
+    monkeypatch.setenv("PATH", str(programs))
+
+
 @pytest.mark.slow
-def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
+def test_a_profile_and_a_picture_have_the_type_string_of_each_op(
+    tmp_path, capsys, monkeypatch, without_dot
+):
     out, message = train_here(
         capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL, "training.steps=4",
         "profile=true", "hlo_svg=true",
@@ -85,14 +96,75 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsy
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
 
-    svg = tmp_path / "run/step.svg"
-    assert f"drew {svg}\n" in out
-    root = ElementTree.parse(svg).getroot()
-    texts = [element.text or "" for element in root.iter(SVG + "text")]
-    assert {"forward", "recomputed", "backward", "update", "block", "training_step"} <= set(texts)
-    assert not {"lower_step", "<module>"} & set(texts), "the step's callers"
-    shown = "\n".join(texts)
+    drawn = (tmp_path / "run/step.gv").read_text()
+    cure = f"install graphviz, or dot -Tsvg {tmp_path}/run/step.gv"
+    assert f"no dot to draw with: {cure}\n" in out
+    for name in "block", "training_step", "loss":
+        assert f"label={name}" in drawn
+    assert not re.search("label=.?(lower_step|<module>)", drawn), "the step's callers"
     for name, signature in ops:
-        assert signature[:60] in shown, (name, signature)
-    titles = "\n".join(element.text for element in root.iter(SVG + "title"))
-    assert "all_gather(M/c/s F/t -> M F/t), backward: reduce_scatter" in titles
+        assert signature[:60] in drawn, (name, signature)
+    rows = (
+        r"forward +\d+  1 all-gather\\lrecomputed +\d+  1 all-gather\\lbackward +\d+  1 reduce-sc"
+    )
+    gather = re.search(rf"\w+ = gather\(\\\"M/c/s F/t -> M F/t\\\", w.w_up\)\\l{rows}", drawn)
+    assert gather, drawn
+
+
+def graph(program, tmp_path):
+    """The labels of a program's nodes by line of this file, and the pairs of lines with arrows."""
+    hlo.draw(program.as_text(), tmp_path / "step.svg")
+    drawn = (tmp_path / "step.gv").read_text()
+    node = r"\"\('test_hlo.py', (\d+), 'function'\)\""
+    labels = re.findall(rf'{node} \[label="((?:\\.|[^"])*)"', drawn)
+    arrows = re.findall(rf"{node} -> {node} \[style=solid\]", drawn)
+    first = min(int(line) for line, _ in labels)
+    shown = {int(line) - first: label.split(r"\l")[:-1] for line, label in labels}
+    return shown, {(int(start) - first, int(end) - first) for start, end in arrows}
+
+
+def test_a_graph_of_the_lines(tmp_path, without_dot):
+    def function(x, layers):
+        product = x @ x
+        for_loop = jnp.cos(product)
+        last, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), for_loop, layers)
+        other = jnp.exp(product)
+        return jnp.sin(last) + other
+
+    arguments = jnp.ones((64, 64)), jnp.ones((3, 64, 64))
+    labels, arrows = graph(jax.jit(function).lower(*arguments).compile(), tmp_path)
+    assert [label[0].split(" ", 1)[1][:8] for label in labels.values()] == [
+        "product ", "for_loop", "last, _ ", "other = ", "return j",
+    ]  # fmt: skip
+    assert {line for line, (_, counts) in labels.items() if counts.endswith("  1 dot")} == {0, 2}
+    assert arrows == {(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)}
+
+
+def test_a_graph_with_collectives(tmp_path, without_dot):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def function(x):
+        total = jax.lax.psum(x, "d")
+        return jax.lax.all_gather(total * x, "d")
+
+    spec = jax.P("d")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    labels, arrows = graph(jax.jit(mapped).lower(jnp.ones((8, 64))).compile(), tmp_path)
+    assert [label[1].split("  ")[-1] for label in labels.values()] == [
+        "1 all-reduce",
+        "1 all-gather",
+    ]
+    assert arrows == {(0, 1)}
+
+
+@pytest.mark.skipif(not shutil.which("dot"), reason="needs the program dot")
+def test_a_picture(tmp_path):
+    def function(x):
+        return x @ x
+
+    text, path = jax.jit(function).lower(jnp.ones((64, 64))).compile().as_text(), tmp_path / "x.svg"
+    assert hlo.draw(text, path) == f"drew {path}"
+    assert [file.name for file in tmp_path.iterdir()] == ["x.svg"]
+    texts = [element.text for element in ElementTree.parse(path).getroot().iter(SVG + "text")]
+    assert [re.sub(r"\s+", " ", text) for text in texts][:1] == ["function"]
+    assert any("return x @ x" in text for text in texts)
