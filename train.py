@@ -1095,7 +1095,10 @@ def training_step(
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
         means = dataclasses.replace(means, loads=loads, likely=None, dropped=dropped)
         if (bias := state.weights.layers.b_router) is not None:
-            bias += hyper.bias_rate * jnp.sign(1 - loads)
+            more = (
+                load.sum(-1, keepdims=True) - load.shape[-1] * load
+            )  # exact; 0 if its load is even
+            bias += hyper.bias_rate * jnp.sign(more)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)

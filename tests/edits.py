@@ -775,7 +775,7 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
         ),
     ),
     "bias_in_proportion": edit(
-        "the bias", swap("training_step", "jnp.sign(1 - loads)", "(1 - loads)")
+        "the bias", swap("training_step", "jnp.sign(more)", "(1 - loads)")
     ),
     "logits_softly_capped": edit(
         "the router", after("mixture", "logits", "logits = 30 * jnp.tanh(logits / 30)")
