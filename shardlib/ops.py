@@ -477,8 +477,11 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
 def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
     """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one, which is
     then rounded: XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
-    narrow = operands[0].dtype
-    if dtype in (None, narrow) and not narrow_on_cpu(operands[0]):
+    narrow, (left, *others) = operands[0].dtype, subscripts.replace("->", ",").split(",")
+    batch = {*left}.intersection(*others)
+    # XLA has no such matmul where the left operand's batch dimensions come after another one.
+    wide = narrow_on_cpu(operands[0]) and (not batch or left[0] in batch)
+    if dtype in (None, narrow) and not wide:
         return jnp.einsum(subscripts, *operands)
     axes = {axis for x in operands for axis in jax.typeof(x).manual_axis_type.varying}
     operands = tuple(varying(x, tuple(axes)) for x in operands)

@@ -639,3 +639,13 @@ def test_ops_stand_inside_a_shard_map():
     with jax.set_mesh(make_mesh({"d": 4, "t": 2})), pytest.raises(ShardTypeError) as error:
         ops.all_gather("M/d -> M", jnp.ones(8))
     golden.check("ops.txt", "outside a shard_map", str(error.value))
+
+
+def test_an_einsum_of_bf16_with_a_batch_dimension_in_the_middle_runs():
+    """As of experts with places, whose matmul with an f32 result XLA doesn't have on CPUs."""
+    x, w = (jnp.asarray(np.arange(n) % 7, jnp.bfloat16) for n in (2 * 4 * 3 * 8, 4 * 8 * 16))
+    x, w = x.reshape(2, 4, 3, 8), w.reshape(4, 8, 16)
+    run = jax.jit(jax.value_and_grad(lambda x, w: ops.einsum("bemd,edf->bemf", x, w).sum()))
+    total, _ = run(x, w)
+    wanted = np.einsum("bemd,edf->bemf", np.float64(x), np.float64(w)).sum()
+    np.testing.assert_allclose(np.float64(total), wanted, rtol=1e-2)
