@@ -1095,10 +1095,9 @@ def training_step(
         loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
         means = dataclasses.replace(means, loads=loads, likely=None, dropped=dropped)
         if (bias := state.weights.layers.b_router) is not None:
-            more = (
-                load.sum(-1, keepdims=True) - load.shape[-1] * load
-            )  # exact; 0 if its load is even
-            bias += hyper.bias_rate * jnp.sign(more)
+            # Of whole numbers, so that an even load gives exactly 0.
+            lacking = load.sum(-1, keepdims=True) - load.shape[-1] * load
+            bias += hyper.bias_rate * jnp.sign(lacking)
             layers = dataclasses.replace(weights.layers, b_router=bias)
             weights = dataclasses.replace(weights, layers=layers)
     finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
@@ -1308,8 +1307,8 @@ def starting_state(
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
         return make(weights, config), f"weights from {source.newest.path}"
+    state = source.restore()  # of the newest one that isn't damaged
     check_same_rows(config, source.newest.settings, source.newest.path)
-    state = source.restore()
     data.resume(source.position)
     return state, f"resumed at step {source.newest.step} from {source.newest.path}"
 

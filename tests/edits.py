@@ -774,7 +774,9 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
             "jax.nn.relu(gate.astype(f32.dtype))",
         ),
     ),
-    "bias_in_proportion": edit("the bias", swap("training_step", "jnp.sign(more)", "(1 - loads)")),
+    "bias_in_proportion": edit(
+        "the bias", swap("training_step", "jnp.sign(lacking)", "(1 - loads)")
+    ),
     "logits_softly_capped": edit(
         "the router", after("mixture", "logits", "logits = 30 * jnp.tanh(logits / 30)")
     ),
