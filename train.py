@@ -16,8 +16,8 @@ Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
-    E  experts                N  groups of a row's tokens           C  an expert's places in a group
-    G  an expert's F          S  tokens of a group                  k  experts of a token
+    E  experts                G  an expert's F                      k  experts of a token
+    N  a row's parts over c   S  tokens of such a part
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
@@ -85,7 +85,6 @@ from shardlib.types import (
     compute,
     computing_in,
     f32,
-    i32,
     make_shapes,
     make_shardings,
     mesh_shape,
@@ -170,7 +169,7 @@ class ModelConfig(Section, key="model"):
             "w_gate w_up w_down": self.d_ff > 0,
             "w_router e_gate e_up e_down": self.experts is not None,
             "b_router": self.experts is not None and self.experts.bias,
-            "z_cost loads likely dropped": self.experts is not None,
+            "z_cost loads likely": self.experts is not None,
         }
         return frozenset(name for names in there if there[names] for name in names.split())
 
@@ -185,19 +184,9 @@ class TokensConfig(Section, key="training.tokens"):
 class RoutingConfig(Section, key="training.routing"):
     """Settings of experts that only training needs."""
 
-    capacity_factor: NonNegativeFloat | None  # places, as a multiple of an even share; None: all
-    group: PositiveInt | None  # tokens that share an expert's places; None: a row
     bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
     balance_cost: NonNegativeFloat
     z_cost: NonNegativeFloat
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.capacity_factor != 0, "capacity_factor", "it must be above 0, or null")
-
-
-# For tools that generate and evaluate. Validation drops like training.
-DROPLESS = RoutingConfig(None, group=None, bias_rate=0.0, balance_cost=0.0, z_cost=0.0)
 
 
 KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
@@ -275,11 +264,7 @@ class Config(RunConfig, DataConfig):
         problem = f"it must divide training.tokens.len/mesh.c={length}"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
         if self.model.experts:
-            routing, piece = hyper.routing, length // (2 if mesh.c > 1 else 1)
-            group = routing.group or (routing.capacity_factor and hyper.tokens.len)
-            problem = f"it must divide {piece}, a device's adjacent tokens of a row (null: a row)"
-            self.require(piece % (group or 1) == 0, "training.routing.group", problem)
-            fits = hyper.microbatches == 1 or not routing.balance_cost
+            fits = hyper.microbatches == 1 or not hyper.routing.balance_cost
             problem = "it needs training.microbatches=1, as it isn't a sum over them"
             self.require(fits, "training.routing.balance_cost", problem)
 
@@ -465,22 +450,20 @@ def rope(
 
 @pytree_dataclass
 class Routing:
-    """Sums over the tokens of a group."""
+    """Sums over the tokens of each part of a row. A scan can't stack what is unreduced."""
 
     load: f32["B/d N/c E"]  # tokens that chose an expert
     likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
     z: f32["B/d N/c"]  # squares of the logarithms of the softmax's denominators
-    dropped: f32["B/d N/c"]  # choices that found no place
 
 
 @typechecked
 def mixture(
-    h: compute["B/d N/c S M"],
+    h: compute["B/d L/c M"],
     w: Any,
     config: ExpertsConfig,
-    routing: RoutingConfig,
     gather: Callable[..., jax.Array],
-) -> tuple[compute["B/d N/c S M {U:t}"], Routing]:
+) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
     """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
     the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
     of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
@@ -493,88 +476,35 @@ def mixture(
         return scores / (scores.sum(-1, keepdims=True) + 1e-15)  # all may round to 0
 
     w_router = gather("M/t/c/s E -> M/t E", w.w_router)
-    part = ops.split("B/d N/c S M -> B/d N/c S M/t", h)
+    part = ops.split("B/d L/c M -> B/d L/c M/t", h)
     logits = ops.einsum_unreduced(
-        "B/d N/c S M/t, M/t E -> B/d N/c S E {U:t}", part, w_router, dtype=f32
+        "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
     )
     # What is chosen is the same along t by its type, and is saved, so that nothing near a tie is
     # another expert elsewhere or in the backward pass.
-    logits = save_for_backward(ops.psum("B/d N/c S E {U:t} -> B/d N/c S E", logits))
+    logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
     biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)
     chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])
     score = jnp.take_along_axis(scores, chosen, axis=-1)
     if config.renormalize:
         score = normalized(score)
-    score = ops.broadcast("B/d N/c S k -> B/d N/c S k", score)
+    score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
 
     w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
     w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
     w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
+    y = kernels.experts(
+        "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
+        h, chosen, score, w_gate, w_up, w_down,
+    )  # fmt: skip
     load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
-    load = ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load)
-    if routing.capacity_factor is None:
-        y = kernels.experts(
-            "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
-            " -> B/d N/c S M {U:t}",
-            h, chosen, score, w_gate, w_up, w_down,
-        )  # fmt: skip
-        excess = jnp.zeros_like(load)
-    else:
-        share = config.per_token * h.shape[2] / config.count
-        places = math.ceil(min(routing.capacity_factor * share, h.shape[2]))
-        y = in_places(h, chosen, score, w_gate, w_up, w_down, places, config.count)
-        excess = jnp.maximum(load - places, 0)
-
+    z = jnp.square(jax.nn.logsumexp(logits, -1))
     return y, Routing(
-        load=load,
-        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)),
-        z=ops.reduce_sum("B/d N/c S -> B/d N/c", jnp.square(jax.nn.logsumexp(logits, -1))),
-        dropped=ops.reduce_sum("B/d N/c E -> B/d N/c", excess),
+        load=ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load[:, None]),
+        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)[:, None]),
+        z=ops.reduce_sum("B/d N/c S -> B/d N/c", z[:, None]),
     )
-
-
-@typechecked
-def in_places(
-    h: compute["B/d N/c S M"],
-    chosen: i32["B/d N/c S k"],
-    score: f32["B/d N/c S k"],
-    w_gate: compute["E/t M G"],
-    w_up: compute["E/t M G"],
-    w_down: compute["E/t M G"],
-    places: int,
-    experts: int,
-) -> compute["B/d N/c S M {U:t}"]:
-    """Sums the outputs of each token's experts. In a group of tokens an expert has a number of
-    places, its capacity, for the first tokens that choose it. To others it adds nothing: Lepikhin
-    et al. 2020, https://arxiv.org/abs/2006.16668. So what is dropped depends on earlier documents
-    of the group, but not on the mesh."""
-    # Numbers the places of a group expert by expert; the number after the last means none. A is the
-    # choices of a group, P its places.
-    _, _, size, count = chosen.shape
-    chosen = rearrange(chosen, "B N S k -> B N (S k)")
-    score = rearrange(score, "B N S k -> B N (S k)")
-    one_hot = jax.nn.one_hot(chosen, experts, dtype=f32.dtype)
-    place = ((jnp.cumsum(one_hot, axis=2) - 1) * one_hot).sum(-1).astype(i32.dtype)
-    place = jnp.where(place < places, chosen * places + place, experts * places)
-    nobody, order = jnp.full(experts * places, size * count), jnp.arange(size * count)
-    invert = jax.vmap(jax.vmap(lambda place: nobody.at[place].set(order, mode="drop")))
-    taker = ops.split("B/d N/c P -> B/d N/c P/t", invert(place))
-
-    x = ops.index_unreduced("B/d N/c [S] M, B/d N/c P/t -> B/d N/c P/t M", h, taker // count)
-    score = ops.index_unreduced("B/d N/c [A], B/d N/c P/t -> B/d N/c P/t", score, taker)
-    x, score = (rearrange(x, "B N (E C) ... -> B N E C ...", C=places) for x in (x, score))
-    gate = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_gate)
-    up = ops.einsum_unreduced("B/d N/c E/t C M, E/t M G -> B/d N/c E/t C G", x, w_up)
-    gate = save_for_backward(gate)
-    up = save_for_backward(up)
-    gated = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-    gated = (gated * score[..., None]).astype(compute.dtype)
-    y = ops.einsum_unreduced("B/d N/c E/t C G, E/t M G -> B/d N/c E/t C M", gated, w_down)
-    y = rearrange(y, "B N E C M -> B N (E C) M")
-    y = ops.index_unreduced("B/d N/c [P/t] M, B/d N/c A -> B/d N/c A M {U:t}", y, place)
-    y = rearrange(y, "B N (S k) M -> B N S k M", k=count)
-    return ops.reduce_sum("B/d N/c S k M {U:t} -> B/d N/c S M {U:t}", y)
 
 
 @typechecked
@@ -585,7 +515,6 @@ def decoder(
     attend: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
     config: ModelConfig,
-    routing: RoutingConfig,
     gather: Callable[..., jax.Array] = ops.all_gather,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
@@ -596,7 +525,6 @@ def decoder(
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`; training passes (). All mixing between positions must happen
         in `attend`, because generation computes one position at a time.
-    routing: of experts, in training.
 
     Returns the residual stream, and for each layer the new cache and the Routing, if any."""
     embed = gather("V/t M/c/s -> V/t M", weights.embed)
@@ -668,9 +596,8 @@ def decoder(
             y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
             parts.append(y)
         if config.experts:
-            groups = rearrange(h, "B (N S) M -> B N S M", S=routing.group or h.shape[1])
-            y, routed = mixture(groups, w, config.experts, routing, gather)
-            parts.append(rearrange(y, "B N S M -> B (N S) M"))
+            y, routed = mixture(h, w, config.experts, gather)
+            parts.append(y)
         y = functools.reduce(operator.add, parts)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         if w.mlp_post_norm is not None:
@@ -703,14 +630,11 @@ def unembed(
 
 @typechecked
 def forward(
-    weights: ReplicaWeights,
-    batch: TokenBatch,
-    config: ModelConfig,
-    routing: RoutingConfig = DROPLESS,
+    weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
-    and row, but for what experts drop."""
+    and row."""
     key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
     start = batch.start
     if window := config.sliding_window:
@@ -725,7 +649,7 @@ def forward(
         )  # fmt: skip
         return mixed, ()
 
-    x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config, routing)
+    x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config)
     return x, routed
 
 
@@ -745,7 +669,6 @@ class Sums:
     z_cost: f32[""] | None = None  # without its weight
     loads: f32["layers E"] | None = None  # tokens that chose an expert
     likely: f32["layers E"] | None = None  # experts' scores, normalized
-    dropped: f32[""] | None = None  # choices of an expert that found no place, in all layers
 
 
 @typechecked
@@ -787,7 +710,7 @@ def total_loss(
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, Sums(total)
 
-    x, routed = forward(weights, batch, config.model, config.training.routing)
+    x, routed = forward(weights, batch, config.model)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
@@ -806,7 +729,6 @@ def total_loss(
         z_cost=whole("", routed.z).sum() * count / tokens.batch / tokens.len,
         loads=whole("E", routed.load),
         likely=whole("E", routed.likely),
-        dropped=whole("", routed.dropped).sum(),
     )
     routing = config.training.routing
     balance = balance_cost(sums) * count
@@ -841,8 +763,8 @@ class State:
 
 @pytree_dataclass
 class Metrics(Sums):
-    """The sums divided by the number of targets, except `loads`, as multiples of an even load, and
-    `dropped`, as a fraction of all choices. Of `likely` only the cost is logged."""
+    """The sums divided by the number of targets, except `loads`, as multiples of an even load. Of
+    `likely` only the cost is logged."""
 
     _: dataclasses.KW_ONLY
     balance_cost: f32[""] | None = None
@@ -1092,8 +1014,8 @@ def training_step(
     means = tree_map(lambda x: x / count, sums)
     if config.model.experts:
         load: Any = sums.loads
-        loads, dropped = load / load.mean(-1, keepdims=True), sums.dropped / load.sum()
-        means = dataclasses.replace(means, loads=loads, likely=None, dropped=dropped)
+        loads = load / load.mean(-1, keepdims=True)
+        means = dataclasses.replace(means, loads=loads, likely=None)
         if (bias := state.weights.layers.b_router) is not None:
             # Of whole numbers, so that an even load gives exactly 0.
             lacking = load.sum(-1, keepdims=True) - load.shape[-1] * load
@@ -1184,10 +1106,7 @@ def resized(
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
         values["model.start_token"] = 0  # in a vocabulary of any size
-        if config.model.experts:  # two places of an expert for three choices of each token
-            group = sizes.get("S", sizes["L"] // (2 * axes["c"]))
-            factor = config.training.routing.capacity_factor and sizes["E"] / (2 * group)
-            values |= {"training.routing.group": group, "training.routing.capacity_factor": factor}
+        if config.model.experts:
             values["model.experts.per_token"] = 3
     try:
         return config.changed(values | others)
@@ -1253,7 +1172,7 @@ def tiny(config: Config) -> list[Config]:
     sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
     sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split)
-    sizes |= {"L": 12 * split["c"], "S": 6}  # S: tokens in a group
+    sizes |= {"L": 12 * split["c"]}
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))

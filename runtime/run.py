@@ -437,8 +437,6 @@ class Run:
         parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
         if "validation_loss" in row:
             parts.append(f"validation loss {row['validation_loss']:.4f}")
-        if "dropped" in row:  # by experts: what isn't computed isn't learned from
-            parts.append(f"dropped {row['dropped']:.1%}")
         parts.append(f"{self.tokens / typical:,.0f} tokens/s")
         if devices.find_chip(jax.devices()[0].device_kind):
             parts.append(f"MFU {self._mfu(typical)}")

@@ -173,8 +173,7 @@ def experts(
     is a SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
         kernels.experts(
-            "B/d N/c S M, B/d N/c S k, B/d N/c S k, E/t M G, E/t M G, E/t M G"
-            " -> B/d N/c S M {U:t}",
+            "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
             x, chosen, score, w_gate, w_up, w_down,
         )
 

@@ -721,7 +721,6 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
 }
 
 # Of a model with experts and both of their costs.
-TAKEN = "B/d N/c P -> B/d N/c P/t"
 WRONG_WITH_EXPERTS: dict[str, Edit] = {
     "cost_divided_by_the_devices": edit(
         "a cost", swap("total_loss", "routing.z_cost", "1 / jax.device_count() * routing.z_cost")
@@ -732,25 +731,21 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
     ),
     "bias_of_choices_by_the_rows_of_a_part": edit(
         "the choice",
-        before("mixture", "chosen", "biased = biased - biased.mean((0, 1, 2))"),
-    ),
-    "places_are_numbered_over_rows": edit(
-        "places",
-        swap("in_places", "jnp.cumsum(one_hot, axis=2)", "jnp.cumsum(one_hot, axis=2).cumsum(0)"),
+        before("mixture", "chosen", "biased = biased - biased.mean((0, 1))"),
     ),
     "experts_of_the_next_device": edit(
         "an expert of another device",
-        after(
-            "in_places",
-            TAKEN,
-            "taker = lax.ppermute(taker, 't', [(i, (i + 1) % 3) for i in range(3)])",
+        before(
+            "mixture",
+            "kernels.experts",
+            "w_up = lax.ppermute(w_up, 't', [(i, (i + 1) % 3) for i in range(3)])",
         ),
     ),
     "score_without_its_gradients_sum": edit(
         "a gradient",
         instead(
             "mixture",
-            "B/d N/c S k -> B/d N/c S k",
+            "B/d L/c k -> B/d L/c k",
             'score = ops.varying(lax.stop_gradient(score), ("t",)) + 0 * score',
         ),
     ),
@@ -761,18 +756,15 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
 }
 RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     "scores_scaled": edit(
-        "scores", before("mixture", "B/d N/c S k -> B/d N/c S k", "score = 2.5 * score")
+        "scores", before("mixture", "B/d L/c k -> B/d L/c k", "score = 2.5 * score")
     ),
     "router_z_cost_on_scores": edit(
         "a cost", swap("mixture", "jnp.square(jax.nn.logsumexp(logits, -1))", "logits.max(-1)")
     ),
     "relu_in_experts": edit(
         "an expert",
-        swap(
-            "in_places",
-            "jax.nn.silu(gate.astype(f32.dtype))",
-            "jax.nn.relu(gate.astype(f32.dtype))",
-        ),
+        swap("swiglu", "jax.nn.silu(gate)", "jax.nn.relu(gate)"),
+        file="shardlib/kernels.py",
     ),
     "bias_in_proportion": edit(
         "the bias", swap("training_step", "jnp.sign(lacking)", "(1 - loads)")

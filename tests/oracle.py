@@ -75,13 +75,14 @@ def swiglu(x, gate, up, down):
 def mix(x, layer, experts):
     """Experts of x[B, L, M]: each does all tokens, and token after token says whether it counts.
     Returns what they add, and, of each expert, the tokens that chose it and their probabilities,
-    the square of the logarithm of the softmax's denominator, and the choices without a place."""
+    the square of the logarithm of the softmax's denominator, and the choices without a place. These
+    add nothing: of a row's tokens, or of each group of `group`, an expert takes the first
+    `capacity_factor` times an even share. training.routing has both if it limits them."""
     experts, routing = experts
     (_, length, _), count = x.shape, experts.per_token
-    size = routing.group or length
-    places = size
-    if routing.capacity_factor is not None:
-        places = math.ceil(routing.capacity_factor * count * size / experts.count)
+    places = size = getattr(routing, "group", None) or length
+    if factor := getattr(routing, "capacity_factor", None):
+        places = math.ceil(factor * count * size / experts.count)
     powers = jnp.exp(x @ layer["w_router"])
     likely = scores = powers / powers.sum(-1, keepdims=True)
     if experts.score == "sigmoid":

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -49,8 +50,8 @@ def tree(tmp_path, monkeypatch):
     for folder in ("data", "shardlib", "runtime", "tools", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
-    author = "-c user.name=test -c user.email=test@example.com"
-    shell(f"git init -q && git add . && git {author} commit -qm source", tmp_path / "tree")
+    author = "git config user.name test && git config user.email test@example.com"
+    shell(f"git init -q && {author} && git add . && git commit -qm source", tmp_path / "tree")
     return tmp_path / "tree"
 
 
@@ -87,7 +88,7 @@ def apply_all(section, tree):
     for name, text in BLOCK.findall(SECTION[section]):
         if name:
             apply(name, tree)
-        elif text.startswith("perl"):
+        elif text.startswith(("perl", "git")):
             shell(text, tree)
 
 
@@ -99,7 +100,7 @@ def walk(section, tree, capsys, monkeypatch):
     for name, block in BLOCK.findall(text):
         if name:
             apply(name, tree)
-        elif block.startswith("perl"):
+        elif block.startswith(("perl", "git")):
             shell(block, tree)
         elif block.startswith("python -m tools.audit"):
             arguments = shlex.split(block)[3:]
@@ -136,10 +137,16 @@ GEMMA = (
 )
 
 
-EXPERTS = (
-    "model.experts={count: 8, per_token: 2, d_ff: 24}",
-    *("model.d_ff=0", "training.routing.capacity_factor=1"),
-)
+EXPERTS = "model.experts={count: 8, per_token: 2, d_ff: 24}", "model.d_ff=0"
+
+
+class Places(NamedTuple):
+    """Settings of training.routing, for the oracle."""
+
+    capacity_factor: float
+    group: int | None
+    balance_cost: float = 0.0
+    z_cost: float = 0.0
 
 
 @pytest.mark.long
@@ -147,7 +154,7 @@ EXPERTS = (
     "sections, settings",
     [
         ([*list(SECTION)[:4], "An average of the weights"], PIPELINE),
-        (["Experts over all devices"], EXPERTS),
+        (["Places for experts"], EXPERTS),
         (["Two tokens at once"], ("model.layers=1",)),
         (["Gemma 3"], GEMMA),
     ],
@@ -345,7 +352,8 @@ CHECKED = [
         ["two_tokens"],
         ["mesh={c: 2, d: 2, t: 1}", "training.optimizer=muon", "training.loss_chunks=2"],
     ),
-    (["experts"], ["mesh.r=2", "training.optimizer=muon"]),
+    (["places"], ["mesh.t=2", "mesh.d=4"]),
+    (["places", "experts"], ["mesh.r=2", "training.optimizer=muon"]),
     ("Gemma 3", GEMMA),
 ]
 
@@ -363,8 +371,9 @@ def test_the_check_accepts_an_edit(patches, settings, tree):
     elif patches[0] == "narrow":
         apply_narrow(tree, *patches[1:])
     else:
-        apply(patches[0], tree)
-    name = "local_experts" if patches == ["experts"] else "local_test_synthetic"
+        for name in patches:
+            apply(name, tree)
+    name = "local_experts" if patches[0] == "places" else "local_test_synthetic"
     checked = check(tree, name, *settings)
     assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
@@ -397,15 +406,17 @@ def test_the_check_refuses_a_wrong_pipeline(tree):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patches", [["places"], ["places", "experts"]])
 @pytest.mark.parametrize("mesh", ["{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}"])
-def test_experts_over_all_devices_are_the_oracles(tree, mesh):
+def test_experts_with_places_are_the_oracles(tree, mesh, patches):
     """Compares a layer in which some choices find no place."""
-    apply("experts", tree)
-    group = "training.routing.group=3" if "c:" in mesh else "training.routing.group=null"
-    overrides = *EXPERTS, f"mesh={mesh}", group
-    results = loss_and_grads(tree, *overrides)
-    config = helpers.small_config(*overrides)
-    experts = config.model.experts, config.training.routing
+    for name in patches:
+        apply(name, tree)
+    group = 3 if "c:" in mesh else None
+    overrides = *EXPERTS, f"mesh={mesh}"
+    places = "training.routing.capacity_factor=1", f"training.routing.group={group or 'null'}"
+    results = loss_and_grads(tree, *overrides, *places)
+    experts = helpers.small_config(*overrides).model.experts, Places(1, group)
     assert_equals(oracle, *results, experts=experts)
     _, _, _, weights, targets, is_start = results
     _, (_, _, dropped) = oracle.objective(weights, targets, is_start, 100, experts=experts)

@@ -366,7 +366,7 @@ OPTIMIZERS = {
     ],
     "muon, experts": [
         *MUON, "model.experts={count: 4, per_token: 2, d_ff: 24}", "mesh={d: 4, t: 2}",
-        "training.routing={capacity_factor: null, bias_rate: 0}",
+        "training.routing.bias_rate=0",
     ],
     "muon, odd layers, biases": [
         *MUON, "model.layers=3", "training.muon_momentum=0.8", "model.qkv_bias=true",

@@ -72,10 +72,7 @@ CASES = {
     "one expert for a token, with scores that add up to 1": [EXPERTS, "model.experts.per_token=1"],
     "a cooldown of no steps": ["training.schedule=wsd"],
     "a cooldown before the first step": ["training.schedule=wsd", "training.cooldown_steps=999"],
-    "no place for any token": ["training.routing.capacity_factor=0"],
     "no feed-forward and no experts": ["model.d_ff=0"],
-    "groups of tokens that a row isn't": [EXPERTS, "training.routing.group=5"],
-    "a row's places on several devices": [EXPERTS, "mesh.c=2"],
     "a balance of microbatches": [
         EXPERTS,
         "training={microbatches: 2, routing: {balance_cost: 1}}",

@@ -146,7 +146,5 @@ LAYOUTS = [
 EXPERTS = "model.experts={count: 16, per_token: 4, d_ff: 1024}", "model.d_ff=0"
 WITH_EXPERTS = [
     Program("v5p:2x2x2", "84m", 4, 2, 64, 1024, EXPERTS),
-    Program(
-        "v5p:2x2x2", "84m", 8, 1, 64, 1024, (*EXPERTS, "training.routing.capacity_factor=null")
-    ),
+    Program("v5p:2x2x2", "84m", 8, 1, 64, 1024, EXPERTS),
 ]

@@ -52,7 +52,7 @@ def _check_out(revision: str, folder: str) -> None:
             f"({archive.stderr.strip().splitlines()[-1]})"
         )
     with tarfile.open(f"{folder}/source.tar") as source:
-        source.extractall(folder, filter="data")
+        source.extractall(folder, filter="tar")  # which leaves links out of the folder as they are
 
 
 # --- As text --------------------------------------------------------------------------------------

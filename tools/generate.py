@@ -181,7 +181,7 @@ def extend(
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    how = config.model, train.DROPLESS, check_gathered
+    how = config.model, check_gathered
     x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, *how)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
@@ -333,8 +333,7 @@ def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> 
 
 
 def with_rows(config: train.Config, length: int) -> train.Config:
-    """Returns the config with rows of another length, and about as many tokens in a batch, of which
-    experts drop none."""
+    """Returns the config with rows of another length, and about as many tokens in a batch."""
     tokens = config.training.tokens
     size = {
         "training.tokens.len": length,
@@ -343,9 +342,7 @@ def with_rows(config: train.Config, length: int) -> train.Config:
         "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
     }
     # These divide the training's rows. Here rows aren't divided.
-    whole: dict[str, Any] = {"training.microbatches": 1, "mesh.c": 1}
-    whole |= {f"training.routing.{key}": None for key in ("capacity_factor", "group")}
-    return config.changed(size | whole)
+    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:

@@ -15,7 +15,7 @@ checkpoint.
 What config.json says of training alone isn't imported: dropout, router_jitter_noise, and
 router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
 them, which is another cost than training.routing.balance_cost's. Nothing of training.routing is
-exported. transformers drops no token's experts: training.routing.capacity_factor=null is the same.
+exported.
 
 Export takes a checkpoint, or the newest complete one of a folder. The weights stay float32, bit for
 bit, unless --dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from

@@ -43,7 +43,7 @@ from tools import generate
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L/c V/t"]:
-    """The logits as training computes them, without dropped choices of experts."""
+    """The logits as training computes them."""
     replica = train.gather_replica(weights)
     x, _ = train.forward(replica, batch, config.model)
     return train.unembed(train.output_weights(replica), x, config.model)

@@ -642,7 +642,7 @@ def test_ops_stand_inside_a_shard_map():
 
 
 def test_an_einsum_of_bf16_with_a_batch_dimension_in_the_middle_runs():
-    """XLA has no matmul with an f32 result there on CPUs. Experts with places need it."""
+    """XLA has no matmul with an f32 result there on CPUs."""
     x, w = (jnp.asarray(np.arange(n) % 7, jnp.bfloat16) for n in (2 * 4 * 3 * 8, 4 * 8 * 16))
     x, w = x.reshape(2, 4, 3, 8), w.reshape(4, 8, 16)
     run = jax.jit(jax.value_and_grad(lambda x, w: ops.einsum("bemd,edf->bemf", x, w).sum()))

@@ -391,13 +391,6 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     assert f", {of_one} tokens: " in part
 
 
-def test_rows_of_any_length_do_without_groups_of_tokens():
-    groups = "training.routing.group=6", "model.experts={count: 4, per_token: 2, d_ff: 8}"
-    config = generate.with_rows(small_config(*groups), 17)
-    assert config.training.tokens.len == 17
-    assert config.training.routing.capacity_factor is config.training.routing.group is None
-
-
 # --- The program ----------------------------------------------------------------------------------
 
 
