@@ -42,7 +42,7 @@ torture: $(VENV)/dev
 
 # Under an hour: makes 2,780 edits of ops and tries 114 listed ones, wrong and right; each wrong one
 # that changes the numbers must be refused, and each right one accepted. Goes on where it stopped;
-# PARTS="dense experts" tries only some.
+# PARTS="dense variants" tries only some.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)
 

@@ -78,6 +78,7 @@ from shardlib.types import (
     ArrayType,
     Dim,
     Mapped,
+    Partial,
     Spec,
     Stacked,
     array_type,
@@ -87,7 +88,6 @@ from shardlib.types import (
     f32,
     make_shapes,
     make_shardings,
-    mesh_shape,
     present,
     pytree_dataclass,
     type_tree,
@@ -95,6 +95,7 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
+from variants import muon
 
 # --- Config ---------------------------------------------------------------------------------------
 # All sections are hashable, so that a jitted function can take a config as a static argument.
@@ -738,27 +739,12 @@ def total_loss(
 # --- Training step --------------------------------------------------------------------------------
 
 
-def is_matrix(kind: ArrayType) -> bool:
-    """Returns whether an array holds matrices of layers, which Muon optimizes. Dimensions before M
-    number them, M and those after it are rows and columns. So w_q is M by Q*K*D, all heads at once,
-    and each expert has three of its own. The router isn't one: its M is split over t too."""
-    return Dim("M", ("c", "d")) in kind.spec.dims[1:-1] and "t" in kind.spec.axes
-
-
-def second_moment(kind: ArrayType) -> ArrayType:
-    """The type of a weight's second moment, which Muon's matrices don't have."""
-    return array_type(kind.element, kind.spec, is_matrix(kind))
-
-
-SecondMoments = Mapped[second_moment, Weights]
-
-
 @pytree_dataclass
 class State:
     step: u32[""]  # completed steps
     weights: Weights
     mu: Weights  # averages of gradients
-    nu: SecondMoments  # of AdamW: averages of their squares
+    nu: Partial[Weights]  # averages of their squares; of all that AdamW updates
 
 
 @pytree_dataclass
@@ -774,26 +760,19 @@ class Metrics(Sums):
     norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
 
 
-def divided(tree: Any, config: Config) -> tuple[Any, Any]:
-    """Divides a tree like Weights into what AdamW optimizes and what Muon does. Each has None in
-    place of the other's."""
-    muon = config.training.optimizer == "muon"
-    kinds, map_ = type_tree(Weights), jax.tree.map
-    adamw = map_(lambda kind, x: None if muon and is_matrix(kind) else x, kinds, tree)
-    return adamw, map_(lambda kind, x: x if muon and is_matrix(kind) else None, kinds, tree)
-
-
 def state_type(config: Config) -> Any:
     """The types of a state's arrays."""
     weights = present(Weights, config.model.parts)
-    return State(u32[""], weights, weights, divided(weights, config)[0])
+    nu = muon.divided(weights, weights)[0] if config.training.optimizer == "muon" else weights
+    return State(u32[""], weights, weights, nu)
 
 
 @typechecked
 def fresh_state(weights: Weights, config: Config) -> State:
     """Step 0 with these weights and zero moments."""
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    return State(jnp.uint32(0), weights, zeros, divided(zeros, config)[0])
+    kinds = state_type(config)
+    shapes = make_shapes((kinds.mu, kinds.nu), dimensions(config))
+    return State(jnp.uint32(0), weights, *jax.tree.map(jnp.zeros_like, shapes))
 
 
 @typechecked
@@ -927,69 +906,6 @@ def adamw(
     return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
 
 
-@typechecked
-def muon(weights: Any, grads: Any, mu: Any, hyper: Hyper) -> tuple[Any, Any]:
-    """A step of Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The change is
-    Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's, whose rates and
-    decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2. Returns the new
-    weights and momentum."""
-    mu = jax.tree.map(hyper.momentum.next, mu, grads)
-    changes = orthogonalized(jax.tree.map(hyper.nesterov.next, mu, grads))
-
-    def update(w: jax.Array, change: jax.Array) -> jax.Array:
-        return w - hyper.learning_rate * (change + hyper.weight_decay * w)
-
-    return jax.tree.map(update, weights, changes), mu
-
-
-def orthogonalized(tree: Any) -> Any:
-    """Orthogonalizes the matrices of a tree of weights. Those of one type go together, so that few
-    layers fill many devices."""
-    arrays, kinds = named(tree), named(type_tree(Weights))
-    for spec in dict.fromkeys(kinds[name].spec for name in arrays):
-        names = [name for name in arrays if kinds[name].spec == spec]
-        stack = jnp.stack([arrays[name].astype(compute.dtype) for name in names])
-        arrays |= zip(names, orthogonalize(str(spec), stack), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
-
-
-@typechecked
-def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
-    """Orthogonalizes a stack of arrays of this layout. That takes whole matrices, so each device
-    gets some, computes, and gives back their parts. Zero matrices make their number a multiple of
-    the number of devices."""
-    head, _, columns = layout.partition("M/c/d")
-    split, rank = "/t" if "/t" in head else "", 1 + len(columns.split())
-    given, whole = f"N{split} M/c/d{columns}", f"N/t/c/d M{columns.replace('/t', '')}"
-    # Experts come first, so that what is split over t stays in one piece.
-    x = jnp.moveaxis(stack, -rank - 1, 0)
-    shape, mesh = x.shape, mesh_shape()
-    missing = -math.prod(shape[:-rank]) % (math.prod(mesh.values()) // (mesh["t"] if split else 1))
-
-    def longer(x: jax.Array, by: int) -> jax.Array:
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])
-
-    x = longer(x.reshape(-1, *shape[-rank:]), missing)
-    x = ops.all_to_all(f"{given} -> {whole}", x)
-    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5
-    x = ops.all_to_all(f"{whole} -> {given}", newton_schulz(x))
-    x = longer(x, -missing).reshape(shape).astype(f32.dtype)
-    return scale * jnp.moveaxis(x, 0, -rank - 1)
-
-
-def newton_schulz(x: jax.Array) -> jax.Array:
-    """Matrices with about the singular vectors of these and singular values near 1, by five steps
-    of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
-    shape, x = x.shape, x.reshape(*x.shape[:2], -1)
-    x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
-    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
-    x = (x / (jnp.sqrt(squares) + 1e-8)).astype(x.dtype)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x.mT if tall else x).reshape(shape)
-
-
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 @typed_shard_map
 def training_step(
@@ -1005,12 +921,9 @@ def training_step(
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
 
-    (w, matrices), (g, g_matrices), (m, m_matrices) = (
-        divided(tree, config) for tree in (state.weights, grads, state.mu)
-    )
-    w, m, nu = adamw(w, g, m, state.nu, hyper, config)
-    parts = (w, m), muon(matrices, g_matrices, m_matrices, hyper)
-    weights, mu = tree_map(lambda x, y: y if x is None else x, *parts, is_leaf=lambda x: x is None)
+    of_muon = functools.partial(muon.update, adamw, state_type(config).weights)
+    update = of_muon if config.training.optimizer == "muon" else adamw
+    weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)
     means = tree_map(lambda x: x / count, sums)
     if config.model.experts:
         load: Any = sums.loads

@@ -1,4 +1,4 @@
-"""Makes mypy read f32["B/d L"] as Any, and Stacked["layers", Layer] as Layer."""
+"""Makes mypy read f32["B/d L"] as Any, and Stacked["layers", Layer] and Partial[Layer] as Layer."""
 
 from mypy.plugin import AnalyzeTypeContext, Plugin
 from mypy.types import AnyType, Type, TypeOfAny
@@ -12,12 +12,12 @@ def array(_: AnalyzeTypeContext) -> Type:
 
 
 def stacked(context: AnalyzeTypeContext) -> Type:
-    return context.api.analyze_type(context.type.args[1])
+    return context.api.analyze_type(context.type.args[-1])
 
 
 class ShardlightPlugin(Plugin):
     def get_type_analyze_hook(self, fullname):
-        if fullname in ("shardlib.types.Mapped", "shardlib.types.Stacked"):
+        if fullname in {f"shardlib.types.{name}" for name in ("Mapped", "Partial", "Stacked")}:
             return stacked
         return array if fullname in ARRAYS else None
 

@@ -415,6 +415,13 @@ class Stacked:
         return jax.tree.map(stack, type_tree(hint))
 
 
+class Partial:
+    """`Partial[Layer]`: a Layer any of whose arrays may be absent."""
+
+    def __class_getitem__(cls, hint: Any) -> Any:
+        return jax.tree.map(lambda kind: array_type(kind.element, kind.spec, True), type_tree(hint))
+
+
 def _like(old: ArrayType, new: ArrayType) -> ArrayType:
     return array_type(new.element, new.spec, True) if old.optional else new
 

@@ -187,18 +187,15 @@ def attention(kind: str, change: Change) -> Edit:
     return edit(kind, change, file="shardlib/kernels.py")
 
 
-def of_muon(*changes: Change) -> Edit:
-    """An edit of Muon, which then is the optimizer."""
-    return edit("Muon", instead("divided", "muon", "muon = True"), *changes)
-
-
 def of_state(kind: str, first: str, code: str) -> Edit:
     """Adds an average of the weights to the state, which starts at `first` and is set by `code`."""
+    state = "State(jnp.uint32(0), weights, *jax.tree.map(jnp.zeros_like, shapes)"
+    kinds = 'State(u32[""], weights, weights, nu, weights)'
     return edit(
         kind,
         after("State", "nu", "average: Weights"),
-        swap("fresh_state", "divided(zeros, config)[0]", f"divided(zeros, config)[0], {first}"),
-        swap("state_type", "divided(weights, config)[0]", "divided(weights, config)[0], weights"),
+        swap("fresh_state", f"{state})", f"{state}, {first})"),
+        swap("state_type", 'State(u32[""], weights, weights, nu)', kinds),
         before("training_step", "return", code),
         swap(
             "training_step",
@@ -360,7 +357,7 @@ WRONG: dict[str, Edit] = {
     ),
     "average_weights_by_distance": of_state(
         "average of the weights",
-        "zeros",
+        "jax.tree.map(jnp.zeros_like, weights)",
         """
         def pulled(a: jax.Array, w: jax.Array) -> jax.Array:
             return a + (w - a) / (1 + jnp.sum((w - a) ** 2))
@@ -399,7 +396,6 @@ WRONG: dict[str, Edit] = {
         ),
         file="tools/generate.py",
     ),
-    "muon_norm_of_all_matrices_of_a_device": of_muon(swap("newton_schulz", "(1, 2)", "None")),
 }
 
 # Wrong, and not refused: a number from the mesh, and one from a part's entries, in a limit that no
@@ -630,13 +626,6 @@ RIGHT: dict[str, Edit] = {
             "jax.random.truncated_normal(key, -2, 2, shape.shape, shape.dtype)",
         ),
     ),
-    "muon_of_each_matrix_in_turn": of_muon(
-        swap(
-            "orthogonalize",
-            "newton_schulz(x)",
-            "lax.map(lambda y: newton_schulz(y[None])[0], x)",
-        )
-    ),
 }
 
 # Right: what is replicated over an axis is used by each device on its own. ops.broadcast, which
@@ -720,8 +709,8 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
     ),
 }
 
-# Of a model with experts and both of their costs.
-WRONG_WITH_EXPERTS: dict[str, Edit] = {
+# Of a model with experts and both of their costs, trained by Muon.
+WRONG_WITH_VARIANTS: dict[str, Edit] = {
     "cost_divided_by_the_devices": edit(
         "a cost", swap("total_loss", "routing.z_cost", "1 / jax.device_count() * routing.z_cost")
     ),
@@ -753,8 +742,11 @@ WRONG_WITH_EXPERTS: dict[str, Edit] = {
         "the bias",
         swap("training_step", "hyper.bias_rate", "hyper.bias_rate * (1 + lax.axis_index('s'))"),
     ),
+    "muon_norm_of_all_matrices_of_a_device": edit(
+        "Muon", swap("newton_schulz", "(1, 2)", "None"), file="variants/muon.py"
+    ),
 }
-RIGHT_WITH_EXPERTS: dict[str, Edit] = {
+RIGHT_WITH_VARIANTS: dict[str, Edit] = {
     "scores_scaled": edit(
         "scores", before("mixture", "B/d L/c k -> B/d L/c k", "score = 2.5 * score")
     ),
@@ -774,5 +766,14 @@ RIGHT_WITH_EXPERTS: dict[str, Edit] = {
     ),
     "one_expert_first": edit(
         "the choice", before("mixture", "chosen", "biased = biased.at[..., 0].set(2)")
+    ),
+    "muon_of_each_matrix_in_turn": edit(
+        "Muon",
+        swap(
+            "orthogonalize",
+            "newton_schulz(x)",
+            "lax.map(lambda y: newton_schulz(y[None])[0], x)",
+        ),
+        file="variants/muon.py",
     ),
 }

@@ -51,8 +51,9 @@ SETTINGS = (
     *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 24}", "model.d_model=48"),
     *("model.n_kv=6", "model.d_head=4", "model.d_ff=48", "model.vocab=60"),
 )
-EXPERTS = (
+VARIANTS = (
     *("model.experts={count: 6, per_token: 2, d_ff: 20}", "training.microbatches=1"),
+    "training.optimizer=muon",
     *("training.routing.balance_cost=0.5", "training.routing.z_cost=0.1"),
 )
 
@@ -77,8 +78,8 @@ PARTS = {
         },
     ),
     "context": Part(("mesh={d: 2, c: 2, t: 3}", "model.norms_after=true"), {}),
-    "experts": Part(
-        EXPERTS, {"wrong": edits.WRONG_WITH_EXPERTS, "right": edits.RIGHT_WITH_EXPERTS}, "dense"
+    "variants": Part(
+        VARIANTS, {"wrong": edits.WRONG_WITH_VARIANTS, "right": edits.RIGHT_WITH_VARIANTS}, "dense"
     ),
 }
 AXIS = re.compile(r"(?<=[/:,])[a-z]\b")

@@ -298,9 +298,9 @@ SILENT_EDITS = {
 # An edit whose lengths fit, and whose numbers come from one of them.
 STRUCTURE_EDITS = {
     "an average of the weights by the length of a part": (
-        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)",
-        "w, m, nu = adamw(w, g, m, state.nu, hyper, config)\n"
-        "    w = tree_map(lambda w: w + 1e-3 * w.size, w)",
+        "weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)",
+        "weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)\n"
+        "    weights = tree_map(lambda w: w + 1e-3 * w.size, weights)",
     ),
 }
 # Edits that JAX or Python reports.

@@ -72,7 +72,7 @@ def test_the_sizes_in_the_readme():
         r"and ([\d,]+) more are tests",
         text,
     )
-    product = ["train.py", "shardlib", "data", "runtime", "tools", "benchmarks"]
+    product = ["train.py", "variants", "shardlib", "data", "runtime", "tools", "benchmarks"]
     total = sum(counts[name] for name in product)
     exact = counts["train.py"], counts["shardlib"], total, counts["tests"]
     for number, count in zip(stated.groups(), exact, strict=True):

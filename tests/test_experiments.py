@@ -47,7 +47,7 @@ def tree(tmp_path, monkeypatch):
     """A copy of the source to edit."""
     # Bytecode is matched by time in seconds, so a quick second edit would not be noticed.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for folder in ("data", "shardlib", "runtime", "tools", "configs", "docs"):
+    for folder in ("variants", "data", "shardlib", "runtime", "tools", "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
     author = "git config user.name test && git config user.email test@example.com"
@@ -61,7 +61,9 @@ def imported_from(tree):
 
     def remove_modules():
         names = [
-            name for name in sys.modules if re.match(r"(train|data|shardlib|runtime|tools)\b", name)
+            name
+            for name in sys.modules
+            if re.match(r"(train|variants|data|shardlib|runtime|tools)\b", name)
         ]
         return {name: sys.modules.pop(name) for name in names}
 

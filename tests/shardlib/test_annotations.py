@@ -9,7 +9,7 @@ import pytest
 from shardlib import types
 from tests.helpers import ROOT
 
-FOLDERS = ("shardlib", "data", "tools")
+FOLDERS = ("variants", "shardlib", "data", "tools")
 PATHS = [ROOT / "train.py", *(path for name in FOLDERS for path in ROOT.glob(f"{name}/*.py"))]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PATHS}
 STRINGS = {name for name, value in vars(types).items() if isinstance(value, types.DType)}

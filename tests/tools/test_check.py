@@ -12,7 +12,7 @@ import pytest
 from tests import golden
 from tests.helpers import ROOT
 
-PRODUCT = "train.py", "shardlib", "data", "runtime", "tools", "configs"
+PRODUCT = "train.py", "variants", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
 MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
 EDITS = {

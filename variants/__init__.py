@@ -1,0 +1,1 @@
+"""Variants of the step, which a dense run with AdamW never executes."""

@@ -1,0 +1,117 @@
+"""Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+
+It updates the matrices of layers, in place of AdamW, which updates the rest. train.py asks it for
+`update`, and for what has no second moment.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from runtime.checkpoint import named
+from shardlib import ops
+from shardlib.types import compute, f32, mesh_shape, parse_spec, typechecked
+
+# The layouts of what holds matrices. Orthogonalizing takes whole ones: for each layout, that of N
+# matrices as they are stored, and that of some whole matrices on each device. So w_q is a matrix of
+# M by Q*K*D, all heads at once, and each expert has three of its own. What isn't listed is AdamW's:
+# embeddings, gains, biases and routers.
+MATRICES = {
+    "layers M/c/d Q K/t D": ("N M/c/d Q K/t D", "N/t/c/d M Q K D"),
+    "layers M/c/d K/t D": ("N M/c/d K/t D", "N/t/c/d M K D"),
+    "layers M/c/d F/t": ("N M/c/d F/t", "N/t/c/d M F"),
+    "layers E/t M/c/d G": ("N/t M/c/d G", "N/t/c/d M G"),
+}
+
+
+def divided(kinds: Any, tree: Any) -> tuple[Any, Any]:
+    """Divides a tree of weights, whose types are `kinds`, into what AdamW updates and what Muon
+    does. Each has None in place of the other's."""
+
+    def those(are_matrices: bool) -> Any:
+        return jax.tree.map(
+            lambda kind, x: x if (str(kind.spec) in MATRICES) == are_matrices else None, kinds, tree
+        )
+
+    return those(False), those(True)
+
+
+def update(
+    adamw: Callable[..., tuple[Any, Any, Any]], kinds: Any,
+    weights: Any, grads: Any, mu: Any, nu: Any, hyper: Any, config: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """A step of Muon for matrices and of `adamw` for the rest, of weights with the types `kinds`.
+    A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
+    changes, whose rates and decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982,
+    section 2.2. Returns the new weights and moments."""
+    (others, w), (other_grads, g), (other_mu, m) = (
+        divided(kinds, tree) for tree in (weights, grads, mu)
+    )
+    others, other_mu, nu = adamw(others, other_grads, other_mu, nu, hyper, config)
+    m = jax.tree.map(hyper.momentum.next, m, g)
+    changes = orthogonalized(kinds, jax.tree.map(hyper.nesterov.next, m, g))
+
+    def changed(w: jax.Array, change: jax.Array) -> jax.Array:
+        return w - hyper.learning_rate * (change + hyper.weight_decay * w)
+
+    def both(others: Any, matrices: Any) -> Any:
+        return jax.tree.map(
+            lambda x, y: y if x is None else x, others, matrices, is_leaf=lambda x: x is None
+        )
+
+    return both(others, jax.tree.map(changed, w, changes)), both(other_mu, m), nu
+
+
+def orthogonalized(kinds: Any, tree: Any) -> Any:
+    """Orthogonalizes the matrices of a tree of weights. Those of one layout go together, so that
+    few layers fill many devices."""
+    arrays, layouts = named(tree), {name: str(kind.spec) for name, kind in named(kinds).items()}
+    for layout in MATRICES:
+        names = [name for name in arrays if layouts[name] == layout]
+        if names:
+            stack = jnp.stack([arrays[name].astype(compute.dtype) for name in names])
+            arrays |= zip(names, orthogonalize(layout, stack), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
+
+
+@typechecked
+def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
+    """Orthogonalizes a stack of arrays of this layout: each device gets some whole matrices,
+    computes, and gives back their parts. Zero matrices make their number a multiple of the number
+    of devices."""
+    stored, whole = MATRICES[layout]
+    (number, *matrix), (spread, *_) = parse_spec(stored).dims, parse_spec(whole).dims
+    rank, mesh = len(matrix), mesh_shape()
+    # Experts come first, so that what is split over t stays in one piece.
+    x = jnp.moveaxis(stack, -rank - 1, 0)
+    shape = x.shape
+    missing = -math.prod(shape[:-rank]) % math.prod(
+        mesh[axis] for axis in spread.axes if axis not in number.axes
+    )
+
+    def longer(x: jax.Array, by: int) -> jax.Array:
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])
+
+    x = longer(x.reshape(-1, *shape[-rank:]), missing)
+    x = ops.all_to_all(f"{stored} -> {whole}", x)
+    scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5
+    x = ops.all_to_all(f"{whole} -> {stored}", newton_schulz(x))
+    x = longer(x, -missing).reshape(shape).astype(f32.dtype)
+    return scale * jnp.moveaxis(x, 0, -rank - 1)
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """Matrices with about the singular vectors of these and singular values near 1, by five steps
+    of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    shape, x = x.shape, x.reshape(*x.shape[:2], -1)
+    x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
+    squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
+    x = (x / (jnp.sqrt(squares) + 1e-8)).astype(x.dtype)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if tall else x).reshape(shape)
