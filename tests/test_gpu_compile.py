@@ -116,8 +116,7 @@ def predicted(program):
     """The bytes of a device, by the audit's terms."""
     config, jaxpr, *_ = built(program)
     axes, kind = config.mesh.axes, chip_of(program).kind
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
-        return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
+    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
 
 
 @functools.cache

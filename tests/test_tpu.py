@@ -41,12 +41,10 @@ def chip_of(program):
 
 
 def predicted(program):
-    """The bytes of a device, by the audit's terms."""
-    config, _ = program.build()
+    """The bytes of a device, by term."""
     axes, jaxpr, *_ = built(program)
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
-        kind = chip_of(program).kind
-        return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
+    (config, _), kind = program.build(), chip_of(program).kind
+    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
 def peak_of(program):

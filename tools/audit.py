@@ -21,8 +21,6 @@ import string
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-
 import train
 from runtime.program import program
 from shardlib import audit, devices
@@ -90,12 +88,10 @@ def probe(config: train.Config) -> Probed:
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
     """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
     split evenly over the mesh."""
-    axes = config.mesh.axes
-    mesh = devices.abstract_mesh(axes)
-    jaxpr = train.trace_step(config, mesh)
-    costs = ledger(jaxpr, axes, chip.kind if chip else "")
-    with jax.sharding.use_abstract_mesh(mesh):
-        held = memory.held(config, jaxpr, costs, chip.kind if chip else "")
+    axes, kind = config.mesh.axes, chip.kind if chip else ""
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    costs = ledger(jaxpr, axes, kind)
+    held = memory.held(config, jaxpr, costs, kind)
 
     def type_of(array: Saved, at_probe: Shape) -> str:
         return probed.type_string(config, array.dtype, array.shape, at_probe)
@@ -104,7 +100,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     for array in costs.saved:
         saved.append((array, saved[-1][1][:-1] if array.statistics else next(at_probe)))
     return {
-        "chip": chip.kind if chip else "",
+        "chip": kind,
         "mesh": axes,
         "held": held,
         "peak": sum(held.values()),

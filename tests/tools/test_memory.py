@@ -1,7 +1,6 @@
 """Checks each term by arithmetic on lengths alone. tests/test_tpu.py and tests/test_gpu_compile.py
 check the sum against compilers."""
 
-import jax
 import pytest
 
 import train
@@ -28,10 +27,9 @@ def held(*options, module=train, chip=KERNELS):
     names = "paths.model_name=x", "flat_tokens.filespec=x"
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options)
-    kind, mesh = devices.CHIPS[chip].kind, devices.abstract_mesh(config.mesh.axes)
-    jaxpr = module.trace_step(config, mesh)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return memory.held(config, jaxpr, ledger(jaxpr, config.mesh.axes, kind), kind)
+    axes, kind = config.mesh.axes, devices.CHIPS[chip].kind
+    jaxpr = module.trace_step(config, devices.abstract_mesh(axes))
+    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
 # Of weights, split over all axes.
