@@ -40,7 +40,7 @@ class Program(NamedTuple):
 LONG = "training.tokens={batch: 32, len: 8192}", "training.loss_chunks=32"
 WINDOW = "model.sliding_window=512", "model.n_q_per_kv=4", "model.n_kv=4"
 TWO_HOSTS = Program("h100:2x8", "c4_h100x8_540m", ("mesh.d=16", "mesh.r=2"))
-OLMOE = Program("h100:8x8", "fineweb_edu_h100x8x8_olmoe")
+DROPLESS = ("training.routing.capacity_factor=null",)
 PROGRAMS = [
     Program("a100:1", "c4_a100x1_84m"),
     Program("h100:8", "c4_h100x8_1b"),
@@ -52,8 +52,8 @@ PROGRAMS = [
     Program("h200:8", "c4_h100x8_1b", WINDOW),
     Program("b200:8", "fineweb_edu_h100x8_llama3_8b"),
     Program("h100:4x8", "c4_h100x8x4_2b"),
-    Program("h100:8x8", "fineweb_edu_h100x8x8_qwen3_30b_a3b"),
-    OLMOE,
+    Program("h100:8x8", "fineweb_edu_h100x8x8_qwen3_30b_a3b", DROPLESS),
+    Program("h100:8x8", "fineweb_edu_h100x8x8_olmoe", DROPLESS),
     TWO_HOSTS,
 ]
 QUICK = PROGRAMS[1], TWO_HOSTS

@@ -18,7 +18,7 @@ from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
 PROGRAMS = [
-    *(*tpu_programs.LISTED, *tpu_programs.HELD_OUT, *tpu_programs.WITH_LONGER_ROWS),
+    *(*tpu_programs.STEPS, *tpu_programs.WITH_LONGER_ROWS),
     *(*tpu_programs.LAYOUTS, *tpu_programs.WITH_EXPERTS),
 ]
 
