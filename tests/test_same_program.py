@@ -16,7 +16,7 @@ from tools.ledger import ledger
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
-FILES = "train.py", "generate.py"
+FILES = "train.py", "muon.py", "generate.py"
 MUON = ["training.optimizer=muon", "model.layers=3"]
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 
@@ -75,7 +75,7 @@ def program(name):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
         jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
     actual = compiled.collectives(built.as_text(), axes, *FILES)
-    sizes = memory.predict(jaxpr, axes).arguments, built.memory_analysis().argument_size_in_bytes
+    sizes = memory.arguments(jaxpr), built.memory_analysis().argument_size_in_bytes
     return ledger(jaxpr, axes).transfers, actual, axes, sizes
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import re
 import subprocess
 import sys
@@ -18,11 +17,10 @@ from tools.compile import tpu_mesh
 from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
-LISTS = [
-    *(tpu_programs.LISTED, tpu_programs.HELD_OUT),
-    *(tpu_programs.WITH_LONGER_ROWS, tpu_programs.LAYOUTS),
+PROGRAMS = [
+    *(*tpu_programs.STEPS, *tpu_programs.WITH_LONGER_ROWS),
+    *(*tpu_programs.LAYOUTS, *tpu_programs.WITH_EXPERTS),
 ]
-PROGRAMS = [*itertools.chain(*LISTS), *tpu_programs.WITH_EXPERTS]
 
 
 @functools.cache
@@ -42,47 +40,45 @@ def chip_of(program):
     return devices.CHIPS[program.topology.split(":")[0]]
 
 
-def bytes_of(program):
-    """Bytes of arguments, temporaries and both, as predicted and as compiled."""
-    axes, jaxpr, stats, _ = built(program)
-    predicted = memory.predict(jaxpr, axes, chip_of(program))
-    arguments, peak = stats.argument_size_in_bytes, stats.peak_memory_in_bytes
-    return (
-        (predicted.arguments, predicted.temporary, predicted.arguments + predicted.temporary),
-        (arguments, peak - arguments, peak),
-    )
+def predicted(program):
+    """The bytes of a device, by term."""
+    axes, jaxpr, *_ = built(program)
+    (config, _), kind = program.build(), chip_of(program).kind
+    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
-def errors(program):
-    """The relative errors of temporary and of total memory."""
-    return [a / b - 1 for a, b in zip(*bytes_of(program), strict=True)][1:]
+def peak_of(program):
+    """The bytes by which the compiler decides whether a program fits."""
+    return built(program)[2].peak_memory_in_bytes
 
 
-# Among programs for v5e with four-way tensor parallelism that recompute everything, only this one
-# defers the matmuls of weight gradients. That keeps three more arrays: the prediction is 30% low.
-UNEXPLAINED = (PROGRAMS[30],)
-FAILS = pytest.mark.xfail(strict=True)
-PREDICTED = [pytest.param(p, marks=FAILS) if p in UNEXPLAINED else p for p in PROGRAMS]
+def error_of(program):
+    return sum(predicted(program).values()) / peak_of(program) - 1
 
 
-@pytest.mark.parametrize("program", PREDICTED, ids=str)
-def test_the_memory_is_as_predicted(program):
-    predicted, given = bytes_of(program)
-    assert predicted[0] == given[0], "arguments are exact"
-    assert all(abs(error) < 0.15 for error in errors(program)), errors(program)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_the_arguments_are_as_predicted(program):
+    """TPUs pad arrays: a row of 4,096 gains takes as much memory as eight."""
+    terms, stats = predicted(program), built(program)[2]
+    arguments = sum(terms[name] for name in memory.ARGUMENTS)
+    assert 0.999 < arguments / stats.argument_size_in_bytes <= 1
 
 
-@pytest.mark.parametrize("listed", LISTS)
-def test_most_predictions_are_within_a_tenth(listed):
-    for program in listed:
-        (_, a, b), (_, c, d) = bytes_of(program)
-        temporary, total = errors(program)
-        print(
-            f"{program!s:55} {d / 1e9:6.2f} GB, predicted {b / 1e9:6.2f}, {total:+6.1%}  temporary "
-            f"{c / 1e9:6.2f} GB, predicted {a / 1e9:6.2f}, {temporary:+6.1%}"
-        )
-    for each in zip(*map(errors, listed), strict=True):
-        assert sum(abs(error) < 0.1 for error in each) >= 0.9 * len(listed)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_no_prediction_is_more_than_a_tenth_too_low(program):
+    assert error_of(program) > -0.1
+
+
+def test_predictions_are_within_8_percent_on_average():
+    errors = {program: error_of(program) for program in PROGRAMS}
+    for program, error in errors.items():
+        print(f"{program!s:75} {peak_of(program) / 1e9:6.2f} GB, {error:+6.1%}")
+    less_saved = [error for program, error in errors.items() if any(map(callable, program.edits))]
+    as_it_is = [error for program, error in errors.items() if not any(map(callable, program.edits))]
+    for name, part in {"as it is": as_it_is, "less saved": less_saved}.items():
+        mean = sum(map(abs, part)) / len(part)
+        print(f"{name}: mean {mean:.1%}, lowest {min(part):+.1%}, highest {max(part):+.1%}")
+    assert sum(map(abs, errors.values())) / len(errors) <= 0.08
 
 
 def collectives_of(program):
@@ -217,8 +213,7 @@ def test_a_row_too_many_or_too_few_is_noticed():
 def test_a_long_sequence_fits():
     """The 1b model with 32,768 tokens, on a device of 80 GB."""
     program = tpu_programs.Program("v5p:1x1x1", "1b", 1, 1, 1, 32768, ("training.loss_chunks=32",))
-    (_, _, predicted), (_, _, peak) = bytes_of(program)
-    assert max(predicted, peak) < 60e9
+    assert max(sum(predicted(program).values()), peak_of(program)) < 60e9
 
 
 def test_what_is_offloaded_is_in_the_memory_of_the_host():
@@ -226,7 +221,7 @@ def test_what_is_offloaded_is_in_the_memory_of_the_host():
     compiler then makes between the two loops."""
     program = tpu_programs.Program("v5e:2x4", "270m", 8, 1, 64, 1024)
     offloading = program._replace(edits=(tpu_programs.feed_forward_offloaded,))
-    less = bytes_of(program)[1][2] - bytes_of(offloading)[1][2]
+    less = peak_of(program) - peak_of(offloading)
     axes, jaxpr, stats, _ = built(offloading)
     saved = ledger(jaxpr, axes).saved
     offloaded = [row.bytes for row in saved if row.memory == "host"]

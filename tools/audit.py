@@ -21,14 +21,11 @@ import string
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-
 import train
-from data.loader import TokenBatch
 from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
-from shardlib.types import bf16, bool_, f32, i32, make_shapes, present, type_tree, u32
+from shardlib.types import bf16, bool_, f32, i32, u32
 from tools import compare, memory
 from tools.ledger import Saved, ledger
 from tools.roofline import bound, bound_head
@@ -56,12 +53,11 @@ Shape = tuple[int, ...]
 
 
 class Probed(NamedTuple):
-    """The shapes of arrays at probe sizes, from which their types are read."""
+    """The shapes of saved arrays at probe sizes, from which their types are read."""
 
     axes: dict[str, int]
     sizes: dict[str, int]
     saved: list[Shape]  # in the ledger's order, without statistics
-    arrays: dict[tuple[int, ...], Shape]  # by `memory.Buffer.key`
 
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
         """The type of an array of this shape, which has the shape `probed` at probe sizes:
@@ -86,51 +82,29 @@ def probe(config: train.Config) -> Probed:
     mesh, sizes = devices.probe_mesh(config.mesh.axes, train.dimensions(config))
     jaxpr, axes = train.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
-    return Probed(axes, sizes, saved, memory.shapes(jaxpr, axes))
+    return Probed(axes, sizes, saved)
 
 
 def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
     """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
     split evenly over the mesh."""
-    axes, sizes = config.mesh.axes, train.dimensions(config)
-    mesh = devices.abstract_mesh(axes)
-    jaxpr = train.trace_step(config, mesh)
-    costs = ledger(jaxpr, axes, chip.kind if chip else "")
-    predicted = memory.predict(jaxpr, axes, chip)
-    with jax.sharding.use_abstract_mesh(mesh):
-        weights = bytes_per_device(present(train.Weights, config.model.parts), axes, sizes)
-        state = train.state_type(config)
-        moments = bytes_per_device((state.mu, state.nu), axes, sizes)
-        batch = bytes_per_device(TokenBatch, axes, sizes)
+    axes, kind = config.mesh.axes, chip.kind if chip else ""
+    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    costs = ledger(jaxpr, axes, kind)
+    held = memory.held(config, jaxpr, costs, kind)
 
-    def type_of(array: Saved | memory.Buffer, at_probe: Shape) -> str:
+    def type_of(array: Saved, at_probe: Shape) -> str:
         return probed.type_string(config, array.dtype, array.shape, at_probe)
 
-    def saved_in(space: str) -> int:
-        return sum(array.bytes for array in costs.saved if array.memory == space)
-
-    buffers = [
-        {"line": b.line, "type": type_of(b, probed.arrays.get(b.key, ())), "op": b.op,
-         "times": 1, "at_least": 1, "bytes": b.bytes}
-        for b in predicted.buffers
-    ]  # fmt: skip
     saved, at_probe = list[tuple[Saved, Shape]](), iter(probed.saved)
     for array in costs.saved:
         saved.append((array, saved[-1][1][:-1] if array.statistics else next(at_probe)))
     return {
-        "chip": chip.kind if chip else "",
+        "chip": kind,
         "mesh": axes,
-        "held": {
-            "weights": weights,
-            "moments": moments,
-            "gradients": weights,
-            "batch": batch,
-            "saved for the backward pass": saved_in("device"),
-            "saved in the host's memory": saved_in("host"),
-        },
-        "arguments": predicted.arguments,
-        "temporary": predicted.temporary,
-        "peak": sorted(merged(buffers, "bytes"), key=lambda row: -row["total"]),
+        "held": held,
+        "peak": sum(held.values()),
+        "host": sum(a.bytes for a in costs.saved if a.memory == "host"),
         "saved": [
             array._asdict() | {"type": type_of(array, shape), "total": array.bytes}
             for array, shape in saved
@@ -140,13 +114,6 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
         "kernel_bytes": costs.kernel_bytes,
         "model_flops": sum(train.step_flops(config)),
     }
-
-
-def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
-    """The bytes that each device holds of arrays typed by `hint`."""
-    kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
-    parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
-    return sum(s.size * s.dtype.itemsize // part for s, part in zip(shapes, parts, strict=True))
 
 
 def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
@@ -177,7 +144,6 @@ class Table(NamedTuple):
     title: str
     columns: dict[str, str]  # heading -> key of a row; followed by each, count and total
     unit: str = "B"
-    least: float = 1 / 1000  # of the total: the text sums smaller rows up in its last line
 
     def cells(self, row: dict[str, Any]) -> tuple[str, ...]:
         values = (row[key] for key in self.columns.values())
@@ -189,7 +155,7 @@ class Table(NamedTuple):
         return (*self.columns, "each", "count", "total")
 
     def text(self, rows: list[dict[str, Any]]) -> str:
-        least = self.least * total_of(rows)
+        least = total_of(rows) / 1000
         cells = [self.cells(row) for row in rows if row["total"] > least]
         if small := [row for row in rows if 0 < row["total"] <= least]:
             blank = [""] * (len(self.columns) + 1)
@@ -198,11 +164,6 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "peak": Table(
-        "Held at the peak, besides weights, moments and batch",
-        {"made at": "line", "type": "type", "op": "op"},
-        least=1 / 100,
-    ),
     "saved": Table(
         "Saved for the backward pass", {"saved at": "line", "type": "type", "memory": "memory"}
     ),
@@ -235,31 +196,32 @@ def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
 
 
 def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
-    """Sentences about the mesh and the memory of each device."""
-    peak, room = result["arguments"] + result["temporary"], ""
+    """Sentences about the mesh and the memory of each device, and the table of its terms."""
+    room, host = "", result["host"]
     if chip:
-        left = chip.usable - peak
+        left = chip.usable - result["peak"]
         whole = "has" if "TPU" in chip.kind else "lets JAX take"
         room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} {whole}"
     axes = result["mesh"]
     return [
         f"{math.prod(axes.values())} devices: {devices.show_axes(axes)}",
-        f"Memory of a device: {sums(result['held'].items())}.",
-        f"At its peak a step holds {show(peak)}{room}.",
+        f"At its peak a step holds {show(result['peak'])}{room}."
+        + (f" {show(host)} more are saved in the host's memory." if host else ""),
+        terms_table(result),
         "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
         "tools.compile asks them.",
     ]
 
 
-def peak_table(result: dict[str, Any]) -> str:
-    """The arrays in memory at the peak, besides the step's arguments."""
-    rows = [row | {"op": row["op"].split("(")[0]} for row in result["peak"]]
-    return TABLES["peak"].text(rows)
+def terms_table(result: dict[str, Any]) -> str:
+    """The terms of tools/memory.py, which add up to the peak."""
+    rows = [(name, show(size)) for name, size in result["held"].items()]
+    return table(("held at the peak", "a device"), rows)
 
 
 def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     """The result of `audit_step` as text."""
-    count, *held = summary(result, chip)
+    count, peak, terms, note = summary(result, chip)
     sent, products = result["transfers"], result["products"]
     largest_first = sorted(sent, key=lambda row: -row["total"])
     by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
@@ -268,12 +230,8 @@ def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
     needed = result["model_flops"] / math.prod(result["mesh"].values())
     return "\n".join(
         [
-            f"{count}\n",
-            *held,
-            "",
+            f"{count}\n\n{peak}\n\n{terms}\n\n{note}\n",
             TABLES["saved"].text(result["saved"]),
-            "\nAt its peak it holds weights, moments, batch and:\n",
-            peak_table(result),
             f"\nA device receives {show_total(sent, 'B')} a step"
             + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
             TABLES["transfers"].text(sent),
@@ -319,10 +277,11 @@ def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
         + "</tr>"
         for i, line in enumerate(source, 1)
     ]
-    count, *held = summary(result, chip)
+    count, peak, terms, note = summary(result, chip)
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
     return template.substitute(
-        summary=html.escape(f"{count}. {' '.join(held)}"),
+        summary=html.escape(f"{count}. {peak} {note}"),
+        terms=html.escape(terms),
         tables="\n".join(foldout(TABLES[name], result[name]) for name in TABLES),
         lines="\n".join(lines),
         last=first - 1,

@@ -89,10 +89,11 @@ def report(before: Result, after: Result, chip: devices.Chip | None, links: dict
 
 
 def _held(result: Result) -> Amounts:
-    """Yields what a device holds."""
+    """Yields what a device holds at the peak."""
     for name, size in result["held"].items():
         yield (name,), size
-    yield ("at the peak",), result["arguments"] + result["temporary"]
+    yield ("at the peak",), result["peak"]
+    yield ("saved in the host's memory",), result["host"]
 
 
 def _received(result: Result) -> Amounts:

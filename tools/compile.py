@@ -27,7 +27,8 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles, gpus
-from tools.audit import NOT_USED, audit_step, peak_table, probe
+from tools.audit import NOT_USED, audit_step, probe, terms_table
+from tools.memory import ARGUMENTS
 from tools.tables import show, table
 
 
@@ -91,7 +92,7 @@ def main(config: CompileConfig) -> None:
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), devices.find_chip(kind)
     predicted = audit_step(config, probed, chip)
-    held = predicted["arguments"] + predicted["temporary"]
+    held = predicted["peak"]
 
     with traced, jax.set_mesh(mesh):
         lowered = train.lower_step(config)
@@ -107,20 +108,20 @@ def main(config: CompileConfig) -> None:
                 excess = f", {show(held - chip.usable)} more than a device has"
             raise UserError(
                 f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
-                f"The audit predicts {show(held)}{excess}. At its peak the step holds weights, "
-                f"moments, batch and:\n\n{peak_table(predicted)}"
+                f"The audit predicts {show(held)}{excess}:\n\n{terms_table(predicted)}"
             ) from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
+    at_start = sum(predicted["held"][name] for name in ARGUMENTS)
     if is_tpu:
         peak = stats.peak_memory_in_bytes  # temp_size counts reused memory twice
     else:
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = arguments + results + stats.temp_size_in_bytes
     sizes = [
-        ("arguments", arguments, predicted["arguments"]),
-        ("temporary", peak - arguments, predicted["temporary"]),
+        ("arguments", arguments, at_start),
+        ("temporary", peak - arguments, held - at_start),
         ("total", peak, held),
     ]
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
@@ -137,9 +138,6 @@ def main(config: CompileConfig) -> None:
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")
         return
-    print(
-        "\nThe prediction follows the rules of TPUs' compilers; GPUs' programs need some 5% more."
-    )
     if chip:
         print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}")
     if config.topology:

@@ -50,7 +50,8 @@ class Product(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """An array that each device saves in the forward pass for the backward pass."""
+    """An array that each device saves in the forward pass for the backward pass. Weights that are
+    gathered before the layers aren't listed."""
 
     line: str
     times: int  # arrays that a loop stacks
@@ -136,10 +137,11 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
     denominator for each query and head."""
     made_by: dict[Any, Any] = {}
     for eqn in body.eqns:
-        if eqn.primitive.name == "scan" and phase(str(eqn.source_info.name_stack)) == "update":
+        name, when = eqn.primitive.name, phase(str(eqn.source_info.name_stack))
+        if name == "scan" and when == "update":
             (inner,) = jaxprs_in_params(eqn.params)
             yield from _saved(inner, chip)
-        if phase(str(eqn.source_info.name_stack)) in ("backward", "recomputed"):
+        if when in ("backward", "recomputed"):
             for var in eqn.invars:
                 if not isinstance(var, Literal) and (maker := made_by.pop(var, None)):
                     array, times, shape = var.aval, 1, var.aval.shape
@@ -154,5 +156,5 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
                     if runs_kernel(str(innermost.source_info.name_stack), chip):
                         shape, size = shape[:-1], 4 * array.size // shape[-1]
                         yield Saved(line, times, shape, "float32", size, memory, statistics=True)
-        else:
+        elif when == "forward" and COLLECTIVES.get(name) != "all-gather":
             made_by |= dict.fromkeys(eqn.outvars, eqn)

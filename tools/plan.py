@@ -26,12 +26,15 @@ from runtime.program import program
 from shardlib import devices
 from shardlib.errors import UserError
 from tools.audit import NOT_USED, Probed, audit_step, check_rates, probe
+from tools.memory import ARRAYS, LOGITS, SAVED
 from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
 
 SHOWN = 10
 PARTS = "training.microbatches", "training.loss_chunks"
-ROOM = 0.9  # of a chip's memory: predictions are usually within 10%
+# Of a chip's memory. What compilers reported was never more than 10% above a prediction: see
+# docs/audit.md.
+ROOM = 0.9
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -79,13 +82,12 @@ def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
 
 
 def smaller(plan: Plan) -> PlanConfig | None:
-    """The config with more parts of what is largest at the peak: of the loss if these are logits,
-    else of the rows. None if there are none to add."""
+    """The config with more parts: of the loss if its logits are in memory at the peak, else of the
+    rows. None if there are none to add."""
     config = plan.config
     tokens, mesh = config.training.tokens, config.mesh
     wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
-    logits = {"L", "V"} <= {*re.findall(r"\w+", plan.result["peak"][0]["type"])}
-    for key in reversed(PARTS) if logits else PARTS:
+    for key in reversed(PARTS) if LOGITS in plan.result["held"] else PARTS:
         if more := [n for n in divisors(wholes[key]) if n > operator.attrgetter(key)(config)]:
             with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
                 return config.changed({key: more[0]})
@@ -124,12 +126,13 @@ def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
             reason = str(error)
             continue
         plan = Plan(item, result, bound(result, chip, chip.links_of(item.mesh.axes)))
-        at_least = result["arguments"] + result["held"]["gradients"]
+        in_parts = SAVED, ARRAYS, LOGITS
+        at_least = sum(size for name, size in result["held"].items() if name not in in_parts)
         axes, needed = devices.show_axes(item.mesh.axes), plan.bound.peak
         if needed <= ROOM * chip.usable:
             push(plan.order, plan)
         elif at_least > ROOM * chip.usable:
-            reason = f"{axes} needs {show(at_least)} for weights, moments and gradients alone"
+            reason = f"{axes} needs {show(at_least)} besides activations"
         elif less := smaller(plan):
             push(max(order, plan.order), less)
         else:

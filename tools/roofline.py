@@ -48,5 +48,4 @@ def bound(result: dict[str, Any], chip: devices.Chip, links: dict[str, str]) -> 
         link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
         seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
     needed = result["model_flops"] / math.prod(result["mesh"].values()) / chip.flops
-    peak = result["arguments"] + result["temporary"]
-    return Bound(peak, seconds, needed / max(seconds.values()))
+    return Bound(result["peak"], seconds, needed / max(seconds.values()))

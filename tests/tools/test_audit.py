@@ -11,7 +11,7 @@ import train
 from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
-from tools import audit, roofline, tables
+from tools import audit, memory, roofline, tables
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
 
@@ -29,7 +29,7 @@ def test_the_sums_are_those_of_the_model():
     config, result = audited(*CONFIG[1:])
     batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
     weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
-    assert result["held"]["weights"] == result["held"]["gradients"] == 4 * weights // 8
+    assert result["held"]["weights"] == 4 * weights // 8
 
     # Attention's full matmuls, not their causal half; the backward pass recomputes the scores.
     tokens = batch * length
@@ -92,9 +92,8 @@ def test_types_where_lengths_are_one(options):
     """A type string gives the array's lengths, and few arrays have types that can't be told."""
     config, result = audited(*options)
     axes, sizes = config.mesh.axes | {"d": config.mesh.d}, train.dimensions(config)
-    assert sum(row["times"] * row["bytes"] for row in result["peak"]) == result["temporary"]
     without_type = 0
-    for row in result["peak"] + result["saved"]:
+    for row in result["saved"]:
         element, dims = re.fullmatch(r'(\w+)\["(.*)"\]', row["type"]).groups()
         length = int(re.sub(r"\D", "", element) or 8) // 8
         for dim in dims.replace("*", " ").split():
@@ -102,10 +101,9 @@ def test_types_where_lengths_are_one(options):
             size = int(name) if name.isdigit() else sizes[name]
             parts = (int(part) if part.isdigit() else axes[part] for part in split)
             length *= size // math.prod(parts)
-        each = row["bytes"] // (row["times"] if row in result["saved"] else 1)
-        assert length == each, row
+        assert length == row["bytes"] // row["times"], row
         without_type += row["bytes"] * (dims != "" and dims[0].isdigit())
-    assert without_type < 0.05 * result["temporary"]
+    assert without_type < 0.05 * result["held"][memory.SAVED]
 
 
 def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch):
@@ -247,7 +245,9 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert not re.search(r"<(script|link|img)\b|<[^>]* src=", page), "the page needs no network"
     source = (ROOT / "train.py").read_text().splitlines()
     assert [row[:2] for row in rows.values()] == [[str(i), x] for i, x in enumerate(source, 1)]
-    assert len(links) > 90 and {link.lstrip("#") for link in links} <= set(rows)
+    result = json.loads(data.read_text())
+    assert len(links) == sum(len(result[name]) for name in audit.TABLES) > 80
+    assert {link.lstrip("#") for link in links} <= set(rows)
     amounts = {row[1].strip(): row[2:] for row in rows.values()}
     gather = 'w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
@@ -255,5 +255,10 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert amounts[product] == ["", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
     folded = re.findall(r'<tr id="L(\d+)" class=before>', page)
     assert len(folded) == next(i for i, line in enumerate(source) if "--- Model -" in line)
-    peak = re.search(r"At its peak a step holds ([\d.]+ GB)", out)[1]
-    assert peak in page
+    assert f"At its peak a step holds {tables.show(result['peak'])}." in out
+    assert result["peak"] == sum(result["held"].values())
+    assert html.escape(audit.terms_table(result)) in page
+    for name, size in result["held"].items():
+        assert re.search(f"^{name} +{tables.show(size)}$", out, re.MULTILINE)
+    listed = sum(row["total"] for row in result["saved"] if row["memory"] == "device")
+    assert listed == result["held"][memory.SAVED]

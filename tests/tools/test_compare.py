@@ -32,8 +32,14 @@ def test_the_changes_are_the_differences_of_two_audits(tmp_path, capsys, monkeyp
         sign = "+" if after > before else ""
         change = sign + tables.show(after - before)
         assert (axes[0], tables.show(before), tables.show(after), change) in shown
-    peaks = [result["arguments"] + result["temporary"] for result in (one, two)]
-    change = f"+{tables.show(peaks[1] - peaks[0])}"
+    for name in "gathered weights", "batch":
+        before, after = (result["held"][name] for result in (one, two))
+        sign = "+" if after > before else ""
+        row = name, tables.show(before), tables.show(after), sign + tables.show(after - before)
+        assert row in shown
+    peaks = [result["peak"] for result in (one, two)]
+    sign = "+" if peaks[1] > peaks[0] else ""
+    change = sign + tables.show(peaks[1] - peaks[0])
     assert ("at the peak", *map(tables.show, peaks), change) in shown
     assert not any(line[0] in ("weights", "gradients") for line in shown), "both are split over all"
     out, _ = audited(capsys, monkeypatch, f"audit.against={files[0]}")

@@ -1,157 +1,125 @@
-"""Checks the prediction's rules on functions small enough to count by hand. `make test-tpu` checks
-them against a compiler, on training steps."""
+"""Checks each term by arithmetic on lengths alone. tests/test_tpu.py and tests/test_gpu_compile.py
+check the sum against compilers."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
-from shardlib import devices, ops
-from shardlib.types import Stacked, bf16, f32, make_shapes, pytree_dataclass, typed_shard_map
+import train
+from shardlib import devices
+from tests import mutations, tpu_programs
+from tests.helpers import ROOT, compose_config, slow_but_for
 from tools import memory
+from tools.ledger import ledger
 
-SIZES = {"B": 64, "M": 32, "layers": 4}
-X, W = 64 * 32 * 4, 32 * 32 * 4  # bytes of x and of w
-
-
-@pytree_dataclass
-class Inputs:
-    x: f32["B M"]
-    w: f32["M M"]
-
-
-@pytree_dataclass
-class Deep:
-    x: bf16["B M"]
-    layers: Stacked["layers", f32["M M"]]
+B, L, M, F, V, LAYERS, K, Q, D = 32, 1024, 256, 1024, 4096, 3, 4, 2, 64
+E, G, CHOICES = 8, 128, 2
+HEADS = Q * K * D
+MODEL = [
+    f"model={{d_model: {M}, d_ff: {F}, vocab: {V}, layers: {LAYERS}, n_kv: {K}}}",
+    f"model={{n_q_per_kv: {Q}, d_head: {D}}}",
+]
+EXPERTS = f"model.experts={{count: {E}, per_token: {CHOICES}, d_ff: {G}}}", "model.d_ff=0"
+KERNELS = "v5p"  # runs kernels on all of these meshes
 
 
-def predicted(fn, hint, axes=None, chip=None):
-    axes = axes or {"d": 1, "t": 1}
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
-        traced = jax.jit(typed_shard_map(fn)).trace(make_shapes(hint, SIZES))
-    return memory.predict(traced.jaxpr.jaxpr, axes, chip)
+def held(*options, module=train, chip=KERNELS):
+    """The terms of a config with these options, as the audit computes them."""
+    names = "paths.model_name=x", "flat_tokens.filespec=x"
+    tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
+    config = compose_config("pretrain", *names, *MODEL, *tokens, *options)
+    axes, kind = config.mesh.axes, devices.CHIPS[chip].kind
+    jaxpr = module.trace_step(config, devices.abstract_mesh(axes))
+    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
-def square(i: Inputs) -> f32["B M"]:
-    return jnp.exp(i.x) * 2 + 1
+# Of weights, split over all axes.
+ATTENTION = M * D * (2 * Q * K + 2 * K)
+DENSE = ATTENTION + 3 * M * F
+GAINS = (2 * LAYERS + 1) * M
+MESHES = [(1, 1, 1, 1), (8, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 1, 1, 2), (8, 2, 2, 2)]
+CASES = [(*mesh, parts) for mesh in MESHES for parts in (1, 2)]
 
 
-def twice(i: Inputs) -> f32["B M"]:
-    return jnp.exp(i.x @ i.w) @ i.w
+@pytest.mark.parametrize("case", slow_but_for([CASES[0], CASES[-1]], CASES), ids=str)
+def test_each_term(case):
+    d, r, t, c, parts = case
+    terms = held(f"mesh={{d: {d}, r: {r}, t: {t}, c: {c}}}", f"training.microbatches={parts}")
+    weights = LAYERS * DENSE + 2 * V * M + GAINS
+    of_device, of_replica = weights // (d * t * c), weights // (d // r * t * c)
+    tokens = B * L // (d * c)  # of a device
+    assert terms["weights"] == 4 * of_device and terms["moments"] == 2 * 4 * of_device
+    # Inputs, targets, positions and starts of documents have four bytes, the mask has one. There
+    # are twelve scalars: the count of steps, and AdamW's rate, decay, clip, eps and averages.
+    assert terms["batch"] == 17 * tokens + 4 * 12
+    assert terms["weights of the replica"] == 2 * of_replica
+    assert terms["gradients"] == (2 if parts == 1 else 6) * of_replica
+    # Forward and backward, less the gains' small parts.
+    assert terms["gathered weights"] == 2 * 2 * (DENSE // t + 2 * M // t)
+    assert terms["arrays of a layer"] == 3 * 2 * tokens // parts * F // t
+    # x before attention and before the feed-forward; q, their mix, k, v; gate and up.
+    rows = tokens // parts
+    layer = 2 * rows * (2 * M + (2 * Q * K + 2 * K) * D + 2 * F) // t
+    outside = 4 * V * M // t + 2 * rows * M // t + 2 * 4 * rows * D  # of the loss; RoPE's sin, cos
+    small = 4 * rows * Q * K // t * LAYERS + 4 * rows + 4 * M  # softmax's sums, places of inputs
+    assert terms[memory.SAVED] == LAYERS * layer + outside + small
+    assert list(terms)[:3] == list(memory.ARGUMENTS)
 
 
-def reduced(i: Inputs) -> f32["B"]:
-    return jnp.sum(jnp.exp(i.x), axis=1)
+def test_logits_are_held_where_they_need_more_than_a_layer():
+    chunks = [held("mesh={d: 4, t: 2}", f"training.loss_chunks={n}") for n in (1, 2, 16)]
+    tokens = B * L // 4
+    assert [terms.get(memory.LOGITS) for terms in chunks] == [
+        4 * tokens * V // 2,
+        4 * tokens // 2 * V // 2,
+        None,
+    ]
+    assert chunks[0]["gathered weights"] == 2 * V * M // 2, "the unembedding"
+    assert memory.ARRAYS not in chunks[0] and memory.ARRAYS in chunks[2]
 
 
-def once_for_two(i: Inputs) -> f32["B M"]:
-    a = jnp.exp(i.x @ i.w)
-    return (a @ i.w) * (a @ i.w.T)
+def test_what_is_recomputed_is_held_and_then_two_arrays_suffice():
+    source = (ROOT / "train.py").read_text()
+    module = mutations.load(tpu_programs.nothing_saved(source))
+    terms = held("mesh={d: 4, t: 2}", module=module)
+    tokens = B * L // 4
+    turned = (Q * K + K) * D // 2  # RoPE's matmul
+    recomputed = 2 * F // 2 + (Q * K + 2 * K) * D // 2 + turned + M
+    assert terms[memory.ARRAYS] == 2 * tokens * (recomputed + 2 * F // 2)
+    few = held("mesh={d: 4, t: 2}")[memory.SAVED]
+    assert terms[memory.SAVED] < few / 3
 
 
-def kept_for_two(i: Inputs) -> f32["B M"]:
-    a, b, c = i.x @ i.w, (2 * i.x) @ i.w, (3 * i.x) @ i.w
-    mixed = a * b * c
-    return (mixed @ i.w) * (mixed @ i.w.T)
+def test_scores_are_held_where_no_kernel_computes_them():
+    """Looks at GPUs with split rows. Scores of a chunk of 512 queries are f32."""
+    mesh = "mesh={d: 4, t: 1, c: 2}"
+    scores = 4 * (B // 4) * Q * K * 512 * L
+    with_kernel, without = held(mesh), held(mesh, chip="h100")
+    assert without[memory.ARRAYS] == pytest.approx(3 * scores)
+    assert with_kernel[memory.ARRAYS] == 3 * 2 * B // 4 * L // 2 * F
+    others = {name: size for name, size in without.items() if name != memory.ARRAYS}
+    assert all(with_kernel[name] == size for name, size in others.items() if name != memory.SAVED)
 
 
-def written_over(i: Inputs) -> f32["B M"]:
-    return (i.x @ i.w).at[3].set(0.0)
+def test_matrices_that_muon_optimizes_have_no_second_moment():
+    terms = held("mesh={d: 4, t: 2}", "training.optimizer=muon")
+    others = 2 * V * M + GAINS
+    assert terms["moments"] == 4 * (LAYERS * DENSE + 2 * others) // 8
 
 
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (square, 0),  # fused into the result
-        (twice, 2 * X),  # the exponential is part of the second product
-        (reduced, 64 * 4),
-        (once_for_two, 3 * X),  # one matmul, and the two that use its exponential
-        (kept_for_two, 3 * X),  # three matmuls; their product overwrites one; then the last two
-        (written_over, X),
-    ],
-)
-def test_what_is_written_to_memory(fn, expected):
-    memory = predicted(fn, Inputs)
-    assert memory.temporary == expected
-    assert memory.arguments == (X if fn in (square, reduced) else X + W), "only used arguments"
-    assert sum(array.bytes for array in memory.buffers) == expected
+def test_experts():
+    terms = held("mesh={d: 4, t: 2}", *EXPERTS, chip="h100")
+    router = M * E
+    layer = ATTENTION + 3 * E * M * G + router
+    weights = LAYERS * layer + 2 * V * M + GAINS
+    biases = 4 * LAYERS * E  # on each device, in f32
+    assert terms["weights"] == 4 * weights // 8 + biases
+    assert terms["weights of the replica"] == 2 * weights // 8 + biases
+    gathered = 2 * (layer + 2 * M) // 2 + 4 * E
+    assert terms["gathered weights"] == 2 * gathered
+    # Copies of the tokens, one for each choice, in blocks that each have one expert's.
+    copies = 2 * B // 4 * L * CHOICES * M
+    assert 3 * copies <= terms[memory.ARRAYS] < 1.5 * 3 * copies
 
 
-def test_stacked_weights_are_cast_before_the_loop():
-    def run(deep: Deep) -> bf16["B M"]:
-        def layer(x, w):
-            return x @ w.astype(bf16.dtype), ()
-
-        return lax.scan(layer, deep.x, deep.layers)[0]
-
-    result = predicted(run, Deep)
-    # The cast stack, the carry, and the next carry.
-    assert result.temporary == 4 * W // 2 + 2 * (X // 2)
-    assert result.buffers[0].dtype == "bfloat16" and result.buffers[0].shape == (4, 32, 32)
-
-
-def test_a_loop_stacks_its_outputs():
-    def run(i: Inputs) -> f32["layers B M"]:
-        def turn(x, _):
-            return x @ i.w, jnp.exp(x)
-
-        return lax.scan(turn, i.x, length=4)[1]
-
-    # The stack, the carry, and the next carry.
-    assert predicted(run, Inputs).temporary == 4 * X + 2 * X
-
-
-def test_other_loops_and_branches():
-    def run(i: Inputs) -> f32["B M"]:
-        x = lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: (x @ i.w) @ i.w, i.x)
-        return lax.cond(jnp.sum(x) > 0, lambda x: x @ i.w, jnp.sin, x)
-
-    def nothing(i: Inputs) -> f32["B M"]:
-        return lax.scan(lambda x, _: (x, ()), i.x, length=3)[0]
-
-    # The result of the first loop, and both matmuls of an iteration.
-    assert 3 * X <= predicted(run, Inputs).temporary < 3 * X + 100
-    assert predicted(nothing, Inputs).temporary == 0
-
-
-def test_a_gathered_array_takes_memory_except_on_one_device():
-    def run(x: f32["B M/t"]) -> f32["B M/t"]:
-        return x / jnp.sum(ops.all_gather("B M/t -> B M", x), axis=1, keepdims=True)
-
-    split = predicted(run, f32["B M/t"], {"d": 1, "t": 4})
-    assert (split.temporary, split.arguments) == (X + 64 * 4, X // 4)
-    assert predicted(run, f32["B M/t"]).temporary == 64 * 4
-
-
-def test_only_v5e_recomputes_for_each_matmul_that_uses_a_result():
-    @jax.checkpoint
-    def block(i):
-        return jnp.sin(jnp.exp(i.x @ i.w) @ i.w)
-
-    def run(i: Inputs) -> Inputs:
-        return jax.grad(lambda i: jnp.sum(block(i)))(i)
-
-    v5e, v6e = (predicted(run, Inputs, chip=devices.CHIPS[name]) for name in ("v5e", "v6e"))
-    assert "exp" not in [array.op for array in v5e.buffers]
-    assert "exp" in [array.op for array in v6e.buffers]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((64,), "float32", 512),
-        ((64, 8), "float32", 4096),  # transposed
-        ((2, 1024), "uint32", 8192),
-        ((2, 1024), "bool", 4096),  # four to a word
-        ((3, 200), "float32", 4 * 256 * 4),
-        ((8, 64, 1, 8, 128), "float32", 8 * 64 * 8 * 128 * 4),
-        ((0, 7), "float32", 0),
-    ],
-)
-def test_bytes_of_a_tiled_array(shape, dtype, expected):
-    """Expects the sizes that the TPU compiler gave these arrays."""
-    aval = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-    assert memory.size_of(aval, "TPU v5 lite") == expected
-    assert memory.size_of(aval, "A100") == np.prod(shape) * np.dtype(dtype).itemsize
+def test_in_f32_the_replicas_weights_are_as_wide_as_the_stored_ones():
+    terms = held("mesh={d: 4, t: 2}", "dtype=f32")
+    assert terms["weights of the replica"] == terms["gradients"] == terms["weights"]

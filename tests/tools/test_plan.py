@@ -46,10 +46,10 @@ def test_it_finds_what_trying_everything_finds():
 
 @pytest.mark.slow
 def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
-    experts = "model.experts={count: 4, per_token: 2, d_ff: 1024}", "model.d_ff=0"
+    experts = "model.experts={count: 4, per_token: 2, d_ff: 8192}", "model.d_ff=0"
     options = *experts, "training.routing.balance_cost=1", "training.loss_chunks=64"
     config = compose_config(*CONFIG[:3], *options, schema=plan.PlanConfig)
-    chip = devices.Chip("small", 1e9, 144e6, 1e9, {"near": 1e6, "far": 1e5}, near=2)
+    chip = devices.Chip("small", 1e9, 480e6, 1e9, {"near": 1e6, "far": 1e5}, near=2)
     (one,) = plan.plans(config, chip, 2)
     assert one.config.mesh.t == 2 and one.config.training.microbatches == 1
 
