@@ -289,12 +289,12 @@ def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
 
 
 def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
-    """A table of the page, largest rows first, each with a link to its line."""
+    """A table of the page, largest rows first, each with a link to its line of train.py."""
     body = []
     for row in sorted(rows, key=lambda row: -row["total"]):
         line, *cells = map(html.escape, table.cells(row))
-        number = line.partition(" ")[0].rpartition(":")[2]
-        link = f'<a href="#L{number}">{line}</a>' if line else ""
+        file, _, number = line.partition(" ")[0].rpartition(":")
+        link = f'<a href="#L{number}">{line}</a>' if file == "train.py" else line
         body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{title}</th>" for title in table.head())
     total = show_total(rows, table.unit)
