@@ -16,8 +16,6 @@ Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
     L  sequence               K  key-value heads                    V  vocabulary
     M  model (residual)       D  size of a head                     l  a chunk of L
-    E  experts                G  an expert's F                      k  experts of a token
-    N  a row's parts over c   S  tokens of such a part
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
@@ -95,7 +93,8 @@ from shardlib.types import (
     typed_shard_map,
     u32,
 )
-from variants import muon
+from variants import experts, muon
+from variants.experts import ExpertsConfig, RoutingConfig
 
 # --- Config ---------------------------------------------------------------------------------------
 # All sections are hashable, so that a jitted function can take a config as a static argument.
@@ -109,25 +108,6 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
     low_frequency_factor: NonNegativeFloat
     high_frequency_factor: NonNegativeFloat
     original_len: PositiveInt  # tokens in a row of the original training
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class ExpertsConfig(Section, key="model.experts"):
-    """Experts, of which each token takes a few. See `mixture`."""
-
-    count: PositiveInt
-    per_token: PositiveInt
-    d_ff: PositiveInt  # of each expert
-    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"
-    renormalize: bool = True  # makes the scores of a token's experts add up to one
-    bias: bool = True  # added to the scores for the choice alone
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problem = f"there are only {self.count} experts"
-        self.require(self.per_token <= self.count, "per_token", problem)
-        problem = "with per_token=1 each score would be 1, and the router would learn nothing"
-        self.require(self.per_token > 1 or not self.renormalize, "renormalize", problem)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -179,15 +159,6 @@ class ModelConfig(Section, key="model"):
 class TokensConfig(Section, key="training.tokens"):
     batch: PositiveInt  # rows
     len: PositiveInt  # tokens in a row
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class RoutingConfig(Section, key="training.routing"):
-    """Settings of experts that only training needs."""
-
-    bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
-    balance_cost: NonNegativeFloat
-    z_cost: NonNegativeFloat
 
 
 KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
@@ -449,65 +420,6 @@ def rope(
     return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
 
 
-@pytree_dataclass
-class Routing:
-    """Sums over the tokens of each part of a row. A scan can't stack what is unreduced."""
-
-    load: f32["B/d N/c E"]  # tokens that chose an expert
-    likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
-    z: f32["B/d N/c"]  # squares of the logarithms of the softmax's denominators
-
-
-@typechecked
-def mixture(
-    h: compute["B/d L/c M"],
-    w: Any,
-    config: ExpertsConfig,
-    gather: Callable[..., jax.Array],
-) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
-    """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
-    the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
-    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
-    all that is sent are the sums over t of logits and of outputs.
-
-    A bias takes part in the choice, and not in the weights: Wang et al. 2024,
-    https://arxiv.org/abs/2408.15664."""
-
-    def normalized(scores: jax.Array) -> jax.Array:
-        return scores / (scores.sum(-1, keepdims=True) + 1e-15)  # all may round to 0
-
-    w_router = gather("M/t/c/s E -> M/t E", w.w_router)
-    part = ops.split("B/d L/c M -> B/d L/c M/t", h)
-    logits = ops.einsum_unreduced(
-        "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
-    )
-    # What is chosen is the same along t by its type, and is saved, so that nothing near a tie is
-    # another expert elsewhere or in the backward pass.
-    logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
-    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
-    biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)
-    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])
-    score = jnp.take_along_axis(scores, chosen, axis=-1)
-    if config.renormalize:
-        score = normalized(score)
-    score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
-
-    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
-    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
-    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
-    y = kernels.experts(
-        "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
-        h, chosen, score, w_gate, w_up, w_down,
-    )  # fmt: skip
-    load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
-    z = jnp.square(jax.nn.logsumexp(logits, -1))
-    return y, Routing(
-        load=ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load[:, None]),
-        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)[:, None]),
-        z=ops.reduce_sum("B/d N/c S -> B/d N/c", z[:, None]),
-    )
-
-
 @typechecked
 def decoder(
     weights: Any,
@@ -597,7 +509,7 @@ def decoder(
             y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
             parts.append(y)
         if config.experts:
-            y, routed = mixture(h, w, config.experts, gather)
+            y, routed = experts.mixture(h, w, config.experts, gather)
             parts.append(y)
         y = functools.reduce(operator.add, parts)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
@@ -673,15 +585,6 @@ class Sums:
 
 
 @typechecked
-def balance_cost(sums: Sums) -> f32[""]:
-    """The sum over layers of a cost that is 1 for even loads: Fedus et al. 2021,
-    https://arxiv.org/abs/2101.03961, equation 4."""
-    assert sums.loads is not None and sums.likely is not None
-    load, likely = (x / x.mean(-1, keepdims=True) for x in (sums.loads, sums.likely))
-    return jnp.sum(jnp.mean(load * likely, axis=-1))
-
-
-@typechecked
 def total_loss(
     weights: ReplicaWeights, batch: TokenBatch, count: f32[""], config: Config
 ) -> tuple[f32[""], Sums]:
@@ -718,22 +621,8 @@ def total_loss(
     if routed is None:
         return objective, sums
 
-    def whole(kept: str, x: jax.Array) -> jax.Array:
-        x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
-        return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
-
-    tokens = config.training.tokens
-    sums = dataclasses.replace(
-        sums,
-        # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers. By
-        # count, so that after the caller's division it is a mean over all tokens, targets or not.
-        z_cost=whole("", routed.z).sum() * count / tokens.batch / tokens.len,
-        loads=whole("E", routed.load),
-        likely=whole("E", routed.likely),
-    )
-    routing = config.training.routing
-    balance = balance_cost(sums) * count
-    return objective + routing.balance_cost * balance + routing.z_cost * sums.z_cost, sums
+    cost, more = experts.costs(routed, count, config.training)
+    return objective + cost, dataclasses.replace(sums, **more)
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -924,18 +813,11 @@ def training_step(
     of_muon = functools.partial(muon.update, adamw, state_type(config).weights)
     update = of_muon if config.training.optimizer == "muon" else adamw
     weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)
-    means = tree_map(lambda x: x / count, sums)
+    means = vars(tree_map(lambda x: x / count, sums))
     if config.model.experts:
-        load: Any = sums.loads
-        loads = load / load.mean(-1, keepdims=True)
-        means = dataclasses.replace(means, loads=loads, likely=None)
-        if (bias := state.weights.layers.b_router) is not None:
-            # Of whole numbers, so that an even load gives exactly 0.
-            lacking = load.sum(-1, keepdims=True) - load.shape[-1] * load
-            bias += hyper.bias_rate * jnp.sign(lacking)
-            layers = dataclasses.replace(weights.layers, b_router=bias)
-            weights = dataclasses.replace(weights, layers=layers)
-    finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
+        means |= experts.summary(sums.loads, sums.likely)
+        weights = experts.rebalanced(weights, state.weights, sums.loads, hyper.bias_rate)
+    finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
     new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
     # Elementwise, so that the new state overwrites the old one, which is donated.
     weights, mu, nu = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
@@ -945,8 +827,7 @@ def training_step(
         for tree in raw_grads, weights, updates:
             squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
     metrics = Metrics(
-        **vars(means),
-        balance_cost=balance_cost(sums) if config.model.experts else None,
+        **means,
         learning_rate=hyper.learning_rate,
         grad_norm=grad_norm,
         skipped=1 - finite.astype(u32.dtype),
@@ -966,8 +847,8 @@ def norm_names(config: Config) -> list[str]:
 
 
 def load_names(config: Config) -> list[str]:
-    experts = config.model.experts.count if config.model.experts else 0
-    return [f"load/{i}/{expert}" for i in range(config.model.layers) for expert in range(experts)]
+    count = config.model.experts.count if config.model.experts else 0
+    return [f"load/{i}/{expert}" for i in range(config.model.layers) for expert in range(count)]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -1111,8 +992,8 @@ def step_flops(config: Config) -> tuple[int, int]:
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
     per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size.get("F", 0))
-    if experts := config.model.experts:
-        per_layer += size["M"] * (experts.count + 3 * experts.d_ff * experts.per_token)
+    if each := config.model.experts:
+        per_layer += size["M"] * (each.count + 3 * each.d_ff * each.per_token)
     weights = size["layers"] * per_layer + size["V"] * size["M"]
     seen = min(config.model.sliding_window or size["L"], size["L"])  # tokens, at most
     pairs = size["B"] * seen * (2 * size["L"] - seen)

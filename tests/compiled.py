@@ -104,7 +104,10 @@ def between_slices(text: str) -> collections.Counter[str]:
 
 
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
-    lines, trips = _source_lines(text, files or ("train.py", "muon.py")), _trip_counts(text)
+    lines, trips = (
+        _source_lines(text, files or ("train.py", "muon.py", "experts.py")),
+        _trip_counts(text),
+    )
     actual, here = [], ""
     # The shape of a start has the operands, too.
     done = {name: shape for shape, name in re.findall(DONE, text)}

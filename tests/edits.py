@@ -709,20 +709,25 @@ RIGHT_BUT_REFUSED: dict[str, Edit] = {
     ),
 }
 
+
+def of_experts(kind: str, *changes: Change) -> Edit:
+    return edit(kind, *changes, file="variants/experts.py")
+
+
 # Of a model with experts and both of their costs, trained by Muon.
 WRONG_WITH_VARIANTS: dict[str, Edit] = {
-    "cost_divided_by_the_devices": edit(
-        "a cost", swap("total_loss", "routing.z_cost", "1 / jax.device_count() * routing.z_cost")
+    "cost_divided_by_the_devices": of_experts(
+        "a cost", swap("costs", "routing.z_cost", "1 / jax.device_count() * routing.z_cost")
     ),
-    "router_sees_its_part_of_the_model": edit(
+    "router_sees_its_part_of_the_model": of_experts(
         "the router",
         after("mixture", "logits", "logits = logits + part.mean(-1, keepdims=True)"),
     ),
-    "bias_of_choices_by_the_rows_of_a_part": edit(
+    "bias_of_choices_by_the_rows_of_a_part": of_experts(
         "the choice",
         before("mixture", "chosen", "biased = biased - biased.mean((0, 1))"),
     ),
-    "experts_of_the_next_device": edit(
+    "experts_of_the_next_device": of_experts(
         "an expert of another device",
         before(
             "mixture",
@@ -730,7 +735,7 @@ WRONG_WITH_VARIANTS: dict[str, Edit] = {
             "w_up = lax.ppermute(w_up, 't', [(i, (i + 1) % 3) for i in range(3)])",
         ),
     ),
-    "score_without_its_gradients_sum": edit(
+    "score_without_its_gradients_sum": of_experts(
         "a gradient",
         instead(
             "mixture",
@@ -747,10 +752,10 @@ WRONG_WITH_VARIANTS: dict[str, Edit] = {
     ),
 }
 RIGHT_WITH_VARIANTS: dict[str, Edit] = {
-    "scores_scaled": edit(
+    "scores_scaled": of_experts(
         "scores", before("mixture", "B/d L/c k -> B/d L/c k", "score = 2.5 * score")
     ),
-    "router_z_cost_on_scores": edit(
+    "router_z_cost_on_scores": of_experts(
         "a cost", swap("mixture", "jnp.square(jax.nn.logsumexp(logits, -1))", "logits.max(-1)")
     ),
     "relu_in_experts": edit(
@@ -758,13 +763,14 @@ RIGHT_WITH_VARIANTS: dict[str, Edit] = {
         swap("swiglu", "jax.nn.silu(gate)", "jax.nn.relu(gate)"),
         file="shardlib/kernels.py",
     ),
-    "bias_in_proportion": edit(
-        "the bias", swap("training_step", "jnp.sign(lacking)", "(1 - loads)")
+    "bias_in_proportion": of_experts(
+        "the bias",
+        swap("rebalanced", "jnp.sign(lacking)", "(1 - loads / loads.mean(-1, keepdims=True))"),
     ),
-    "logits_softly_capped": edit(
+    "logits_softly_capped": of_experts(
         "the router", after("mixture", "logits", "logits = 30 * jnp.tanh(logits / 30)")
     ),
-    "one_expert_first": edit(
+    "one_expert_first": of_experts(
         "the choice", before("mixture", "chosen", "biased = biased.at[..., 0].set(2)")
     ),
     "muon_of_each_matrix_in_turn": edit(

@@ -180,7 +180,7 @@ def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, mo
 def loss_and_grads(tree, *overrides, seed=0):
     """Runs the tree's train.py in f32. Returns the FLOPs that it counts, loss, gradients, weights,
     and the arrays of the batch."""
-    with imported_from(tree):
+    with imported_from(tree), importlib.import_module("shardlib.types").computing_in("f32"):
         module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
         config = compose_config(
             *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),

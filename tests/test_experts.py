@@ -11,7 +11,7 @@ import pytest
 import train
 from shardlib.devices import abstract_mesh
 from shardlib.kernels import balanced
-from shardlib.types import make_shardings, typed_shard_map
+from shardlib.types import computing_in, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
     IN_F32,
@@ -48,6 +48,12 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def in_f32():
     return edited("train.py", IN_F32)
+
+
+@pytest.fixture(autouse=True)
+def variants_in_f32():
+    with computing_in("f32"):
+        yield
 
 
 def losses(module, config, on, change=lambda layers: layers):

@@ -16,7 +16,7 @@ from tools.ledger import ledger
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
-FILES = "train.py", "muon.py", "generate.py"
+FILES = "train.py", "muon.py", "experts.py", "generate.py"
 MUON = ["training.optimizer=muon", "model.layers=3"]
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 

@@ -19,7 +19,7 @@ from runtime.run import Run
 from shardlib import ops
 from shardlib.devices import abstract_mesh, make_mesh
 from shardlib.kernels import balanced
-from shardlib.types import make_shapes, make_shardings, typed_shard_map
+from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
     IN_F32,
@@ -384,7 +384,7 @@ def assert_as_optax(module, config, axes, tolerance):
     def loss(weights, targets, is_start):
         return oracle.objective(weights, targets, is_start, 100, experts=experts)[0]
 
-    with jax.set_mesh(mesh(*axes)):
+    with jax.set_mesh(mesh(*axes)), computing_in("f32"):
         state = module.init_state(config)
         wanted = plain(jax.device_get(state.weights))
         optimizer = optimizer_of(config, wanted)

@@ -1,0 +1,154 @@
+"""Experts, of which each token takes a few, in place of a layer's feed-forward or beside it.
+
+train.py calls `mixture` in a layer, `costs` in the loss, and `summary` and `rebalanced` after the
+update. Dimensions, beside train.py's:
+
+    E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
+from shardlib import kernels, ops
+from shardlib.activations import save_for_backward
+from shardlib.types import Stacked, compute, f32, pytree_dataclass, typechecked
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class ExpertsConfig(Section, key="model.experts"):
+    count: PositiveInt
+    per_token: PositiveInt
+    d_ff: PositiveInt  # of each expert
+    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"
+    renormalize: bool = True  # makes the scores of a token's experts add up to one
+    bias: bool = True  # added to the scores for the choice alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problem = f"there are only {self.count} experts"
+        self.require(self.per_token <= self.count, "per_token", problem)
+        problem = "with per_token=1 each score would be 1, and the router would learn nothing"
+        self.require(self.per_token > 1 or not self.renormalize, "renormalize", problem)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class RoutingConfig(Section, key="training.routing"):
+    """Settings of experts that only training needs."""
+
+    bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
+    balance_cost: NonNegativeFloat
+    z_cost: NonNegativeFloat
+
+
+@pytree_dataclass
+class Routing:
+    """Sums over the tokens of each part of a row. A scan can't stack what is unreduced."""
+
+    load: f32["B/d N/c E"]  # tokens that chose an expert
+    likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
+    z: f32["B/d N/c"]  # squares of the logarithms of the softmax's denominators
+
+
+@typechecked
+def mixture(
+    h: compute["B/d L/c M"],
+    w: Any,
+    config: ExpertsConfig,
+    gather: Callable[..., jax.Array],
+) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
+    """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
+    the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
+    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
+    all that is sent are the sums over t of logits and of outputs.
+
+    A bias takes part in the choice, and not in the weights: Wang et al. 2024,
+    https://arxiv.org/abs/2408.15664."""
+
+    def normalized(scores: jax.Array) -> jax.Array:
+        return scores / (scores.sum(-1, keepdims=True) + 1e-15)  # all may round to 0
+
+    w_router = gather("M/t/c/s E -> M/t E", w.w_router)
+    part = ops.split("B/d L/c M -> B/d L/c M/t", h)
+    logits = ops.einsum_unreduced(
+        "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
+    )
+    # What is chosen is the same along t by its type, and is saved, so that nothing near a tie is
+    # another expert elsewhere or in the backward pass.
+    logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
+    scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
+    biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)
+    chosen = save_for_backward(lax.top_k(biased, config.per_token)[1])
+    score = jnp.take_along_axis(scores, chosen, axis=-1)
+    if config.renormalize:
+        score = normalized(score)
+    score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
+
+    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
+    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
+    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
+    y = kernels.experts(
+        "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
+        h, chosen, score, w_gate, w_up, w_down,
+    )  # fmt: skip
+    load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
+    z = jnp.square(jax.nn.logsumexp(logits, -1))
+    return y, Routing(
+        load=ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load[:, None]),
+        likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)[:, None]),
+        z=ops.reduce_sum("B/d N/c S -> B/d N/c", z[:, None]),
+    )
+
+
+@typechecked
+def costs(routed: Stacked["layers", Routing], count: f32[""], training: Any) -> tuple[f32[""], Any]:
+    """The costs of all layers' routing, weighted, and sums over all tokens to log. Costs are by
+    `count`, the number of targets, so that after the caller's division they are means over all
+    tokens, targets or not."""
+
+    def whole(kept: str, x: jax.Array) -> jax.Array:
+        x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
+        return ops.psum(f"layers {kept} {{U:d,c}} -> layers {kept}", x)
+
+    # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers.
+    tokens, routing = training.tokens, training.routing
+    z_cost = whole("", routed.z).sum() * count / tokens.batch / tokens.len
+    loads, likely = whole("E", routed.load), whole("E", routed.likely)
+    balance = balance_cost(loads, likely) * count
+    cost = routing.balance_cost * balance + routing.z_cost * z_cost
+    return cost, {"z_cost": z_cost, "loads": loads, "likely": likely}
+
+
+@typechecked
+def balance_cost(loads: f32["layers E"], likely: f32["layers E"]) -> f32[""]:
+    """The sum over layers of a cost that is 1 for even loads: Fedus et al. 2021,
+    https://arxiv.org/abs/2101.03961, equation 4."""
+    loads, likely = (x / x.mean(-1, keepdims=True) for x in (loads, likely))
+    return jnp.sum(jnp.mean(loads * likely, axis=-1))
+
+
+@typechecked
+def summary(loads: f32["layers E"], likely: f32["layers E"]) -> dict[str, Any]:
+    """Metrics of a step: loads as multiples of an even one, and the cost of uneven ones."""
+    return {
+        "loads": loads / loads.mean(-1, keepdims=True),
+        "likely": None,
+        "balance_cost": balance_cost(loads, likely),
+    }
+
+
+@typechecked
+def rebalanced(weights: Any, before: Any, loads: f32["layers E"], rate: f32[""]) -> Any:
+    """Weights with biases, which no gradient changes, moved from those `before` the update towards
+    even loads."""
+    if (bias := before.layers.b_router) is None:
+        return weights
+    # Of whole numbers, so that an even load gives exactly 0.
+    lacking = loads.sum(-1, keepdims=True) - loads.shape[-1] * loads
+    layers = dataclasses.replace(weights.layers, b_router=bias + rate * jnp.sign(lacking))
+    return dataclasses.replace(weights, layers=layers)
