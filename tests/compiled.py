@@ -6,6 +6,8 @@ import os
 import re
 from typing import NamedTuple
 
+from runtime.config import ROOT
+
 KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
 OFTEN = 2  # for loops of a TPU's program, whose text lacks their trip counts
 DONE = re.compile(r"= (\(.*?\)|\S+) [\w-]+-done\([^%]*%([\w.-]+)\)")
@@ -103,11 +105,12 @@ def between_slices(text: str) -> collections.Counter[str]:
     return collections.Counter(kind.lower().replace("_", "-") for n, kind in sizes if n > LARGE)
 
 
+FILES = "train.py", *(file.name for file in ROOT.glob("variants/*.py"))
+
+
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:
-    lines, trips = (
-        _source_lines(text, files or ("train.py", "muon.py", "experts.py")),
-        _trip_counts(text),
-    )
+    """Lists the collectives of a program, each at its line of a step's source or of `files`."""
+    lines, trips = _source_lines(text, (*FILES, *files)), _trip_counts(text)
     actual, here = [], ""
     # The shape of a start has the operands, too.
     done = {name: shape for shape, name in re.findall(DONE, text)}

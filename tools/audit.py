@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import train
+from runtime.config import ROOT
 from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -35,7 +36,7 @@ from tools.tables import show, table
 @dataclasses.dataclass
 class AuditOptions:
     json: str = ""  # file for the ledger as JSON
-    html: str = ""  # file for train.py as a page with the ledger's amounts beside its lines
+    html: str = ""  # file for the source as a page with the ledger's amounts beside its lines
     against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it
     chip: str = ""  # a key of devices.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
@@ -252,8 +253,8 @@ MARGIN = [("saved", "")] + [
 
 
 def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
-    """train.py as HTML, with what each line saves, receives and computes beside it. What precedes
-    the model is folded away."""
+    """train.py as HTML, and each file of variants/ that the step calls, with what each line saves,
+    receives and computes beside it. What precedes the model is folded away."""
     at: dict[tuple[str, str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for name, _ in MARGIN[::3]:
         for row in result[name]:
@@ -268,33 +269,35 @@ def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
         text = show_total(at[line, name, phase], TABLES[name].unit)
         return f'<td class="{name}" style="--heat: {heat:.2f}">{text}</td>'
 
-    source = pathlib.Path(train.__file__).read_text().splitlines()
-    first = next((i for i, line in enumerate(source, 1) if line.startswith("# --- Model -")), 1)
-    lines = [
-        f'<tr id="L{i}"{" class=before" if i < first else ""}>'
-        f"<td>{i}</td><td>{html.escape(line)}</td>"
-        + "".join(cell(f"train.py:{i}", *column) for column in MARGIN)
-        + "</tr>"
-        for i, line in enumerate(source, 1)
-    ]
+    def listing(file: pathlib.Path, first: int) -> str:
+        lines = [f'<tr><th></th><th>{file.relative_to(ROOT)}</th><th colspan="7"></th></tr>']
+        for i, line in enumerate(file.read_text().splitlines(), 1):
+            cells = "".join(cell(f"{file.name}:{i}", *column) for column in MARGIN)
+            row = f'id="{file.name}:{i}"{" class=before" if i < first else ""}'
+            lines.append(f"<tr {row}><td>{i}</td><td>{html.escape(line)}</td>{cells}</tr>")
+        return "\n".join(lines)
+
+    called = {line.partition(":")[0] for line, *_ in at}
+    before = (ROOT / "train.py").read_text().partition("# --- Model -")[0].count("\n")
+    listings = [listing(ROOT / "train.py", before + 1)]
+    listings += [listing(f, 1) for f in sorted(ROOT.glob("variants/*.py")) if f.name in called]
     count, peak, terms, note = summary(result, chip)
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
     return template.substitute(
         summary=html.escape(f"{count}. {peak} {note}"),
         terms=html.escape(terms),
         tables="\n".join(foldout(TABLES[name], result[name]) for name in TABLES),
-        lines="\n".join(lines),
-        last=first - 1,
+        lines="\n".join(listings),
+        last=before,
     )
 
 
 def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
-    """A table of the page, largest rows first, each with a link to its line of train.py."""
+    """A table of the page, largest rows first, each with a link to its line."""
     body = []
     for row in sorted(rows, key=lambda row: -row["total"]):
         line, *cells = map(html.escape, table.cells(row))
-        file, _, number = line.partition(" ")[0].rpartition(":")
-        link = f'<a href="#L{number}">{line}</a>' if file == "train.py" else line
+        link = f'<a href="#{line.partition(" ")[0]}">{line}</a>'
         body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{title}</th>" for title in table.head())
     total = show_total(rows, table.unit)

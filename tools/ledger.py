@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -156,5 +157,7 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
                     if runs_kernel(str(innermost.source_info.name_stack), chip):
                         shape, size = shape[:-1], 4 * array.size // shape[-1]
                         yield Saved(line, times, shape, "float32", size, memory, statistics=True)
-        elif when == "forward" and COLLECTIVES.get(name) != "all-gather":
-            made_by |= dict.fromkeys(eqn.outvars, eqn)
+        elif when == "forward":
+            gathered = COLLECTIVES.get(name) == "all-gather"
+            of_weights = gathered and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+            made_by |= dict.fromkeys(() if of_weights else eqn.outvars, eqn)

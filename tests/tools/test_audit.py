@@ -159,6 +159,18 @@ def test_gpus_have_no_kernel_where_rows_are_split(chip, fits):
     assert (result["kernel_bytes"] > 0) == fits
 
 
+def test_the_page_shows_each_file_that_the_step_calls(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "audit.html"
+    model = "model.experts={count: 4, per_token: 2, d_ff: 64}", "training.optimizer=muon"
+    options = "--config-name=local_test_synthetic", *model, f"audit.html={file}"
+    train_here(capsys, monkeypatch, *options, program=audit.main)
+    ids = rows_of(page := file.read_text())
+    files = {name.partition(":")[0] for name in ids}
+    assert files == {"train.py", "experts.py", "muon.py"} and "variants/muon.py" in page
+    links = re.findall(r'href="#([^"]*)"', page)
+    assert {link.partition(":")[0] for link in links} == files and {*links} <= {*ids}
+
+
 def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
     file = tmp_path / "audit.html"
     options = [*CONFIG, "training.microbatches=2", "audit.json=x", f"audit.html={file}"]
@@ -225,7 +237,7 @@ def test_amounts():
 
 def rows_of(page):
     """The cells of each row of the source, by its id."""
-    rows = re.findall(r'<tr id="(\w+)".*?>(.*?)</tr>', page, re.DOTALL)
+    rows = re.findall(r'<tr id="([\w.:]+)".*?>(.*?)</tr>', page, re.DOTALL)
     return {name: [text_of(cell) for cell in re.split("<td.*?>", row)[1:]] for name, row in rows}
 
 
@@ -253,7 +265,7 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)'
     assert amounts[product] == ["", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
-    folded = re.findall(r'<tr id="L(\d+)" class=before>', page)
+    folded = re.findall(r'<tr id="train.py:(\d+)" class=before>', page)
     assert len(folded) == next(i for i, line in enumerate(source) if "--- Model -" in line)
     assert f"At its peak a step holds {tables.show(result['peak'])}." in out
     assert result["peak"] == sum(result["held"].values())

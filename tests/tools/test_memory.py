@@ -59,7 +59,8 @@ def test_each_term(case):
     rows = tokens // parts
     layer = 2 * rows * (2 * M + (2 * Q * K + 2 * K) * D + 2 * F) // t
     outside = 4 * V * M // t + 2 * rows * M // t + 2 * 4 * rows * D  # of the loss; RoPE's sin, cos
-    small = 4 * rows * Q * K // t * LAYERS + 4 * rows + 4 * M  # softmax's sums, places of inputs
+    # The softmax's sums, inputs' places, and keys' positions, which are whole along c.
+    small = 4 * rows * Q * K // t * LAYERS + 4 * rows + 4 * M + 4 * rows * c
     assert terms[memory.SAVED] == LAYERS * layer + outside + small
     assert list(terms)[:3] == list(memory.ARGUMENTS)
 
