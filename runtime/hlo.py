@@ -190,6 +190,6 @@ def draw(hlo: str, path: pathlib.Path) -> str:
                 graph.edge(str(places[each][0]), str(node), style="solid")
     try:
         graph.render(outfile=path, cleanup=True)
-    except graphviz.ExecutableNotFound:
+    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):  # isn't there, or fails
         return f"no dot to draw with: install graphviz, or dot -Tsvg {path.with_suffix('.gv')}"
     return f"drew {path}"

@@ -64,7 +64,8 @@ def report(before: Result, after: Result, chip: devices.Chip | None, links: dict
     """Tables of what differs. `links` overrides the chip's links by axis. Raises UserError if the
     earlier audit lacks what later ones have."""
     if lacking := after.keys() - before.keys() - {"chip"}:
-        raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: make it anew")
+        cure = "make it anew with this version of tools.audit, or choose a later revision"
+        raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
     if (earlier_chip := before.get("chip", after["chip"])) != after["chip"]:
         raise UserError(
             f"the earlier audit is for {earlier_chip or 'no chip'}: set audit.chip alike"

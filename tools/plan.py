@@ -32,8 +32,8 @@ from tools.tables import show, table
 
 SHOWN = 10
 PARTS = "training.microbatches", "training.loss_chunks"
-# Of a chip's memory. What compilers reported was never more than 10% above a prediction: see
-# docs/audit.md.
+# Of a chip's memory. What compilers reported of the tests' programs was never more than 10% above a
+# prediction: see docs/audit.md.
 ROOM = 0.9
 
 
