@@ -1,5 +1,6 @@
 """Pretrains a Llama-style decoder, sharded over a mesh of up to four axes. This file holds the
-entire training step: config, model, loss, optimizer, step and loop.
+entire training step of a dense model with AdamW: config, model, loss, optimizer, step and loop.
+What other families, experts and Muon add is in variants/.
 
     python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
 
@@ -59,7 +60,7 @@ from jax import lax
 from data.loader import Batches, TokenBatch
 from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
-from runtime.checkpoint import Checkpoints, named
+from runtime.checkpoint import Checkpoints
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
 from runtime.program import program
 from runtime.run import Run, RunConfig, due, make_mesh, say
@@ -81,33 +82,25 @@ from shardlib.types import (
     Stacked,
     array_type,
     bool_,
+    choose,
     compute,
     computing_in,
     f32,
     make_shapes,
     make_shardings,
-    present,
+    named,
     pytree_dataclass,
     type_tree,
     typechecked,
     typed_shard_map,
     u32,
 )
-from variants import experts, muon
-from variants.experts import ExpertsConfig, RoutingConfig
+from variants import experts, families, muon
+from variants.experts import Experts, ExpertsConfig, RoutingConfig
+from variants.families import QKV, RopeScalingConfig
 
 # --- Config ---------------------------------------------------------------------------------------
 # All sections are hashable, so that a jitted function can take a config as a static argument.
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class RopeScalingConfig(Section, key="model.rope_scaling"):
-    """Llama 3.1's RoPE scaling, for rows longer than those of the original training."""
-
-    factor: NonNegativeFloat
-    low_frequency_factor: NonNegativeFloat
-    high_frequency_factor: NonNegativeFloat
-    original_len: PositiveInt  # tokens in a row of the original training
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -126,7 +119,7 @@ class ModelConfig(Section, key="model"):
     # What families of models differ in; configs/base.yaml names some that have each.
     norms_after: bool = False  # attention and MLP: their results, not what they take
     qkv_bias: bool = False
-    qk_norm: Annotated[str, OneOf("head all")] | None = None  # of queries and keys
+    qk_norm: families.QK_NORMS | None = None
     tied_embeddings: bool = False
     sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
     experts: ExpertsConfig | None = None
@@ -136,23 +129,6 @@ class ModelConfig(Section, key="model"):
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
         self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The optional arrays of Weights and Sums that the model has."""
-        there = {
-            "attention_norm mlp_norm": not self.norms_after,
-            "attention_post_norm mlp_post_norm": self.norms_after,
-            "b_q b_k b_v": self.qkv_bias,
-            "q_norm k_norm": self.qk_norm == "head",
-            "all_q_norm all_k_norm": self.qk_norm == "all",
-            "unembed": not self.tied_embeddings,
-            "w_gate w_up w_down": self.d_ff > 0,
-            "w_router e_gate e_up e_down": self.experts is not None,
-            "b_router": self.experts is not None and self.experts.bias,
-            "z_cost loads likely": self.experts is not None,
-        }
-        return frozenset(name for names in there if there[names] for name in names.split())
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -270,56 +246,60 @@ def dimensions(config: Config) -> dict[str, int]:
 
 
 @pytree_dataclass
+class MLP:
+    w_gate: compute["M/c/s F/t"]
+    w_up: compute["M/c/s F/t"]
+    w_down: compute["M/c/s F/t"]
+
+
+@pytree_dataclass
 class Layer:
-    attention_norm: f32["M/t/c/d"] | None
-    w_q: f32["M/c/d Q K/t D"]
-    w_k: f32["M/c/d K/t D"]
-    w_v: f32["M/c/d K/t D"]
-    b_q: f32["Q K/t D"] | None
-    b_k: f32["K/t D"] | None
-    b_v: f32["K/t D"] | None
-    q_norm: f32["D"] | None
-    k_norm: f32["D"] | None
-    all_q_norm: f32["Q K/t D"] | None
-    all_k_norm: f32["K/t D"] | None
-    w_o: f32["M/c/d Q K/t D"]
-    attention_post_norm: f32["M/t/c/d"] | None
-    mlp_norm: f32["M/t/c/d"] | None
-    w_gate: f32["M/c/d F/t"] | None
-    w_up: f32["M/c/d F/t"] | None
-    w_down: f32["M/c/d F/t"] | None
-    w_router: f32["M/t/c/d E"] | None
-    b_router: f32["E"] | None
-    e_gate: f32["E/t M/c/d G"] | None
-    e_up: f32["E/t M/c/d G"] | None
-    e_down: f32["E/t M/c/d G"] | None
-    mlp_post_norm: f32["M/t/c/d"] | None
+    attention_norm: compute["M/t/c/s"]
+    w_q: compute["M/c/s Q K/t D"]
+    w_k: compute["M/c/s K/t D"]
+    w_v: compute["M/c/s K/t D"]
+    qkv: QKV  # of other families than Llama
+    w_o: compute["M/c/s Q K/t D"]
+    mlp_norm: compute["M/t/c/s"]
+    mlp: MLP | None
+    experts: Experts | None
 
 
 @pytree_dataclass
 class Weights:
-    """The f32 master weights as they are stored, and so are their gradients and Adam's moments.
-    Matrices, and gains of the residual stream's norms, are split over all mesh axes. What may be
-    None is there if `ModelConfig.parts` names it."""
+    """The weights of a replica: those that a step computes with."""
 
-    embed: f32["V/t M/c/d"]
+    embed: compute["V/t M/c/s"]
     layers: Stacked["layers", Layer]
-    final_norm: f32["M/t/c/d"]
-    unembed: f32["V/t M/c/d"] | None  # None: the embedding takes its place
+    final_norm: compute["M/t/c/s"]
+    unembed: compute["V/t M/c/s"] | None  # None: the embedding takes its place
 
 
-def of_replica(stored: ArrayType) -> ArrayType:
-    """The type of a weight during a step: whole along r, and in the compute dtype unless it is so
-    small that it isn't split over d."""
-    dims = (Dim(dim.name, tuple(a for a in dim.axes if a != "r")) for dim in stored.spec.dims)
-    return array_type(compute if "s" in stored.spec.axes else f32, Spec(tuple(dims)))
+def over_replicas(kind: ArrayType) -> ArrayType:
+    """The type of a weight whose M is split over r, too. Those without M are small."""
+    dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
+    return array_type(kind.element, Spec(tuple(dims)))
 
 
-ReplicaWeights = Mapped[of_replica, Weights]
+def as_stored(kind: ArrayType) -> ArrayType:
+    return array_type(f32, over_replicas(kind).spec)
+
+
+# The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
+# the residual stream's norms, are split over all mesh axes.
+Stored = Mapped[as_stored, Weights]
+
+
+def weights_type(config: ModelConfig) -> Any:
+    """The types of a model's Weights. Here is decided which of the alternatives it has."""
+    qkv = families.qkv_type(config.qkv_bias, config.qk_norm)
+    each = config.experts and experts.experts_type(config.experts)
+    layer = choose(Layer, qkv=qkv, mlp=config.d_ff > 0, experts=each)
+    return choose(Weights, layers=layer, unembed=not config.tied_embeddings)
 
 
 @typechecked
-def init_weights(config: Config) -> Weights:
+def init_weights(config: Config) -> Stored:
     """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
     deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
     the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
@@ -332,7 +312,7 @@ def init_weights(config: Config) -> Weights:
         "w_down": residual_scale * size.get("F", 1) ** -0.5,
         "e_down": residual_scale * size.get("G", 1) ** -0.5,
     }
-    kinds = present(Weights, config.model.parts)
+    kinds = type_tree(Stored, weights_type(config.model))
     seed = jax.random.key(config.training.seed)
 
     def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -349,33 +329,62 @@ def init_weights(config: Config) -> Weights:
 
 
 @typechecked
-def gather_replica(weights: Weights) -> ReplicaWeights:
-    """Gathers all weights over r. The cast comes first, so that here and in each layer weights, and
-    in the backward pass their gradients, are sent in bf16. Biases and gains of heads are small:
-    they aren't split over r, s and c and stay in f32, and their gradients are added up here, once a
-    step."""
+def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
+    """Rounds the weights to the dtype that a step computes in, before anything is sent: all that
+    gathers them sends it, and so do the reductions of their gradients. Small weights stay in f32.
+    """
+    kinds = type_tree(Weights, weights)
+    return jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
 
-    def gather(path: Any, stored: ArrayType, wanted: ArrayType, weight: Any) -> Any:
-        if weight is None or path[-1].name == "b_router":  # which has no gradient
+
+@typechecked
+def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
+    """Gathers all weights over r, once a step. Small ones aren't split; their gradients are added
+    up here, in f32."""
+
+    def gather(path: Any, wanted: ArrayType, weight: jax.Array) -> jax.Array:
+        if path[-1].name == "b_router":  # which has no gradient
             return weight
-        op = ops.broadcast if stored.spec == wanted.spec else ops.all_gather
-        return op(f"{stored.spec} -> {wanted.spec}", weight.astype(wanted.dtype))
+        split = over_replicas(wanted).spec
+        op = ops.broadcast if split == wanted.spec else ops.all_gather
+        return op(f"{split} -> {wanted.spec}", weight)
 
-    return jax.tree_util.tree_map_with_path(gather, type_tree(Weights), ReplicaWeights, weights)
+    return jax.tree.map_with_path(gather, type_tree(Weights, weights), weights)
 
 
-def rms_norm(spec: str, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of x, laid out like `spec`, over the last dimensions, those that the gain has: Zhang
-    and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
-    x32, kept = x.astype(f32.dtype), " ".join(spec.split()[: -gain.ndim])
-    if "/t" not in spec.removeprefix(kept):
-        squares = ops.reduce_mean(f"{spec} -> {kept}", jnp.square(x32))
-    else:
-        squares = ops.reduce_mean(f"{spec} -> {kept} {{U:t}}", jnp.square(x32))
-        squares = ops.psum(f"{kept} {{U:t}} -> {kept}", squares)
-        squares = ops.broadcast(f"{kept} -> {kept}", squares)
-    scale = jnp.expand_dims(lax.rsqrt(squares + eps), tuple(range(-gain.ndim, 0)))
-    return (x32 * scale * gain.astype(f32.dtype)).astype(x.dtype)
+@typechecked
+def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
+    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    h32 = h.astype(f32.dtype)
+    scale = lax.rsqrt(jnp.mean(jnp.square(h32), axis=-1, keepdims=True) + eps)
+    return (h32 * scale * gain.astype(f32.dtype)).astype(h.dtype)
+
+
+@typechecked
+def enter(
+    x: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
+) -> compute["B/d L/c M"]:
+    """Takes the input of a sublayer, attention or feed-forward, from the residual stream."""
+    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+    if config.norms_after:
+        return h
+    return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
+
+
+@typechecked
+def leave(
+    x: compute["B/d L/c M/t"],
+    y: compute["B/d L/c M {U:t}"],
+    gain: compute["M/t/c/s"],
+    config: ModelConfig,
+) -> compute["B/d L/c M/t"]:
+    """Adds the result of a sublayer to the residual stream, which is split over t, to save memory:
+    the reduce-scatter here and the all-gather in `enter` send as many bytes as one all-reduce. It
+    is split along M, so that L stays whole; Megatron's sequence parallelism splits L."""
+    y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+    if config.norms_after:
+        y = families.norm_after(y, gain, config.norm_eps)
+    return x + y
 
 
 @typechecked
@@ -383,18 +392,11 @@ def rotation(
     position: u32["B/d L/c"], config: ModelConfig
 ) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
-    Each stands twice, at i and at i + D/2.
-
-    With scaling, pairs that turn only a few times within the original length turn more slowly, by
-    `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as released with Llama 3.1.
-    """
+    Each stands twice, at i and at i + D/2."""
     half = config.d_head // 2
     timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
-    if scaling := config.rope_scaling:
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        turns = scaling.original_len / (2 * jnp.pi * timescale)
-        unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
-        timescale = timescale / (unscaled + (1 - unscaled) / scaling.factor)
+    if config.rope_scaling:
+        timescale = config.rope_scaling.slowed(timescale)
     angle = position.astype(f32.dtype)[:, :, None] / jnp.tile(timescale, 2)
     return jnp.sin(angle), jnp.cos(angle)
 
@@ -421,30 +423,39 @@ def rope(
 
 
 @typechecked
+def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
+    """Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+    w_gate = ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)
+    w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)
+    gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
+    up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
+    gate = save_for_backward(gate)
+    up = save_for_backward(up)
+    w_down = ops.all_gather("M/c/s F/t -> M F/t", w.w_down)
+    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+    hidden = hidden.astype(compute.dtype)
+    return ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
+
+
+@typechecked
 def decoder(
-    weights: Any,
+    weights: Weights,
     inputs: u32["B/d L/c"],
     position: u32["B/d L/c"],
     attend: Callable[..., tuple[jax.Array, Any]],
     caches: Any,
     config: ModelConfig,
-    gather: Callable[..., jax.Array] = ops.all_gather,
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """Embeds the inputs and applies all layers. Training, validation and generation all call this
     one definition, with different arguments:
 
-    gather: gathers a weight where it is used, norm gains over t too. Generation passes
-        weights that are gathered already, and a `gather` that does nothing.
     attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
         this layer's slice of `caches`; training passes (). All mixing between positions must happen
         in `attend`, because generation computes one position at a time.
 
     Returns the residual stream, and for each layer the new cache and the Routing, if any."""
-    embed = gather("V/t M/c/s -> V/t M", weights.embed)
+    embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
     x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)
-    # Between blocks the residual stream is split over t, to save memory: a reduce-scatter here and
-    # an all-gather before each norm send as many bytes as one all-reduce. It is split along M, so
-    # that L stays whole; Megatron's sequence parallelism splits L.
     x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
     sin, cos = rotation(position, config)
 
@@ -456,76 +467,40 @@ def decoder(
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
+        # A Layer, as the type of `weights` says. Here it could have no scalars: they vary.
         w, cache = scanned
-        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-        if w.attention_norm is not None:
-            gain = gather("M/t/c/s -> M", w.attention_norm)
-            h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
-        w_q = gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
-        w_k = gather("M/c/s K/t D -> M K/t D", w.w_k)
-        w_v = gather("M/c/s K/t D -> M K/t D", w.w_v)
+        h = enter(x, w.attention_norm, config)
+        w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
+        w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
+        w_v = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_v)
         q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
-        if w.b_q is not None:
-            q, k, v = (
-                (x + bias).astype(x.dtype) for x, bias in ((q, w.b_q), (k, w.b_k), (v, w.b_v))
-            )
-        if w.q_norm is not None:  # over each head: Qwen3
-            q = rms_norm("B/d L/c Q K/t D", q, w.q_norm, config.norm_eps)
-            k = rms_norm("B/d L/c K/t D", k, w.k_norm, config.norm_eps)
-        if w.all_q_norm is not None:  # over all heads: OLMo 2, https://arxiv.org/abs/2501.00656
-            q = rms_norm("B/d L/c Q K/t D", q, w.all_q_norm, config.norm_eps)
-            k = rms_norm("B/d L/c K/t D", k, w.all_k_norm, config.norm_eps)
+        q, k, v = w.qkv.adjusted(q, k, v, config.norm_eps)
         q, k = rope(q, k, sin, cos)
         q = save_for_backward(q)
         k = save_for_backward(k)
         v = save_for_backward(v)
         mixed, new_cache = attend(q, k, v, cache)
-        w_o = gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
-        y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
-        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        if w.attention_post_norm is not None:
-            gain = gather("M/t/c/s -> M/t", w.attention_post_norm)
-            y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        x = save_for_backward(x + y)
+        w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
+        y: Any = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
+        x = save_for_backward(leave(x, y, w.attention_norm, config))
 
-        # SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202
-        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-        if w.mlp_norm is not None:
-            gain = gather("M/t/c/s -> M", w.mlp_norm)
-            h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
-        parts, routed = [], None
-        if w.w_up is not None:
-            w_gate = gather("M/c/s F/t -> M F/t", w.w_gate)
-            w_up = gather("M/c/s F/t -> M F/t", w.w_up)
-            gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
-            up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-            gate = save_for_backward(gate)
-            up = save_for_backward(up)
-            w_down = gather("M/c/s F/t -> M F/t", w.w_down)
-            hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-            hidden = hidden.astype(compute.dtype)
-            y = ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
-            parts.append(y)
-        if config.experts:
-            y, routed = experts.mixture(h, w, config.experts, gather)
-            parts.append(y)
-        y = functools.reduce(operator.add, parts)
-        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-        if w.mlp_post_norm is not None:
-            gain = gather("M/t/c/s -> M/t", w.mlp_post_norm)
-            y = rms_norm("B/d L/c M/t", save_for_backward(y), gain, config.norm_eps)
-        return x + y, (new_cache, routed)
+        h = enter(x, w.mlp_norm, config)
+        y, routed = (swiglu(h, w.mlp) if w.mlp else None), None
+        if w.experts and config.experts:
+            y, routed = experts.mixture(h, w.experts, y, config.experts)
+        return leave(x, y, w.mlp_norm, config), (new_cache, routed)
 
     return lax.scan(block, x, (weights.layers, caches))
 
 
-def output_weights(weights: Any, gather: Callable[..., jax.Array] = ops.all_gather) -> Any:
-    """The final norm's gain and the unembedding, gathered, for `unembed`. See `decoder` for the
-    arguments."""
-    stored = weights.embed if weights.unembed is None else weights.unembed
-    return gather("M/t/c/s -> M", weights.final_norm), gather("V/t M/c/s -> V/t M", stored)
+@typechecked
+def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
+    """The final norm's gain and the unembedding, gathered, for `unembed`."""
+    split = weights.embed if weights.unembed is None else weights.unembed
+    gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
+    return gain, ops.all_gather("V/t M/c/s -> V/t M", split)
 
 
 @typechecked
@@ -535,7 +510,7 @@ def unembed(
     """The logits, from the `output_weights` and the residual stream after the last layer."""
     gain, w_unembed = weights
     h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-    h = rms_norm("B/d L/c M", h, gain, config.norm_eps)
+    h = rms_norm(h, gain, config.norm_eps)
     # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
     h = lax.optimization_barrier(h)
     return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
@@ -543,15 +518,15 @@ def unembed(
 
 @typechecked
 def forward(
-    weights: ReplicaWeights, batch: TokenBatch, config: ModelConfig
+    weights: Weights, batch: TokenBatch, config: ModelConfig
 ) -> tuple[compute["B/d L/c M/t"], Any]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
     and row."""
     key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
     start = batch.start
-    if window := config.sliding_window:
-        start = jnp.maximum(start, batch.position - jnp.minimum(batch.position, window - 1))
+    if config.sliding_window:
+        start = families.first_visible(start, batch.position, config.sliding_window)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
         k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
@@ -573,20 +548,13 @@ def target_count(batch: TokenBatch) -> f32[""]:
     return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
-@pytree_dataclass
-class Sums:
-    """Sums over all devices and microbatches. A term that is added to the objective, and is a field
-    here, is logged by this name: see `Metrics`."""
-
-    loss: f32[""]  # cross-entropy in nats
-    z_cost: f32[""] | None = None  # without its weight
-    loads: f32["layers E"] | None = None  # tokens that chose an expert
-    likely: f32["layers E"] | None = None  # experts' scores, normalized
+# Sums over all targets or tokens on all devices. Scalars are logged under these names, as means.
+Sums = dict[str, f32[""] | f32["layers E"]]
 
 
 @typechecked
 def total_loss(
-    weights: ReplicaWeights, batch: TokenBatch, count: f32[""], config: Config
+    weights: Weights, batch: TokenBatch, count: f32[""], config: Config
 ) -> tuple[f32[""], Sums]:
     """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
     vocabulary stays split: only the logits' maximum, the sum of their exponentials and the target's
@@ -612,17 +580,16 @@ def total_loss(
         target_logit = ops.psum("B/d l/c {U:t} -> B/d l/c", target_logit)
         nats = (jnp.log(sum_exp) - target_logit) * loss_mask
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
-        return total, Sums(total)
+        return total, {"loss": total}
 
     x, routed = forward(weights, batch, config.model)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
-    if routed is None:
-        return objective, sums
-
-    cost, more = experts.costs(routed, count, config.training)
-    return objective + cost, dataclasses.replace(sums, **more)
+    if config.model.experts:
+        cost, more = experts.costs(routed, count, config.training)
+        return objective + cost, sums | more
+    return objective, sums
 
 
 # --- Training step --------------------------------------------------------------------------------
@@ -631,33 +598,25 @@ def total_loss(
 @pytree_dataclass
 class State:
     step: u32[""]  # completed steps
-    weights: Weights
-    mu: Weights  # averages of gradients
-    nu: Partial[Weights]  # averages of their squares; of all that AdamW updates
+    weights: Stored
+    mu: Stored  # averages of gradients
+    nu: Partial[Stored]  # averages of their squares; of all that AdamW updates
 
 
-@pytree_dataclass
-class Metrics(Sums):
-    """The sums divided by the number of targets, except `loads`, as multiples of an even load. Of
-    `likely` only the cost is logged."""
-
-    _: dataclasses.KW_ONLY
-    balance_cost: f32[""] | None = None
-    learning_rate: f32[""]
-    grad_norm: f32[""]
-    skipped: u32[""]  # 1 if the update was skipped because the loss or a gradient isn't finite
-    norms: f32["N"]  # one per entry of `norm_names`; empty without metrics.norms_interval
+# Metrics of a step by name, of which each device has the whole. Those of parts of the model have a
+# slash in their names, or dimensions.
+Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
 def state_type(config: Config) -> Any:
     """The types of a state's arrays."""
-    weights = present(Weights, config.model.parts)
+    weights = type_tree(Stored, weights_type(config.model))
     nu = muon.divided(weights, weights)[0] if config.training.optimizer == "muon" else weights
     return State(u32[""], weights, weights, nu)
 
 
 @typechecked
-def fresh_state(weights: Weights, config: Config) -> State:
+def fresh_state(weights: Stored, config: Config) -> State:
     """Step 0 with these weights and zero moments."""
     kinds = state_type(config)
     shapes = make_shapes((kinds.mu, kinds.nu), dimensions(config))
@@ -741,15 +700,15 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 @typechecked
 def loss_and_grads(
-    weights: Weights, batch: TokenBatch, config: Config
-) -> tuple[Sums, f32[""], Weights]:
+    weights: Stored, batch: TokenBatch, config: Config
+) -> tuple[Sums, f32[""], Stored]:
     """The sums over all targets, their number, and the gradient of the objective's mean. Gradients
     come out of jax.grad added up over the devices of a replica and split like the weights, because
     the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
     microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
     f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
     targets in the batch."""
-    replica, scatter = jax.vjp(gather_replica, weights)
+    replica, scatter = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
     microbatches = config.training.microbatches
     count = target_count(batch)
     value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
@@ -765,9 +724,9 @@ def loss_and_grads(
 
         # Splits each device's own rows.
         parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
+        sums, _ = jax.eval_shape(value_and_grads, jax.tree.map(lambda x: x[0], parts))
         wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
-        sums = make_shapes(present(Sums, config.model.parts), dimensions(config))
-        zeros = (jnp.float32(0), jax.tree.map(wide, sums)), jax.tree.map(wide, replica)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
         total, () = lax.scan(add, zeros, parts)
     (_, sums), grads = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
@@ -806,62 +765,44 @@ def training_step(
     tree_map = jax.tree.map
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
     # An all-reduce of a scalar, and another one for biases, which are split over t alone.
-    grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, raw_grads))
+    grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = tree_map(lambda g: g * clip, raw_grads)
 
     of_muon = functools.partial(muon.update, adamw, state_type(config).weights)
     update = of_muon if config.training.optimizer == "muon" else adamw
     weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)
-    means = vars(tree_map(lambda x: x / count, sums))
+    metrics: Any = {name: x / count for name, x in sums.items() if x.ndim == 0}
     if config.model.experts:
-        means |= experts.summary(sums.loads, sums.likely)
-        weights = experts.rebalanced(weights, state.weights, sums.loads, hyper.bias_rate)
-    finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-    new, old = (weights, mu, nu), (state.weights, state.mu, state.nu)
+        weights, more = experts.rebalanced(weights, state.weights, sums, hyper.bias_rate)
+        metrics |= more
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+    old = dataclasses.replace(state, step=state.step + 1)
     # Elementwise, so that the new state overwrites the old one, which is donated.
-    weights, mu, nu = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
-    squares = [jnp.zeros(0)]  # so that without norms there is still something to concatenate
+    new = State(old.step, weights, mu, nu)
+    new = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
+    metrics["learning_rate"] = hyper.learning_rate
+    metrics["grad_norm"] = grad_norm
+    metrics["skipped"] = 1 - finite.astype(u32.dtype)
     if config.metrics.norms_interval:
-        updates = tree_map(operator.sub, weights, state.weights)
-        for tree in raw_grads, weights, updates:
-            squares += map(jnp.atleast_1d, ops.sums_of_squares(Weights, tree, "layers"))
-    metrics = Metrics(
-        **means,
-        learning_rate=hyper.learning_rate,
-        grad_norm=grad_norm,
-        skipped=1 - finite.astype(u32.dtype),
-        norms=jnp.sqrt(jnp.concatenate(squares)),
-    )
-    return State(state.step + 1, weights, mu, nu), metrics
-
-
-def norm_names(config: Config) -> list[str]:
-    """The names of `Metrics.norms`: for gradients (before clipping), weights and updates, one norm
-    per tensor, or per layer of a stacked tensor."""
-    names = []
-    for name, kind in named(present(Weights, config.model.parts)).items():
-        stacked = kind.spec.dims[0].name == "layers"
-        names += [f"{name}/{i}" for i in range(config.model.layers)] if stacked else [name]
-    return [f"{what}_norm/{name}" for what in ("grad", "weight", "update") for name in names]
-
-
-def load_names(config: Config) -> list[str]:
-    count = config.model.experts.count if config.model.experts else 0
-    return [f"load/{i}/{expert}" for i in range(config.model.layers) for expert in range(count)]
+        updates = tree_map(operator.sub, new.weights, state.weights)
+        for name, tree in ("grad", raw_grads), ("weight", new.weights), ("update", updates):
+            squares = ops.sums_of_squares(Stored, tree, "layers")
+            metrics |= {f"{name}_norm/{path}": jnp.sqrt(x) for path, x in squares.items()}
+    return new, metrics
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def validation_step(weights: Weights, batch: TokenBatch, config: Config) -> f32[""]:
+def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> f32[""]:
     targets = target_count(batch)
-    _, sums = total_loss(gather_replica(weights), batch, targets, config)
-    return sums.loss / targets
+    _, sums = total_loss(gather_replica(cast(weights)), batch, targets, config)
+    return sums["loss"] / targets
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def gradients(weights: Weights, batch: TokenBatch, config: Config) -> Weights:
+def gradients(weights: Stored, batch: TokenBatch, config: Config) -> Stored:
     return loss_and_grads(weights, batch, config)[2]
 
 
@@ -965,7 +906,7 @@ def tiny(config: Config) -> list[Config]:
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
-    sizes = numbers.tiny_sizes(tuple[State, TokenBatch], sizes, split)
+    sizes = numbers.tiny_sizes(step_arguments(config), sizes, split)
     sizes |= {"L": 12 * split["c"]}
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
@@ -1001,7 +942,7 @@ def step_flops(config: Config) -> tuple[int, int]:
 
 
 @typechecked
-def validate(config: Config, weights: Weights, data: Batches) -> jax.Array:
+def validate(config: Config, weights: Stored, data: Batches) -> jax.Array:
     """The mean of the losses of the validation split's first batches, the same ones each time."""
     count = config.training.validation_batches
     losses = [validation_step(weights, batch, config) for _, batch in data.from_step(0, count)]
@@ -1027,7 +968,7 @@ def starting_state(
 
 
 @typechecked
-def not_finite(config: Config, weights: Weights, batch: TokenBatch, origin: str) -> str:
+def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) -> str:
     """Names the gradients of a batch that aren't finite, recomputed, and the batch's origin."""
     grads = named(gradients(weights, batch, config))
     bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
@@ -1053,7 +994,7 @@ def train(
         return
     source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
     tokens = hyper.tokens.batch * hyper.tokens.len
-    weights = make_shapes(present(Weights, config.model.parts), dimensions(config))
+    weights = make_shapes(weights_type(config.model), dimensions(config))
     parameters = sum(x.size for x in jax.tree.leaves(weights))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
@@ -1065,7 +1006,6 @@ def train(
         tokens=tokens,
         flops=sum(step_flops(config)),
         max_skipped=hyper.max_skipped_updates,
-        vectors={"norms": norm_names(config), "loads": load_names(config)},
         origin=origin,
     )
 
@@ -1081,9 +1021,8 @@ def train(
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
             state, metrics = step_once(state, batch, hyper_at(step, hyper))
-        row = {name: x for name, x in vars(metrics).items() if x is not None}
-        row |= at_start if step == 0 else {}
-        run.log(step, row, functools.partial(describe_failure, step, batch))
+        metrics |= at_start if step == 0 else {}
+        run.log(step, metrics, functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.settle()
             run.flush(validation_loss=validate(config, state.weights, held_out))

@@ -42,10 +42,10 @@ from runtime.config import NonNegativeInt, Path, Section, flat, plain
 from runtime.errors import tell
 from runtime.storage import DamageError
 from shardlib.errors import UserError
-from shardlib.types import make_shapes, make_shardings, type_tree
+from shardlib.types import make_shapes, make_shardings, named, type_tree
 
 C = TypeVar("C")
-FORMAT = 1
+FORMAT = 2
 # Of a checkpoint: the steps done, and when its run started, in milliseconds.
 NAME = r"\d{8,10}\.\d{1,16}"
 # What the attributes of a checkpoint, and the entries of its manifest, have at least.
@@ -82,14 +82,6 @@ def chunk_shape(shard: Sequence[int], itemsize: int) -> tuple[int, ...]:
             break
         chunk[even[0]] //= 2
     return tuple(chunk)
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by their paths, such as weights/layers/w_q."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def entries(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
@@ -215,7 +207,9 @@ class Checkpoint:
             cure = "delete the checkpoint to use the one before it"
             raise DamageError(f"{self.path}/zarr.json was changed since it was written; {cure}")
         if (version := metadata["format"]) != FORMAT:
-            raise CheckpointError(f"{self.path} has format {version}; this code reads {FORMAT}")
+            cure = "use the commit that wrote it, which starts.jsonl in the run's folder names"
+            problem = f"has format {version}; this code reads {FORMAT}: {cure}"
+            raise CheckpointError(f"{self.path} {problem}, or import it again")
         if not all(map(_describes, metadata["arrays"].values())):
             raise DamageError(f"{self.path}/zarr.json describes an array that can't be")
         return metadata

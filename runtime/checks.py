@@ -95,8 +95,8 @@ class Numbers:
         UserError that says what differs between the meshes, and from where on."""
         first, *others = self.results()
         for config, other in zip(self.configs[1:], others, strict=True):
-            for function, arrays in first.items():
-                if differ := numbers.differences(arrays, other[function]):
+            for function, arrays in other.items():
+                if differ := numbers.differences(first[function], arrays):
                     raise UserError(self._explain(function, config, differ))
         if differ := numbers.differences(first["forward"], first["generation"]):
             return (

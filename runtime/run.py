@@ -285,20 +285,17 @@ class Run:
         tokens: int,
         flops: int,
         max_skipped: int,
-        vectors: dict[str, list[str]],
         origin: str,
     ) -> None:
         """Opens the run's folder before step `first` of `steps`.
 
         tokens, flops: tokens and model FLOPs of a step.
         max_skipped: the run ends after more than this many consecutive skipped updates.
-        vectors: for each vector that `log` takes, the names of its entries; they are logged every
-            metrics.norms_interval steps.
         origin: a line to print about where the state comes from, or "".
 
         Raises UserError if `first` is beyond the last step."""
         self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
-        self.max_skipped, self.vectors, self.done = max_skipped, vectors, first
+        self.max_skipped, self.done = max_skipped, first
         if first >= steps:
             clone = self.config.paths.clone_from
             raise UserError(
@@ -336,7 +333,10 @@ class Run:
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
         """Starts the row of a step, and writes the row of the step before: reading metrics blocks,
         so step n is logged while step n+1 runs. `explain` returns details on a loss that isn't
-        finite."""
+        finite.
+
+        Each entry of an array is logged by its index, as name/0/1. It and what else has a slash in
+        its name is logged every metrics.norms_interval steps."""
         self.flush()
         self.row, self.explain = {"step": step, **values}, explain
         self.row["data_wait_seconds"] = self.waited
@@ -346,12 +346,14 @@ class Run:
         as part of it."""
         if not self.row or "tokens_per_second" in self.row:
             return
-        row: Row = {"step": self.row.pop("step")}
+        row: Row = {"step": (step := self.row.pop("step"))}
+        in_parts = due(self.config.metrics.norms_interval, step, self.steps)
         for name, value in self.row.items():
-            if name not in self.vectors:
+            if "/" not in name and getattr(value, "shape", ()) == ():
                 row[name] = float(value)
-            elif due(self.config.metrics.norms_interval, int(row["step"]), self.steps):
-                row |= zip(self.vectors[name], np.ravel(value).tolist(), strict=True)
+            elif in_parts:
+                entries = np.ndenumerate(np.asarray(value))
+                row |= {"/".join(map(str, (name, *index))): float(x) for index, x in entries}
         now = time.perf_counter()
         self.seconds.append(now - self.since)
         self.since = now

@@ -70,7 +70,8 @@ def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
     """The result of `function(*arrays, *static)`, a jitted `typed_shard_map`, as NumPy arrays. What
     it takes are NumPy arrays, too."""
     hints = list(typing.get_type_hints(inspect.unwrap(function)).values())[: len(arrays)]
-    placed = jax.device_put(arrays, tuple(map(make_shardings, hints)))
+    kinds = tuple(map(type_tree, hints, arrays))
+    placed = jax.device_put(arrays, make_shardings(kinds))
     return jax.device_get(function(*placed, *static))
 
 

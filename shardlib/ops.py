@@ -35,6 +35,7 @@ from shardlib.types import (
     f32,
     inside_shard_map,
     mesh_shape,
+    named,
     parse_signature,
     show_groups,
 )
@@ -589,17 +590,18 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
 
 
 @jax.named_scope("sums_of_squares")
-def sums_of_squares(hint: Any, tree: Any, each: str) -> list[jax.Array]:
-    """The sum of squares of each array in a typed tree, f32[""]; for an array whose first dimension
-    is `each`, one sum for each index of it, f32[each].
+def sums_of_squares(hint: Any, tree: Any, each: str) -> dict[str, jax.Array]:
+    """The sum of squares of each array in a typed tree, f32[""], by its path, such as layers/w_q;
+    for an array whose first dimension is `each`, one sum for each index of it, f32[each].
 
-        w_q_norms = jnp.sqrt(ops.sums_of_squares(Layers, grads.layers, "layers")[1])
+        w_q_norms = jnp.sqrt(ops.sums_of_squares(Weights, grads, "layers")["layers/w_q"])
 
     Forward: an all-reduce for each array that is split. Not for use inside a differentiated
     function.
     """
     squares = _squares(hint, tree, "sums_of_squares", each)
-    return [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in squares]
+    sums = [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in squares]
+    return dict(zip(named(tree), sums, strict=True))
 
 
 def _squares(

@@ -6,7 +6,7 @@
     f32[""]                a scalar
     floating["B L"]        any float type; integer["B L"] is any integer type
     compute["B L"]         the dtype of `computing_in`: bfloat16, or float32 to compute exactly
-    f32["M"] | None        in a pytree_dataclass: an array that may be absent, see `present`
+    MLP | None             an alternative, where the value at hand says which: see `type_tree`
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
@@ -37,8 +37,9 @@ import functools
 import inspect
 import math
 import re
+import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -188,7 +189,6 @@ class ArrayType(type):
 
     element: "DType"
     spec: Spec
-    optional: bool
 
     @property
     def dtype(cls) -> Any:
@@ -219,12 +219,11 @@ class DType:
 
 
 @functools.cache
-def array_type(element: DType, spec: Spec, optional: bool = False) -> ArrayType:
-    """The one class for this element type and layout. If it is optional, the array may be None."""
+def array_type(element: DType, spec: Spec) -> ArrayType:
+    """The one class for this element type and layout."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
         raise SpecError(f"{indexed[0]}: only the string of ops.index_unreduced takes brackets")
-    members = {"element": element, "spec": spec, "optional": optional}
-    return ArrayType(f'{element.name}["{spec}"]', (), members)
+    return ArrayType(f'{element.name}["{spec}"]', (), {"element": element, "spec": spec})
 
 
 f32 = DType("f32", np.dtype(jnp.float32))
@@ -393,12 +392,21 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
 # --- Trees of array types -------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derived:
+    """An annotation for what `of` annotates, with other types: `change` makes them of those of `of`
+    and of the value at hand."""
+
+    of: Any
+    change: Callable[[Any, Any], Any]
+
+
 class Mapped:
     """`Mapped[function, Layer]`: a Layer with `function` applied to the type of each array."""
 
     def __class_getitem__(cls, item: tuple[Callable[[ArrayType], ArrayType], Any]) -> Any:
         function, hint = item
-        return jax.tree.map(lambda kind: _like(kind, function(kind)), type_tree(hint))
+        return Derived(hint, lambda kinds, _: jax.tree.map(function, kinds))
 
 
 class Stacked:
@@ -410,31 +418,19 @@ class Stacked:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:
-            return _like(kind, array_type(kind.element, parse_spec(f"{dim} {kind.spec}")))
+            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
 
-        return jax.tree.map(stack, type_tree(hint))
+        return Derived(hint, lambda kinds, _: jax.tree.map(stack, kinds))
 
 
 class Partial:
-    """`Partial[Layer]`: a Layer any of whose arrays may be absent."""
+    """`Partial[Layer]`: a Layer any of whose arrays may be None."""
 
     def __class_getitem__(cls, hint: Any) -> Any:
-        return jax.tree.map(lambda kind: array_type(kind.element, kind.spec, True), type_tree(hint))
+        def there(kinds: Any, value: Any) -> Any:
+            return jax.tree.map(lambda kind, x: None if x is None else kind, kinds, value)
 
-
-def _like(old: ArrayType, new: ArrayType) -> ArrayType:
-    return array_type(new.element, new.spec, True) if old.optional else new
-
-
-def present(hint: Any, names: Collection[str]) -> Any:
-    """The type tree of `hint` with those of its optional arrays whose fields have these names, and
-    None in place of the others. Shapes, shardings and checkpoints are made of it."""
-
-    def chosen(path: tuple[Any, ...], kind: ArrayType) -> ArrayType | None:
-        there = not kind.optional or path[-1].name in names
-        return array_type(kind.element, kind.spec) if there else None
-
-    return jax.tree_util.tree_map_with_path(chosen, type_tree(hint))
+        return Derived(hint, there)
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -448,38 +444,91 @@ def pytree_dataclass(cls: type) -> type:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-@functools.cache
-def type_tree(hint: Any) -> Any:
-    """The annotation as a tree of array types; None if it has none. Stacked[...] and Mapped[...]
-    are such trees already.
+UNKNOWN = object()  # in place of a value
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
-    Raises SpecError for an annotation that could not be checked: one that mixes arrays with other
-    things, or holds them in something other than a pytree_dataclass or a tuple. In a tuple, Any
-    marks a part that is not to be checked.
+
+def has_arrays(hint: Any) -> bool:
+    """Returns whether there are array types in an annotation. Raises SpecError for one that could
+    not be checked: one that mixes arrays with other things, or holds them in something other than a
+    pytree_dataclass, a tuple, a dict or alternatives. Any marks a part that is not to be checked.
     """
-    leaves = jax.tree.leaves(hint)
-    if leaves and all(isinstance(leaf, ArrayType) for leaf in leaves):
-        return hint
-    parts: tuple[Any, ...] = typing.get_args(hint)
-    if parts[1:] == (type(None),) and isinstance(parts[0], ArrayType):
-        return array_type(parts[0].element, parts[0].spec, True)
-    if is_dataclass := dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        names = [field.name for field in dataclasses.fields(hint)]
-        parts = tuple(hints[name] for name in names)
-    tree: Any = tuple(Any if part is Any else type_tree(part) for part in parts)
-    if hint != tuple[()] and all(part in (None, Any) for part in tree):
-        return None
-    checkable = None not in tree and (is_dataclass or typing.get_origin(hint) is tuple)
-    if checkable and is_dataclass:
-        tree = typing.cast(Any, hint)(**dict(zip(names, tree, strict=True)))
-        checkable = not jax.tree_util.all_leaves([tree])  # it is registered as a pytree
-    if not checkable:
+    if isinstance(hint, ArrayType):
+        return True
+    if isinstance(hint, Derived):
+        return has_arrays(hint.of)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    checkable = origin in (tuple, dict, types.UnionType)
+    if dataclasses.is_dataclass(hint):
+        parts = tuple(_hints(hint).values())
+    there = [has_arrays(x) for x in parts[origin is dict :] if x not in (Any, type(None))]
+    if any(there) and dataclasses.is_dataclass(hint):
+        like = typing.cast(Any, hint)(*parts)
+        checkable = not jax.tree_util.all_leaves([like])  # it is registered as a pytree
+    if any(there) and not (all(there) and checkable):
         raise SpecError(
-            f"{hint} holds array types but can't be checked: use a pytree_dataclass or a tuple "
-            "with nothing but array types in it"
+            f"{hint} holds array types but can't be checked: use a pytree_dataclass, a tuple or a "
+            "dict with nothing but array types in it"
         )
-    return tree
+    return any(there)
+
+
+def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
+    """The annotation as a tree of array types. Such a tree stands for itself.
+
+    Where there are alternatives the value at hand, a tree of arrays or of their types, says which:
+    `MLP | None` is MLP for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, and
+    a dict has the value's keys. Raises TypeError or ValueError for a value of another structure,
+    and SpecError if it takes a value to know and there is none.
+    """
+    if isinstance(hint, ArrayType) or hint in (Any, None, type(None)):
+        return None if hint is type(None) else hint
+    if isinstance(hint, Derived):
+        return hint.change(type_tree(hint.of, value), value)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        values = (UNKNOWN,) * len(parts) if value is UNKNOWN else value
+        return tuple(type_tree(*pair) for pair in zip(parts, values, strict=True))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if value is not UNKNOWN and not isinstance(value, hint):
+            raise TypeError(f"it is a {type(value).__name__}")
+        fields = {name: getattr(value, name, UNKNOWN) for name in _hints(hint)}
+        return hint(**{name: type_tree(_hints(hint)[name], x) for name, x in fields.items()})
+    if origin not in (dict, types.UnionType):
+        return hint
+    if value is UNKNOWN:
+        raise SpecError(f"{hint}: choose one with types.choose")
+    if origin is dict:
+        return {name: type_tree(parts[1], x) for name, x in value.items()}
+    kinds = [part for part in parts if isinstance(part, ArrayType)]
+    if len(kinds) > 1:
+        dims = value.spec.dims if isinstance(value, ArrayType) else getattr(value, "shape", ())
+        same = getattr(value, "dtype", None), len(dims)
+        kinds = [kind for kind in kinds if (kind.dtype, len(kind.spec.dims)) == same]
+    others = (part for part in parts if not isinstance(part, ArrayType))
+    fitting = [*(part for part in others if isinstance(value, part)), *kinds]
+    if not fitting:
+        raise TypeError(f"{describe(value)} is none of {hint}")
+    return type_tree(fitting[0], value)
+
+
+def choose(cls: type, **fields: Any) -> Any:
+    """The type tree of a pytree_dataclass. A field with alternatives needs a choice: True for the
+    first one, the dataclass or the type tree of another one, or anything false for None."""
+
+    def chosen(name: str) -> Any:
+        choice = fields.get(name, UNKNOWN) or None
+        if choice is True:
+            choice, *_ = typing.get_args(_hints(cls)[name])
+        return type_tree(choice)
+
+    return cls(**{name: type_tree(hint, chosen(name)) for name, hint in _hints(cls).items()})
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, such as layers/w_q."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, Any]]:
@@ -488,11 +537,11 @@ def check_tree(tree: Any, hint: Any, where: str) -> list[tuple[str, ArrayType, A
     leaves: list[tuple[str, ArrayType, Any]] = []
 
     def add(path: tuple[Any, ...], kind: Any, value: Any) -> None:
-        if kind is not Any and not (kind.optional and value is None):
+        if kind is not Any:
             leaves.append((where + jax.tree_util.keystr(path), kind, value))
 
     try:
-        jax.tree_util.tree_map_with_path(add, type_tree(hint), tree)
+        jax.tree_util.tree_map_with_path(add, type_tree(hint, tree), tree)
     except (TypeError, ValueError):
         wanted, actual = getattr(hint, "__name__", hint), jax.tree.map(describe, tree)
         raise ShardTypeError(f"{where} is not of type {wanted}: it is {actual}") from None
@@ -526,14 +575,12 @@ def make_shardings(hint: Any) -> Any:
 def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = None) -> Any:
     """A ShapeDtypeStruct, of global shape, for each array of the annotated type.
 
-    Optional arrays must have been chosen, see `present`. Raises UserError if a dimension has no
-    size, or doesn't split evenly over its axes of the mesh in context; `keys` gives the config key
-    of each dimension, for the message.
+    Raises UserError if a dimension has no size, or doesn't split evenly over its axes of the mesh
+    in context; `keys` gives the config key of each dimension, for the message.
     """
     mesh = mesh_shape()
 
     def shape(kind: ArrayType, _: PartitionSpec) -> jax.ShapeDtypeStruct:
-        assert not kind.optional, f"{kind} may be absent: choose with types.present"
         lengths = []
         for dim in kind.spec.dims:
             length = int(dim.name) if dim.name.isdigit() else sizes.get(dim.name)
@@ -563,8 +610,7 @@ class _Checked:
 
     def __init__(self, fn: Callable[..., Any]):
         self.name, self.signature = fn.__name__, inspect.signature(fn)
-        hints = typing.get_type_hints(fn)
-        self.hints = {name: hint for name, hint in hints.items() if type_tree(hint) is not None}
+        self.hints = {name: hint for name, hint in _hints(fn).items() if has_arrays(hint)}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Returns the call's arguments, and checks those that are annotated."""
@@ -647,14 +693,25 @@ def typed_shard_map(fn: F) -> F:
                     _check_replicated(path, kind, leaf)
                 return result
 
-            in_specs = {name: make_partition_specs(checked.hints[name]) for name in arrays}
-            out_specs = make_partition_specs(checked.hints["return"])
+            kinds = {name: type_tree(checked.hints[name], x) for name, x in arrays.items()}
+            known = {checked.hints[name]: kind for name, kind in kinds.items()}
+            in_specs = make_partition_specs(kinds)
+            out_specs = _result_specs(checked.hints["return"], known)
             mapped = jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)
             # JAX handles unreduced values only under jit, so a call outside jit gets its own.
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))
             return (mapped if traced else jax.jit(mapped))(arrays)
 
     return typing.cast(F, wrapper)
+
+
+def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
+    """The PartitionSpecs of a result, before it is computed. One with alternatives has the
+    structure of the argument with this annotation; the arrays of a dict aren't split."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(_result_specs(part, known) for part in typing.get_args(hint))
+    whole = typing.get_origin(hint) is dict
+    return PartitionSpec() if whole else make_partition_specs(known.get(hint, hint))
 
 
 def _check_replicated(path: str, kind: ArrayType, value: Any) -> None:

@@ -22,7 +22,7 @@ def cost(code: str) -> tuple[Change, ...]:
     scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
     """
     return (
-        before("Weights", "final_norm", 'router: f32["M/t/c/d 4"]'),
+        before("Weights", "final_norm", 'router: compute["M/t/c/s 4"]'),
         after("total_loss", "routed", scores),
         after("total_loss", "chunks", code),
         swap("total_loss", "objective, sums", "objective + 0.1 * cost, sums"),
@@ -190,13 +190,14 @@ BUGS: dict[str, Edit] = {
     ),
     # --- Gradients that lack a reduction ----------------------------------------------------------
     "torchtitan #1805": bug(
-        before(
+        instead(
             "block",
-            "w.mlp_norm is not None",
+            "enter(x, w.mlp_norm, config)",
             """
             whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
             start = lax.axis_index("t") * x.shape[-1]
             h = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
+            h = rms_norm(h, ops.all_gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
             """,
         ),
     ),
@@ -214,12 +215,15 @@ BUGS: dict[str, Edit] = {
         ),
     ),
     "Megatron-LM #7452, 11": bug(
-        after(
+        instead(
             "block",
-            'gather("M/t/c/s -> M", w.attention_norm)',
+            "enter(x, w.attention_norm, config)",
             """
+            h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+            gain = ops.all_gather("M/t/c/s -> M", w.attention_norm)
             start = lax.axis_index(("t", "c", "s")) * w.attention_norm.size
             gain = lax.dynamic_update_slice(lax.stop_gradient(gain), w.attention_norm, (start,))
+            h = rms_norm(h, gain, config.norm_eps)
             """,
         ),
     ),
@@ -229,8 +233,8 @@ BUGS: dict[str, Edit] = {
             "return",
             """
             own = weights.embed
-            gain = gather("M/t/c/s -> M", weights.final_norm)
-            tied = gather("V/t M/c/s -> V/t M", lax.stop_gradient(own))
+            gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
+            tied = ops.all_gather("V/t M/c/s -> V/t M", lax.stop_gradient(own))
             start = lax.axis_index("s") * own.shape[1]
             return gain, lax.dynamic_update_slice_in_dim(tied, own, start, axis=1)
             """,
@@ -265,21 +269,21 @@ BUGS: dict[str, Edit] = {
             "loss_and_grads",
             "grads",
             """
-            experts = {name: getattr(grads.layers, name) for name in ("w_gate", "w_up", "w_down")}
-            experts = {name: grad * lax.axis_size("t") for name, grad in experts.items()}
-            grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, **experts))
+            mlp = jax.tree.map(lambda grad: grad * lax.axis_size("t"), grads.layers.mlp)
+            grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, mlp=mlp))
             """,
         ),
     ),
     "Megatron-LM #1528": bug(
-        after(
+        before(
             "block",
-            'gather("M/t/c/s -> M", w.mlp_norm)',
+            "enter(x, w.mlp_norm, config)",
             """
-            extra = (lax.axis_size("t") - 1) * gain
-            gain = gain + extra - lax.stop_gradient(extra)
+            extra = (lax.axis_size("t") - 1) * w.mlp_norm
+            gain = w.mlp_norm + extra - lax.stop_gradient(extra)
             """,
         ),
+        swap("block", "enter(x, w.mlp_norm, config)", "enter(x, gain, config)"),
     ),
     "gpt-neox #1259": bug(
         after(
@@ -320,12 +324,11 @@ BUGS: dict[str, Edit] = {
             "training_step",
             "grad_norm",
             """
-            names = "w_gate", "w_up", "w_down"
             first = lax.axis_index("t") == 0
-            experts = {name: getattr(raw_grads.layers, name) * first for name in names}
-            layers = dataclasses.replace(raw_grads.layers, **experts)
+            mlp = jax.tree.map(lambda grad: grad * first, raw_grads.layers.mlp)
+            layers = dataclasses.replace(raw_grads.layers, mlp=mlp)
             counted = dataclasses.replace(raw_grads, layers=layers)
-            grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, counted))
+            grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, counted))
             """,
         ),
     ),
@@ -348,7 +351,7 @@ BUGS: dict[str, Edit] = {
             gain = ops.all_gather("M/t/c/d -> M", raw_grads.final_norm)
             zero = dataclasses.replace(raw_grads, final_norm=jnp.zeros_like(raw_grads.final_norm))
             squares = lax.psum(jnp.vdot(gain, gain), ("r", "s", "c", "t"))
-            grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, zero) + squares)
+            grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, zero) + squares)
             """,
         ),
     ),
@@ -405,7 +408,7 @@ BUGS: dict[str, Edit] = {
     ),
     "Megatron-LM #442": bug(
         after(
-            "block",
+            "swiglu",
             "hidden",
             """
             largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
@@ -416,7 +419,7 @@ BUGS: dict[str, Edit] = {
     ),
     "Megatron-LM #520": bug(
         after(
-            "block",
+            "swiglu",
             "hidden",
             """
             first, second = jnp.split(gate, 2, axis=-1)

@@ -152,6 +152,11 @@ def block(kind: str, anchor: str, code: str, *others: Change) -> Edit:
     return edit(kind, after("block", anchor, code), *others)
 
 
+def neurons(kind: str, code: str, *others: Change) -> Edit:
+    """Adds code in the feed-forward, after its last statement that sets the neurons' values."""
+    return edit(kind, after("swiglu", "hidden", code), *others)
+
+
 def loss(kind: str, anchor: str, code: str) -> Edit:
     """Adds code in the loss of a chunk."""
     return edit(kind, after("loss", anchor, code))
@@ -164,7 +169,7 @@ def update(kind: str, code: str) -> Edit:
 
 def weight(declaration: str) -> Change:
     """Declares a weight of a layer."""
-    return after("Layer", "w_up", declaration)
+    return after("Layer", "mlp", declaration)
 
 
 def definition(code: str) -> Change:
@@ -174,13 +179,8 @@ def definition(code: str) -> Change:
 
 def metric(kind: str, code: str) -> Edit:
     """Adds a metric, computed by `code`."""
-    norms = "jnp.sqrt(jnp.concatenate(squares))"
-    return edit(
-        kind,
-        before("Metrics", "norms", 'extra: f32[""]'),
-        before("training_step", "metrics", code),
-        swap("training_step", norms, f"{norms}, extra=extra"),
-    )
+    code = textwrap.dedent(code) + 'metrics["extra"] = extra'
+    return edit(kind, before("training_step", "return", code))
 
 
 def attention(kind: str, change: Change) -> Edit:
@@ -191,31 +191,26 @@ def of_state(kind: str, first: str, code: str) -> Edit:
     """Adds an average of the weights to the state, which starts at `first` and is set by `code`."""
     state = "State(jnp.uint32(0), weights, *jax.tree.map(jnp.zeros_like, shapes)"
     kinds = 'State(u32[""], weights, weights, nu, weights)'
+    made = "State(old.step, weights, mu, nu)"
     return edit(
         kind,
-        after("State", "nu", "average: Weights"),
+        after("State", "nu", "average: Stored"),
         swap("fresh_state", f"{state})", f"{state}, {first})"),
         swap("state_type", 'State(u32[""], weights, weights, nu)', kinds),
-        before("training_step", "return", code),
-        swap(
-            "training_step",
-            "State(state.step + 1, weights, mu, nu)",
-            "State(state.step + 1, weights, mu, nu, average)",
-        ),
+        before("training_step", made, code),
+        swap("training_step", made, "State(old.step, weights, mu, nu, average)"),
     )
 
 
 EMBEDDED = "x"  # the residual stream before the first layer, in the decoder
 ROTATED = "rope(q, k, sin, cos)"
 ATTENDED = "mixed"
-HIDDEN = "hidden"
-OUTPUT = "B/d L/c F/t, M F/t -> B/d L/c M {U:t}"
-RETURNED = "x + y, (new_cache, routed)"
+OUTPUT = "swiglu(h, w.mlp)"
+RETURNED = "leave(x, y, w.mlp_norm, config), (new_cache, routed)"
 
 WRONG: dict[str, Edit] = {
-    "softmax_neurons_first_part": block(
+    "softmax_neurons_first_part": neurons(
         "part of a whole",
-        HIDDEN,
         """
         whole = ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden)
         hidden = jax.nn.softmax(whole, axis=-1)[..., : hidden.shape[-1]]
@@ -255,30 +250,26 @@ WRONG: dict[str, Edit] = {
         "nats",
         "nats = nats + 0.1 * jnp.pad(nats, ((0, 0), (1, 0)))[:, :-1]",
     ),
-    "halves_multiplied": block(
+    "halves_multiplied": neurons(
         "reshape of a split dimension",
-        HIDDEN,
         """
         one, other = jnp.split(hidden, 2, axis=-1)
         hidden = jnp.concatenate([one, one * other], axis=-1)
         """,
     ),
-    "neurons_rolled": block(
+    "neurons_rolled": neurons(
         "neighbors across the border of a part",
-        HIDDEN,
         "hidden = hidden + 0.5 * jnp.roll(hidden, 1, axis=-1)",
     ),
-    "maximum_of_a_part_by_name": block(
+    "maximum_of_a_part_by_name": neurons(
         "string that doesn't fit the lengths",
-        HIDDEN,
         """
         peak = ops.reduce_max("B/d L/c X -> B/d L/c", lax.stop_gradient(jnp.abs(hidden)))
         hidden = hidden / (1 + peak[..., None])
         """,
     ),
-    "own_op_adds_means": block(
+    "own_op_adds_means": neurons(
         "inside an op's scope",
-        HIDDEN,
         """
         level = mean_square("B/d L/c F/t -> B/d L/c", lax.stop_gradient(hidden))
         hidden = hidden / (1 + level[..., None])
@@ -312,9 +303,8 @@ WRONG: dict[str, Edit] = {
         q = (heads * scale).reshape(q.shape)
         """,
     ),
-    "gradient_clipped_by_token": block(
+    "gradient_clipped_by_token": neurons(
         "custom gradient",
-        HIDDEN,
         "hidden = passed(hidden)",
         definition(
             '''
@@ -332,9 +322,8 @@ WRONG: dict[str, Edit] = {
             '''
         ),
     ),
-    "dropout_key_of_a_local_row": block(
+    "dropout_key_of_a_local_row": neurons(
         "random numbers of a part",
-        HIDDEN,
         """
         fold = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(0), row))
         keys = fold(jnp.arange(hidden.shape[0]))
@@ -365,15 +354,14 @@ WRONG: dict[str, Edit] = {
         average = tree_map(pulled, state.average, weights)
         """,
     ),
-    "hidden_standardized": block(
+    "hidden_standardized": neurons(
         "statistics of a part in the model",
-        HIDDEN,
         "hidden = jax.nn.standardize(hidden, axis=-1)",
     ),
     "deviation_of_the_parts": metric(
         "metric of a part",
         """
-        own = weights.layers.w_up.std()
+        own = weights.layers.mlp.w_up.std()
         extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
         extra = extra / (config.mesh.d * config.mesh.t)
         """,
@@ -448,40 +436,40 @@ PART = definition(
 )
 
 RIGHT: dict[str, Edit] = {
-    "gelu": block("activation", HIDDEN, "hidden = jax.nn.gelu(gate) * up"),
-    "rows_one_by_one": block(
-        "loop", HIDDEN, "hidden = lax.map(lambda row: jax.nn.silu(row[0]) * row[1], (gate, up))"
+    "gelu": neurons("activation", "hidden = jax.nn.gelu(gate) * up"),
+    "rows_one_by_one": neurons(
+        "loop", "hidden = lax.map(lambda row: jax.nn.silu(row[0]) * row[1], (gate, up))"
     ),
-    "recomputed_activation": block(
+    "recomputed_activation": neurons(
         "recomputation",
-        HIDDEN,
         "hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)",
     ),
-    "pairs_of_neurons": block(
+    "pairs_of_neurons": neurons(
         "reshape",
-        HIDDEN,
         """
         pairs = hidden.reshape(*hidden.shape[:2], -1, 2)
         hidden = (pairs - pairs.mean(-1, keepdims=True)).reshape(hidden.shape)
         """,
     ),
-    "softmax_of_neurons_by_own_part": block(
+    "softmax_of_neurons_by_own_part": neurons(
         "whole dimension",
-        HIDDEN,
         """
         whole = jax.nn.softmax(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), axis=-1)
         hidden = part("B/d L/c F -> B/d L/c F/t", whole)
         """,
         PART,
     ),
-    "eight_bits_by_tensor": block(
+    "eight_bits_by_tensor": edit(
         "rounding",
-        "w_up",
-        """
-        largest = ops.reduce_max("X/d F/t -> ", lax.stop_gradient(jnp.abs(w.w_up)))
-        scale = largest / 7 + 1e-6
-        w_up = w_up + lax.stop_gradient(jnp.round(w_up / scale) * scale - w_up)
-        """,
+        after(
+            "swiglu",
+            "w_up",
+            """
+            largest = ops.reduce_max("X/d F/t -> ", lax.stop_gradient(jnp.abs(w.w_up)))
+            scale = largest / 7 + 1e-6
+            w_up = w_up + lax.stop_gradient(jnp.round(w_up / scale) * scale - w_up)
+            """,
+        ),
     ),
     "dropout_by_content_of_the_row": edit(
         "random numbers",
@@ -529,11 +517,11 @@ RIGHT: dict[str, Edit] = {
         "extra weight",
         ATTENDED,
         """
-        w_open = gather("M/c/s K/t -> M K/t", w.w_open)
+        w_open = ops.all_gather("M/c/s K/t -> M K/t", w.w_open)
         opened = jax.nn.sigmoid(ops.einsum_unreduced("B/d L/c M, M K/t -> B/d L/c K/t", h, w_open))
         mixed = mixed * opened[:, :, None, :, None]
         """,
-        weight('w_open: f32["M/c/d K/t"]'),
+        weight('w_open: compute["M/c/s K/t"]'),
     ),
     "attention_across_documents": attention(
         "attention",
@@ -557,9 +545,8 @@ RIGHT: dict[str, Edit] = {
         nats = (jnp.log(sum_exp) - 0.9 * target_logit - 0.1 * mean) * loss_mask
         """,
     ),
-    "gradient_scaled_by_custom_vjp": block(
+    "gradient_scaled_by_custom_vjp": neurons(
         "custom gradient",
-        HIDDEN,
         "hidden = halved(hidden)",
         definition(
             '''
@@ -588,8 +575,9 @@ RIGHT: dict[str, Edit] = {
                 total = ops.psum("layers {U:d,c} -> layers", total)[:, None, None]
                 return rows[:, :, None] * columns[:, None] / (total + 1e-20)
 
-            w_up = factored(nu.layers.w_up)
-            nu = dataclasses.replace(nu, layers=dataclasses.replace(nu.layers, w_up=w_up))
+            mlp = nu.layers.mlp
+            mlp = dataclasses.replace(mlp, w_up=factored(mlp.w_up))
+            nu = dataclasses.replace(nu, layers=dataclasses.replace(nu.layers, mlp=mlp))
             """,
         ),
     ),
@@ -597,8 +585,8 @@ RIGHT: dict[str, Edit] = {
         "average of the weights",
         "weights",
         """
-        old = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))
-        average = tree_map(lambda a, w: old * a + (1 - old) * w, state.average, weights)
+        kept = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))
+        average = tree_map(lambda a, w: kept * a + (1 - kept) * w, state.average, weights)
         """,
     ),
     "constant_and_linear_decay": edit(
@@ -636,9 +624,8 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         before("block", ROTATED, "q = (q * w.heat_norm).astype(q.dtype)"),
         weight('heat_norm: f32[""]'),
     ),
-    "softmax_of_neurons": block(
+    "softmax_of_neurons": neurons(
         "whole dimension",
-        HIDDEN,
         """
         peak = ops.reduce_max("B/d L/c F/t -> B/d L/c", lax.stop_gradient(hidden))
         exp = jnp.exp(hidden - peak[..., None])
@@ -650,7 +637,7 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
     "sandwich_norm": edit(
         "norm",
         before(
-            "block",
+            "leave",
             "return",
             """
             squares = ops.reduce_sum("B/d L/c M/t -> B/d L/c {U:t}", jnp.square(y))
@@ -682,8 +669,8 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
     "depthwise_convolution_along_the_sequence": edit(
         "mixes positions outside of attend",
         before(
-            "block",
-            'gather("M/c/s F/t -> M F/t", w.w_gate)',
+            "swiglu",
+            'ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)',
             """
             filters = jnp.array([0.2, 0.3, 0.5], h.dtype)[:, None, None]
             filters = jnp.broadcast_to(filters, (3, 1, h.shape[-1]))
@@ -714,7 +701,12 @@ def of_experts(kind: str, *changes: Change) -> Edit:
     return edit(kind, *changes, file="variants/experts.py")
 
 
-# Of a model with experts and both of their costs, trained by Muon.
+def of_families(kind: str, *changes: Change) -> Edit:
+    return edit(kind, *changes, file="variants/families.py")
+
+
+# Of a model with experts and both of their costs, biases, norms of heads and a window, trained by
+# Muon.
 WRONG_WITH_VARIANTS: dict[str, Edit] = {
     "cost_divided_by_the_devices": of_experts(
         "a cost", swap("costs", "routing.z_cost", "1 / jax.device_count() * routing.z_cost")
@@ -750,6 +742,26 @@ WRONG_WITH_VARIANTS: dict[str, Edit] = {
     "muon_norm_of_all_matrices_of_a_device": edit(
         "Muon", swap("newton_schulz", "(1, 2)", "None"), file="variants/muon.py"
     ),
+    "norm_of_the_next_head": of_families(
+        "a norm",
+        after(
+            "HeadNorms.__call__",
+            "B/d L/c K/t D -> B/d L/c K/t",
+            "squares = jnp.roll(squares, 1, axis=2)",
+        ),
+    ),
+    "bias_by_the_heads_of_a_device": of_families(
+        "a bias",
+        swap("adjusted", "bias", "bias * (1 + jnp.arange(bias.shape[-2]))[:, None]"),
+    ),
+    "window_by_the_row_of_a_device": of_families(
+        "a window",
+        swap(
+            "first_visible",
+            "window - 1",
+            "window - 1 - (jnp.arange(len(position)) % 3).astype(u32.dtype)[:, None]",
+        ),
+    ),
 }
 RIGHT_WITH_VARIANTS: dict[str, Edit] = {
     "scores_scaled": of_experts(
@@ -765,7 +777,7 @@ RIGHT_WITH_VARIANTS: dict[str, Edit] = {
     ),
     "bias_in_proportion": of_experts(
         "the bias",
-        swap("rebalanced", "jnp.sign(lacking)", "(1 - loads / loads.mean(-1, keepdims=True))"),
+        swap("rebalanced", "jnp.sign(lacking)", "(1 - load / load.mean(-1, keepdims=True))"),
     ),
     "logits_softly_capped": of_experts(
         "the router", after("mixture", "logits", "logits = 30 * jnp.tanh(logits / 30)")
@@ -773,6 +785,7 @@ RIGHT_WITH_VARIANTS: dict[str, Edit] = {
     "one_expert_first": of_experts(
         "the choice", before("mixture", "chosen", "biased = biased.at[..., 0].set(2)")
     ),
+    "bias_after_a_tanh": of_families("a bias", swap("adjusted", "bias", "jnp.tanh(bias)")),
     "muon_of_each_matrix_in_turn": edit(
         "Muon",
         swap(

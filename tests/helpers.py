@@ -23,7 +23,7 @@ import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT
 from shardlib.devices import QUICK_COMPILES, make_mesh
-from shardlib.types import make_shardings, present
+from shardlib.types import make_shardings, named
 from tests import mutations
 
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
@@ -172,17 +172,23 @@ def take_step(module: Any, state: Any, batch: Any, config: "train.Config") -> An
     return module.training_step(state, batch, hyper, config)
 
 
-def of_model(hint: Any, config: "train.Config") -> Any:
-    """The types of the arrays that a config's model has."""
-    return present(hint, config.model.parts)
-
-
 def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
     """A model's weights on the mesh in context. None is zero or one, which would hide mistakes."""
     weights = module.init_state(config).weights
     keys = iter(jax.random.split(jax.random.key(1), 100))
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
-    return jax.device_put(weights, make_shardings(of_model(module.Weights, config)))
+    return jax.device_put(weights, make_shardings(module.state_type(config).weights))
+
+
+def plain(tree: Any, norms_after: bool = False) -> dict[str, Any]:
+    """Turns weights into the oracle's dicts: arrays by their last names, those of layers apart."""
+    weights: dict[str, Any] = {}
+    for name, value in named(tree).items():
+        folder, *_, last = ["", *name.split("/")] if "/" not in name else name.split("/")
+        if norms_after and last in ("attention_norm", "mlp_norm"):
+            last = last.replace("_norm", "_post_norm")
+        (weights.setdefault(folder, {}) if folder else weights)[last] = value
+    return weights
 
 
 def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
@@ -192,9 +198,6 @@ def edited(path: str, *edits: tuple[str, str]) -> types.ModuleType:
         assert old in text, f"{path} does not contain {old!r}: update the edit in this test"
         text = text.replace(old, new)
     return mutations.load(text, path)
-
-
-IN_F32 = ("    compute,\n", "    f32 as compute,\n")
 
 
 def assert_close(actual, expected, tolerance):

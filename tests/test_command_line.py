@@ -274,21 +274,21 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         assert f"{count:.3g}" == f"{weights:.3g}"
 
 
-SCATTER = '\n        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)\n'
+SCATTER = '\n    y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)\n'
 # Edits of train.py that keep every shape on a square mesh but change the result.
 SILENT_EDITS = {
     "a layer's gain gathered in the wrong order": (
-        'gather("M/t/c/s -> M", w.mlp_norm)',
-        'gather("M/c/s/t -> M", w.mlp_norm)',
+        'ops.all_gather("M/t/c/s -> M", gain)',
+        'ops.all_gather("M/c/s/t -> M", gain)',
     ),
     "a weight gathered along the wrong axis": (
-        'gather("M/c/s F/t -> M F/t", w.w_up)',
-        'gather("M/c/s F/t -> M/c/s F", w.w_up)',
+        'ops.all_gather("M/c/s F/t -> M F/t", w.w_up)',
+        'ops.all_gather("M/c/s F/t -> M/c/s F", w.w_up)',
     ),
     "a sum that is never paid": (SCATTER, "\n"),
     "a sum that is paid in full and not scattered": (
         SCATTER,
-        '\n        y = ops.psum("B/d L/c M {U:t} -> B/d L/c M", y)\n',
+        '\n    y = ops.psum("B/d L/c M {U:t} -> B/d L/c M", y)\n',
     ),
     "an owed sum in a logarithm": ('sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)', ""),
     "a loss that is not summed over the batch": (
@@ -296,8 +296,8 @@ SILENT_EDITS = {
         'ops.reduce_sum("B/d l/c -> {U:d,c}", nats)',
     ),
     "heads split over the other axis": (
-        'gather("M/c/s K/t D -> M K/t D", w.w_k)',
-        'gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
+        'ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)',
+        'ops.all_gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)',
     ),
 }
 

@@ -21,17 +21,16 @@ import zarr
 from shardlib.devices import abstract_mesh, make_mesh
 from tests import helpers, mutations, oracle, pages
 from tests.helpers import (
-    IN_F32,
     ROOT,
     SMALL,
     assert_close,
     compose_config,
     edited,
+    plain,
     rows,
     token_batch,
     train_here,
 )
-from tests.test_train import plain
 from tests.tools import test_generate
 from tools import huggingface_weights as weights_tool
 
@@ -145,7 +144,7 @@ EXPERTS = "model.experts={count: 8, per_token: 2, d_ff: 24}", "model.d_ff=0"
 class Places(NamedTuple):
     """Settings of training.routing, for the oracle."""
 
-    capacity_factor: float
+    capacity_factor: float | None
     group: int | None
     balance_cost: float = 0.0
     z_cost: float = 0.0
@@ -181,7 +180,7 @@ def loss_and_grads(tree, *overrides, seed=0):
     """Runs the tree's train.py in f32. Returns the FLOPs that it counts, loss, gradients, weights,
     and the arrays of the batch."""
     with imported_from(tree), importlib.import_module("shardlib.types").computing_in("f32"):
-        module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
+        module = mutations.load((tree / "train.py").read_text())
         config = compose_config(
             *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),
             *("paths.model_name=x", *overrides),
@@ -197,15 +196,14 @@ def loss_and_grads(tree, *overrides, seed=0):
         @jax.jit
         @module.typed_shard_map
         def run(
-            weights: module.Weights, batch: module.TokenBatch
-        ) -> tuple[module.f32[""], module.Weights]:
+            weights: module.Stored, batch: module.TokenBatch
+        ) -> tuple[module.f32[""], module.Stored]:
             sums, count, grads = module.loss_and_grads(weights, batch, config)
-            return sums.loss / count, grads
+            return sums["loss"] / count, grads
 
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            shapes = module.make_shapes(
-                module.present(module.Weights, config.model.parts), module.dimensions(config)
-            )
+            kinds = module.state_type(config).weights
+            shapes = module.make_shapes(kinds, module.dimensions(config))
             weights = jax.tree.map(lambda s: rng.normal(0, 0.3, s.shape).astype("f"), shapes)
             loss, grads = jax.device_get(run(weights, batch))
         flops = module.step_flops(config)
@@ -426,10 +424,21 @@ def test_experts_with_places_are_the_oracles(tree, mesh, patches):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patches", [["places"], ["places", "experts"]])
+def test_without_a_limit_nothing_is_dropped(tree, patches):
+    for name in patches:
+        apply(name, tree)
+    overrides = *EXPERTS, "mesh={d: 2, t: 2, c: 2}"
+    results = loss_and_grads(tree, *overrides, "training.routing.capacity_factor=null")
+    experts = helpers.small_config(*overrides).model.experts, Places(None, None)
+    assert_equals(oracle, *results, experts=experts)
+
+
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_numpys(tree):
     apply("average", tree)
     with imported_from(tree):
-        module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
+        module = mutations.load((tree / "train.py").read_text())
         overrides = "training.average_decay=0.25", "paths.model_name=x", "training.grad_clip=1"
         config = compose_config(
             *("local_test_synthetic", *SMALL, "model.vocab=48", *overrides),
@@ -565,8 +574,11 @@ def test_gemma_3_is_the_oracles(tree, gemma_oracle):
 def gemma_modules(tree):
     """train.py and tools/generate.py with the edit, in f32, and a config."""
     apply_all("Gemma 3", tree)
-    module = mutations.load((tree / "train.py").read_text().replace(*IN_F32))
-    source = (tree / "tools/generate.py").read_text().replace(*IN_F32)
+    families = mutations.load((tree / "variants/families.py").read_text()).__name__
+    source = (tree / "train.py").read_text().replace("experts, families, muon", "experts, muon")
+    source = source.replace("from variants.families import", f"from {families} import")
+    module = mutations.load(f"import {families} as families\n{source}")
+    source = (tree / "tools/generate.py").read_text()
     tool = mutations.load(source.replace("import train\n", f"import {module.__name__} as train\n"))
     overrides = *SMALL, "model.vocab=48", "paths.model_name=x", *GEMMA
     config = compose_config("local_test_synthetic", *overrides, schema=module.Config)
@@ -578,7 +590,7 @@ def test_gemma_3_1b_has_as_many_weights_as_googles(tree):
     overrides = "model=gemma3_1b", "flat_tokens.filespec=x", "paths.model_name=x"
     config = compose_config("pretrain", *overrides, folder=tree / "configs", schema=module.Config)
     with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh.axes)):
-        kinds = module.present(module.Weights, config.model.parts)
+        kinds = module.state_type(config).weights
         shapes = module.make_shapes(kinds, module.dimensions(config))
     assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 999_885_952
 
@@ -594,9 +606,9 @@ def gemma_logits(oracle, weights, inputs):
 def test_gemma_3_generates_by_the_oracles_logits(tree, gemma_oracle):
     module, tool, config = gemma_modules(tree)
     weights = test_generate.random_weights(config, module)
-    del weights["unembed"]  # None
     inputs = test_generate.random_inputs()
-    actual = test_generate.cached_logits(tool, config, weights, inputs, helpers.mesh(2, 4))
+    with importlib.import_module("shardlib.types").computing_in("f32"):
+        actual = test_generate.cached_logits(tool, config, weights, inputs, helpers.mesh(2, 4))
     assert_close(actual, gemma_logits(gemma_oracle, weights, inputs), 1e-5)
 
 

@@ -14,17 +14,15 @@ from shardlib.kernels import balanced
 from shardlib.types import computing_in, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
-    IN_F32,
     assert_close,
-    edited,
     mesh,
-    of_model,
+    plain,
     random_weights,
     slow_but_for,
     small_config,
     token_batch,
 )
-from tests.test_train import plain, random_rows
+from tests.test_train import random_rows
 from tools.ledger import ledger
 
 ONLY = "model.d_ff=0"  # no expert that all tokens take
@@ -45,15 +43,10 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def in_f32():
-    return edited("train.py", IN_F32)
-
-
-@pytest.fixture(autouse=True)
-def variants_in_f32():
     with computing_in("f32"):
-        yield
+        yield train
 
 
 def losses(module, config, on, change=lambda layers: layers):
@@ -63,10 +56,10 @@ def losses(module, config, on, change=lambda layers: layers):
     @jax.jit
     @typed_shard_map
     def run(
-        weights: module.Weights, batch: module.TokenBatch
-    ) -> tuple[module.f32[""], module.Sums, module.Weights]:
+        weights: module.Stored, batch: module.TokenBatch
+    ) -> tuple[module.f32[""], module.Sums, module.Stored]:
         sums, count, grads = module.loss_and_grads(weights, batch, config)
-        return sums.loss / count, sums, grads
+        return sums["loss"] / count, sums, grads
 
     with jax.set_mesh(on):
         weights = random_weights(module, config)
@@ -85,7 +78,7 @@ def expected(name):
     config = small_config(*VARIANTS[name])
     targets, is_start = random_rows()
     with jax.set_mesh(mesh(1, 1)):
-        weights = plain(random_weights(edited("train.py", IN_F32), config))
+        weights = plain(random_weights(train, config))
     objective = functools.partial(
         oracle.objective,
         targets=targets,
@@ -108,11 +101,13 @@ def step(in_f32, targets, is_start, *options):
     config = small_config(*settings(costs=False), "training.routing.bias_rate=0.01", *options)
     with jax.set_mesh(mesh(2, 4)):
         state = in_f32.init_state(config)
-        bias = 0.1 * jax.random.normal(jax.random.key(2), state.weights.layers.b_router.shape)
-        layers = dataclasses.replace(state.weights.layers, b_router=bias)
+        old = state.weights.layers.experts
+        bias = 0.1 * jax.random.normal(jax.random.key(2), old.b_router.shape)
+        moved = dataclasses.replace(old, b_router=bias)
+        layers = dataclasses.replace(state.weights.layers, experts=moved)
         weights = dataclasses.replace(state.weights, layers=layers)
         state = dataclasses.replace(state, weights=weights)
-        state = jax.device_put(state, make_shardings(of_model(in_f32.State, config)))
+        state = jax.device_put(state, make_shardings(in_f32.state_type(config)))
         before = plain(jax.device_get(state.weights))
         batch = token_batch(in_f32.TokenBatch, targets, is_start)
         batch = jax.device_put(batch, make_shardings(in_f32.TokenBatch))
@@ -127,12 +122,12 @@ def test_a_step_moves_the_bias(in_f32):
     targets, is_start = random_rows()
     config, before, after, metrics = step(in_f32, targets, is_start)
     *_, parts = step(in_f32, targets, is_start, "training.microbatches=2")
-    assert metrics.balance_cost > 1
+    assert metrics["balance_cost"] > 1
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), parts, metrics)
     experts = config.model.experts, config.training.routing
     _, (_, loads, _) = oracle.objective(before, targets, is_start, 100, experts=experts)
     even = loads.sum(-1, keepdims=True) / 8
-    np.testing.assert_allclose(metrics.loads, loads / even, rtol=1e-6)
+    np.testing.assert_allclose(metrics["load"], loads / even, rtol=1e-6)
     moved = after["layers"]["b_router"] - before["layers"]["b_router"]
     assert len({*np.sign(even - loads).ravel().tolist()}) >= 2
     np.testing.assert_allclose(moved, 0.01 * np.sign(even - loads), atol=1e-7)
@@ -140,8 +135,10 @@ def test_a_step_moves_the_bias(in_f32):
 
 def test_scores_that_round_to_zero_leave_all_finite(in_f32):
     def extreme(layers):
-        bias = 1e3 * jax.random.normal(jax.random.key(3), layers.b_router.shape)
-        return dataclasses.replace(layers, w_router=1e4 * layers.w_router, b_router=bias)
+        old = layers.experts
+        bias = 1e3 * jax.random.normal(jax.random.key(3), old.b_router.shape)
+        new = dataclasses.replace(old, w_router=1e4 * old.w_router, b_router=bias)
+        return dataclasses.replace(layers, experts=new)
 
     config = small_config(*VARIANTS["sigmoid"])
     made = losses(in_f32, config, mesh(1, 1), extreme)
@@ -172,6 +169,6 @@ def test_loss_and_gradients_agree_with_the_oracle_on_every_mesh(in_f32, layout):
     loss, sums, grads = losses(in_f32, config, mesh(*axes))
     (expected_loss, loads, _), expected_grads = expected(name)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    np.testing.assert_array_equal(sums.loads, loads)
+    np.testing.assert_array_equal(sums["load"], loads)
     assert grads.keys() == expected_grads.keys()
     assert_close(grads, expected_grads, 2e-5)

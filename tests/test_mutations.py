@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import train
+import variants
 from runtime.config import ROOT
 from tests import bugs, edits, mutations
 from tests.helpers import SMALL, compose_config
@@ -29,31 +30,57 @@ def test_a_sample_of_the_edits_is_refused():
         assert len(passed) < 4 and all(PASSES.search(edit.name) for edit in passed)
 
 
-# In rms_norm and gather_replica, whose strings are made of others.
+FAMILIES = "variants/families.py"
+MEAN = 'ops.reduce_mean("{}", _squares({}))'
+SUM = 'ops.reduce_sum("{}", _squares({})) / {}.size'
+AFTER, ALL = "B/d L/c M/t -> B/d L/c {U:t}", "B/d L/c Q K/t D -> B/d L/c {U:t}"
+
+# In the norms of families, and in gather_replica, whose strings are made of others.
 WRONG = {
-    "a norm of each part": ('squares = ops.psum(f"{kept} {{U:t}} -> {kept}", squares)\n', "\n"),
-    "a norm whose gradient isn't summed": (
-        'squares = ops.broadcast(f"{kept} -> {kept}", squares)\n',
-        'squares = ops.varying(squares, ("t",))\n',
+    "a norm of each part": (
+        FAMILIES,
+        'means = ops.psum("B/d L/c {U:t} -> B/d L/c", means)\n',
+        "\n",
     ),
-    "a gain whose gradient isn't summed": ("ops.broadcast if stored", "(lambda _, w: w) if stored"),
+    "a norm whose gradient isn't summed": (
+        FAMILIES,
+        'return ops.broadcast("B/d L/c -> B/d L/c", means)\n',
+        'return ops.varying(means, ("t",))\n',
+    ),
+    "a gain whose gradient isn't summed": (
+        "train.py",
+        "ops.broadcast if split == wanted.spec",
+        "(lambda _, w: w) if split == wanted.spec",
+    ),
     "a mean of a part's own size": (
-        'squares = ops.reduce_mean(f"{spec} -> {kept} {{U:t}}", jnp.square(x32))\n',
-        'squares = ops.reduce_sum(f"{spec} -> {kept} {{U:t}}", jnp.square(x32) / gain.size)\n',
+        FAMILIES,
+        MEAN.format(AFTER, "y"),
+        SUM.format(AFTER, "y", "gain"),
+    ),
+    "a mean of a part's own size, over all heads": (
+        FAMILIES,
+        MEAN.format(ALL, "q"),
+        SUM.format(ALL, "q", "self.all_q_norm"),
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_norms_and_gains_are_refused(case):
+def test_wrong_norms_and_gains_are_refused(case, monkeypatch):
+    file, old, new = WRONG[case]
     parts = "model.norms_after=true", "model.qkv_bias=true", "model.qk_norm=all"
     names = *SMALL, *parts, "paths.model_name=x", "mesh={d: 2, t: 2}"
-    old, new = WRONG[case]
-    source = (ROOT / "train.py").read_text()
+    source = (ROOT / file).read_text()
     assert source.count(old) == 1
     config = compose_config("local_test_synthetic", *names)
-    assert not mutations.probe(source, config)[0]
-    assert mutations.probe(source.replace(old, new), config)[0]
+    assert not mutations.probe((ROOT / "train.py").read_text(), config)[0]
+    edited = source.replace(old, new)
+    if file == FAMILIES:
+        module = mutations.load(edited, file)
+        monkeypatch.setitem(sys.modules, "variants.families", module)
+        monkeypatch.setattr(variants, "families", module)
+        edited = (ROOT / "train.py").read_text()
+    assert mutations.probe(edited, config)[0]
 
 
 def test_the_strings_that_are_tried():
@@ -73,7 +100,7 @@ def test_each_listed_edit_can_be_made():
     lists = [each for part in mutations.PARTS.values() for each in part.lists.values()]
     sources = [edits.edited_source(edit) for each in lists for edit in each.values()]
     unedited = {(ROOT / edit.file).read_text() for each in lists for edit in each.values()}
-    assert len({*sources} - unedited) == len(sources) == 68 + 46
+    assert len({*sources} - unedited) == len(sources) == 71 + 47
     for source in sources:
         compile(source, "edited", "exec")
 

@@ -8,9 +8,9 @@ import pytest
 import train
 from data.loader import TokenBatch
 from shardlib import devices
-from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, u32
+from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, type_tree, u32
 from tests import compiled
-from tests.helpers import compose_config, of_model, slow_but_for, small_config
+from tests.helpers import compose_config, slow_but_for, small_config
 from tools import generate, memory
 from tools.ledger import ledger
 
@@ -31,15 +31,15 @@ def training(config):
 
 
 def validation(config):
-    hint = of_model(tuple[train.Weights, TokenBatch], config)
+    hint = train.state_type(config).weights, type_tree(TokenBatch)
     return train.validation_step, hint, {}, config
 
 
 def generation(config, rows, tokens):
     """A step that computes some tokens of each row at a time."""
-    cache = Stacked["layers", generate.Cache]
-    hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""], i32["B/d"], f32["B/d"]]
-    hint = of_model(hint, config)
+    cache = type_tree(Stacked["layers", generate.Cache])
+    others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
+    hint = train.weights_type(config.model), cache, *others
     how = generate.Sampling(1.0, None, 0.9, range(config.model.vocab))
     return generate.step, hint, {"B": rows, "L": tokens, "S": 24}, config, how
 

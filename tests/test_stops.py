@@ -106,7 +106,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
             train.TokenBatch, np.ones((8, 12), np.uint32), np.zeros((8, 12), bool), 0
         )
         state, metrics = take_step(train, state, batch, config)
-        assert int(metrics.skipped) == 0 and np.isfinite(metrics.loss)
+        assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
         embed = state.weights.embed.at[1, 0].set(jnp.inf)
         weights = dataclasses.replace(state.weights, embed=embed)
         state = dataclasses.replace(state, weights=weights)
@@ -115,7 +115,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         text = train.not_finite(config, state.weights, batch, "batch 7 is of the seventh page")
     assert text.startswith("gradients that are not finite: embed, layers/")
     assert text.endswith("; batch 7 is of the seventh page")
-    assert int(metrics.skipped) == 1 and not np.isfinite(metrics.loss)
+    assert int(metrics["skipped"]) == 1 and not np.isfinite(metrics["loss"])
     after = jax.device_get((state.weights, state.mu, state.nu))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert int(state.step) == 2

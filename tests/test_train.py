@@ -1,6 +1,5 @@
 """Tests train.py against the oracle and optax, on every mesh, and from its command line."""
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -22,14 +21,13 @@ from shardlib.kernels import balanced
 from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
-    IN_F32,
     ROOT,
     SMALL,
     assert_close,
     compose_config,
     edited,
     mesh,
-    of_model,
+    plain,
     random_weights,
     slow_but_for,
     small_config,
@@ -41,10 +39,11 @@ from tests.helpers import (
 from tools.ledger import ledger
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def in_f32():
-    """train.py with f32 in place of bf16, so that meshes differ only by rounding."""
-    return edited("train.py", IN_F32)
+    """train.py, computing in f32, so that meshes differ only by rounding."""
+    with computing_in("f32"):
+        yield train
 
 
 def random_rows(seed=0, padded=True, length=12):
@@ -64,9 +63,9 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
 
     @jax.jit
     @typed_shard_map
-    def run(weights: module.Weights, batch: batch_type) -> tuple[module.f32[""], module.Weights]:
+    def run(weights: module.Stored, batch: batch_type) -> tuple[module.f32[""], module.Stored]:
         sums, count, grads = module.loss_and_grads(weights, batch, config)
-        return sums.loss / count, grads
+        return sums["loss"] / count, grads
 
     with jax.set_mesh(on):
         weights = random_weights(module, config)
@@ -74,22 +73,17 @@ def loss_and_grads(module, config, targets, is_start, on, batch_type=None):
         batch = jax.tree.map(lambda x: x[:, order], token_batch(batch_type, targets, is_start))
         batch = jax.device_put(batch, make_shardings(batch_type))
         loss, grads = jax.device_get(run(weights, batch))
-        return float(loss), plain(grads), plain(jax.device_get(weights))
-
-
-def plain(tree):
-    """Turns nested dataclasses into dicts, without arrays that are absent."""
-    there = {name: value for name, value in vars(tree).items() if value is not None}
-    return {k: plain(v) if dataclasses.is_dataclass(v) else v for k, v in there.items()}
+        after = config.model.norms_after
+        return float(loss), plain(grads, after), plain(jax.device_get(weights), after)
 
 
 @functools.cache
 def expected(length=12, *overrides):
     """The oracle's loss and gradients at the weights that `loss_and_grads` uses."""
-    module, config = edited("train.py", IN_F32), small_config(*overrides)
+    module, config = train, small_config(*overrides)
     targets, is_start = random_rows(length=length)
     with jax.set_mesh(mesh(1, 1)):
-        weights = plain(random_weights(module, config))
+        weights = plain(random_weights(module, config), config.model.norms_after)
     loss = functools.partial(
         oracle.mean_loss,
         targets=targets,
@@ -152,7 +146,7 @@ def test_what_a_config_leaves_out_costs_nothing():
     with jax.sharding.use_abstract_mesh(one):
         state = make_shapes(train.state_type(config), train.dimensions(config))
     names = {"attention_norm", "w_q", "w_k", "w_v", "w_o"}
-    assert plain(state.weights.layers).keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
+    assert plain(state.weights)["layers"].keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
 
     def ops_of(*overrides):
         jaxpr = train.trace_step(small_config(*overrides), one)
@@ -188,10 +182,10 @@ def test_bf16_gradients_stay_close_with_many_tokens():
     targets = rng.integers(1, 48, (32, 256)).astype(np.uint32)
     targets[rng.random(targets.shape) < 0.8] = 7
     is_start = rng.random(targets.shape) < 0.02
-    (loss, grads), (exact_loss, exact_grads) = (
-        loss_and_grads(module, config, targets, is_start, mesh(1, 1))[:2]
-        for module in (train, edited("train.py", IN_F32))
-    )
+    loss, grads, _ = loss_and_grads(train, config, targets, is_start, mesh(1, 1))
+    with computing_in("f32"):
+        arguments = train, config, targets, is_start, mesh(1, 1)
+        exact_loss, exact_grads, _ = loss_and_grads(*arguments)
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-3)
     # Compares norms, as rounding is noise: at most 0.02 if sums run in f32, 0.5 if they don't.
     for name, exact in jax.tree_util.tree_leaves_with_path(exact_grads):
@@ -254,7 +248,7 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
 
 
 def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
-    module = edited("train.py", ('w_up: f32["M/c/d F/t"]', 'w_up: f32["M/c/d G/t"]'))
+    module = edited("train.py", ('w_up: compute["M/c/s F/t"]', 'w_up: compute["M/c/s G/t"]'))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
@@ -286,9 +280,12 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
 
     def step_once(state, batch, hyper):
         events.append(f"start {batch}")
-        return state, train.Metrics(
-            Number(batch), learning_rate=0.0, grad_norm=0.0, skipped=0, norms=np.zeros(0)
-        )
+        return state, {
+            "loss": Number(batch),
+            "learning_rate": 0.0,
+            "grad_norm": 0.0,
+            "skipped": 0,
+        }
 
     class Loader:
         waited, position = 0.0, None
@@ -397,8 +394,8 @@ def assert_as_optax(module, config, axes, tolerance):
             batch = token_batch(module.TokenBatch, targets, is_start, 0)
             batch = jax.tree.map(lambda x: x[:, order], batch)
             state, metrics = take_step(module, state, batch, config)
-            np.testing.assert_allclose(metrics.learning_rate, schedule(step + 1), rtol=1e-5)
-            np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(grads), rtol=1e-4)
+            np.testing.assert_allclose(metrics["learning_rate"], schedule(step + 1), rtol=1e-5)
+            np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
         assert int(state.step) == len(rows)
         assert_close(plain(jax.device_get(state.weights)), jax.device_get(wanted), tolerance)
 
@@ -418,9 +415,9 @@ def test_muon_agrees_with_optax_on_every_mesh(in_f32, axes):
 def test_step_flops_are_those_of_the_oracles_products():
     """The FLOPs are three times the forward pass's, with attention scores counted causal."""
     config = small_config()
-    module = edited("train.py", IN_F32)
+    module = train
     with jax.set_mesh(mesh(1, 1)):
-        weights = plain(make_shapes(of_model(module.Weights, config), module.dimensions(config)))
+        weights = plain(make_shapes(module.state_type(config).weights, module.dimensions(config)))
     targets, is_start = random_rows()
     jaxpr = jax.make_jaxpr(oracle.laid_out_objective)(
         weights, targets, *oracle.layout(targets, is_start), 100.0
@@ -449,10 +446,10 @@ IDENTITY_ATTENTION = (
 )
 
 
-def test_without_attention_a_prediction_depends_on_the_previous_token_alone():
+def test_without_attention_a_prediction_depends_on_the_previous_token_alone(in_f32):
     """Such a model can't have a lower loss than a table of next-token frequencies made from the
     test tokens themselves, which is the bound that the stdlib test uses."""
-    module = edited("train.py", IN_F32, IDENTITY_ATTENTION)
+    module = edited("train.py", IDENTITY_ATTENTION)
     assert embedding_rows_reached(module) == [8]
 
 
@@ -467,9 +464,10 @@ def embedding_rows_reached(module):
 
     @jax.jit
     @typed_shard_map
-    def gradient(weights: module.Weights, batch: module.TokenBatch) -> module.Weights:
+    def gradient(weights: module.Stored, batch: module.TokenBatch) -> module.Stored:
         def squares(weights):
-            x, _ = module.forward(weights, batch, config.model)
+            replica = module.gather_replica(module.cast(weights))
+            x, _ = module.forward(replica, batch, config.model)
             at_position = (batch.targets == 9) & (jnp.arange(12) == 8)
             x = jnp.where(at_position[:, :, None], x, 0)
             total = ops.reduce_sum("B/d L/c M/t -> {U:d,c,t}", jnp.square(x))
@@ -526,7 +524,7 @@ def test_the_stdlib_figure_is_reached(stdlib, tmp_path):
 
 def test_a_weight_is_drawn_by_its_name():
     """Another weight beside it changes none of its bits."""
-    changes = "qk_norm=head", "qkv_bias=true", "norms_after=true", "tied_embeddings=true"
+    changes = "qk_norm=head", "qkv_bias=true", "tied_embeddings=true"
     with jax.set_mesh(mesh(1, 1)):
         drawn = [
             {name: np.asarray(x) for name, x in named(train.init_state(config).weights).items()}

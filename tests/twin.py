@@ -105,7 +105,7 @@ def train_step(mesh, host_batch):
 
     def once():
         state[0], metrics = step(state[0], batch, train.hyper_at(0, config.training))
-        return metrics.loss
+        return metrics["loss"]
 
     return once, weights, host_batch
 

@@ -20,7 +20,7 @@ tokens in a prompt are ordinary text, unless --special-tokens parses them.
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
 
-Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t of them:
+Mesh. For texts the weights are cast to --dtype and gathered over d once, so each device holds 1/t:
 raise t if the model is too large for one device, and d to generate many samples. t must divide the
 number of key-value heads (model.n_kv), model.d_ff, model.vocab and the number of experts; d * t
 must divide model.d_model.
@@ -64,13 +64,8 @@ from shardlib import devices, ops
 from shardlib.errors import UserError
 from shardlib.types import (
     COMPUTE,
-    ArrayType,
     Dim,
-    Mapped,
-    Spec,
     Stacked,
-    array_type,
-    check,
     compute,
     computing_in,
     f32,
@@ -78,9 +73,8 @@ from shardlib.types import (
     make_shapes,
     make_shardings,
     mesh_shape,
-    parse_signature,
-    present,
     pytree_dataclass,
+    type_tree,
     typechecked,
     typed_shard_map,
     u32,
@@ -91,38 +85,22 @@ from tools.texts import Continued, Text, kept_by_import, prompts_in
 PREFILL = 128  # tokens of a prompt that are computed in one step
 
 # --- Model ----------------------------------------------------------------------------------------
-# train.py's model, with weights already gathered over d and a cache of keys and values. S is the
-# length of the cache.
+# train.py's model, with a cache of keys and values. S is the length of the cache. Rows aren't split
+# here: c is 1.
 
 
-def gathered(stored: ArrayType) -> ArrayType:
-    """The type of a weight during generation: gathered over d, so that generating a token gathers
-    no weights, and in the dtype that it has in training."""
-    dims = (Dim(dim.name, () if "s" in dim.axes else dim.axes) for dim in stored.spec.dims)
-    return array_type(train.of_replica(stored).element, Spec(tuple(dims)))
-
-
-Weights = Mapped[gathered, train.Weights]
+def replicas(mesh: train.MeshConfig) -> train.MeshConfig:
+    """The mesh with all of d as replicas, which hold whole weights along d: generating a token
+    gathers none."""
+    return dataclasses.replace(mesh, r=mesh.d)
 
 
 @typechecked
-def lay_out(weights: train.Weights) -> Weights:
-    """Casts the weights and gathers them over d."""
-
-    def cast(kind: ArrayType, leaf: jax.Array | None) -> jax.Array | None:
-        return None if leaf is None else leaf.astype(kind.dtype)
-
-    return jax.device_put(jax.tree.map(cast, Weights, weights), make_shardings(Weights))
-
-
-def check_gathered(signature: str, weight: jax.Array) -> jax.Array:
-    """Takes the place of train.py's gathers of weights, and checks that the weight has been
-    gathered. If that was over more axes, returns each device's part."""
-    (stored,), result = parse_signature(signature)
-    if (whole := gathered(array_type(compute, stored)).spec) != result:
-        weight = ops.split(f"{whole} -> {result}", weight)
-    check(weight, result, f"tools.generate's copy of a weight that train.py gathers {signature}")
-    return weight
+def lay_out(weights: train.Stored) -> train.Weights:
+    """Casts the weights and gathers them over r."""
+    kinds = type_tree(train.Weights, weights)
+    cast = jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
+    return jax.device_put(cast, make_shardings(kinds))
 
 
 @pytree_dataclass
@@ -130,8 +108,8 @@ class Cache:
     """A layer's keys, with RoPE applied, and values. Positions that are not yet computed are never
     attended to."""
 
-    k: compute["B/d S K/t D"]
-    v: compute["B/d S K/t D"]
+    k: compute["B/d S/c K/t D"]
+    v: compute["B/d S/c K/t D"]
 
 
 def insert(cache: Any, new: Any, first: jax.Array) -> Any:
@@ -142,13 +120,13 @@ def insert(cache: Any, new: Any, first: jax.Array) -> Any:
 
 @typechecked
 def extend(
-    weights: Weights,
+    weights: train.Weights,
     cache: Stacked["layers", Cache],
-    inputs: u32["B/d L"],
+    inputs: u32["B/d L/c"],
     first: i32[""],
     start: i32["B/d"],
     config: train.Config,
-) -> tuple[compute["B/d L M/t"], Stacked["layers", Cache]]:
+) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at indices from `first` on, given a cache of the
     indices before. Returns it with the extended cache. Attention is causal over a window as long as
     a training row. A row's text begins at its `start`, with position 0: what is before is padding,
@@ -163,26 +141,27 @@ def extend(
 
     @typechecked
     def attend(
-        q: compute["B/d L Q K/t D"],
-        k: compute["B/d L K/t D"],
-        v: compute["B/d L K/t D"],
+        q: compute["B/d L/c Q K/t D"],
+        k: compute["B/d L/c K/t D"],
+        v: compute["B/d L/c K/t D"],
         layer: Cache,
-    ) -> tuple[compute["B/d L Q K/t D"], Any]:
+    ) -> tuple[compute["B/d L/c Q K/t D"], Any]:
         new = Cache(k, v)
         layer = insert(layer, new, first)
+        k = ops.all_gather("B/d S/c K/t D -> B/d S K/t D", layer.k)
+        v = ops.all_gather("B/d S/c K/t D -> B/d S K/t D", layer.v)
         scores = ops.einsum_unreduced(
-            "B/d L Q K/t D, B/d S K/t D -> B/d Q K/t L S", q, layer.k, dtype=f32
+            "B/d L/c Q K/t D, B/d S K/t D -> B/d Q K/t L/c S", q, k, dtype=f32
         )
         scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(compute.dtype)
         mixed = ops.einsum_unreduced(
-            "B/d Q K/t L S, B/d S K/t D -> B/d L Q K/t D", probabilities, layer.v
+            "B/d Q K/t L/c S, B/d S K/t D -> B/d L/c Q K/t D", probabilities, v
         )
         return mixed, new
 
     positions = position.astype(u32.dtype)
-    how = config.model, check_gathered
-    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, *how)
+    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, config.model)
     # All layers at once, after the loop, so that the cache is updated in place.
     return x, insert(cache, new, first)
 
@@ -218,9 +197,9 @@ def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]
 @functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
 @typed_shard_map
 def step(
-    weights: Weights,
+    weights: train.Weights,
     cache: Stacked["layers", Cache],
-    inputs: u32["B/d L"],
+    inputs: u32["B/d L/c"],
     first: i32[""],
     start: i32["B/d"],
     draws: f32["B/d"],
@@ -230,12 +209,12 @@ def step(
     """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
     cache."""
     x, cache = extend(weights, cache, inputs, first, start, config)
-    output = train.output_weights(weights, check_gathered)
+    output = train.output_weights(weights)
     logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
     logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
     chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
     # The devices along t have chosen the same ids. Only a reduction tells JAX so.
-    return ops.reduce_max("B/d T/t 1 -> B/d 1", chosen[:, None, None]), cache
+    return ops.reduce_max("B/d T/t/c 1 -> B/d 1", chosen[:, None, None]), cache
 
 
 def round_up(length: int) -> int:
@@ -247,7 +226,7 @@ def round_up(length: int) -> int:
 
 @typechecked
 def generate(
-    weights: Weights,
+    weights: train.Weights,
     prompts: list[list[int]],
     numbers: list[int],
     tokens: int,
@@ -312,7 +291,7 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     config = newest(path).config(train.Config, defaults=defaults)
     sizes = train.dimensions(config)
     try:
-        make_shapes(present(train.Weights, config.model.parts), sizes, train.DIMENSIONS)
+        make_shapes(train.state_type(config).weights, sizes, train.DIMENSIONS)
     except UserError as error:
         raise UserError(f"{error}; choose a --mesh whose axes divide it, see --help") from None
     return Checkpoints(
@@ -357,7 +336,7 @@ def check_ids(name: str, largest: int, config: train.Config) -> None:
 
 @typechecked
 def evaluate(
-    weights: train.Weights,
+    weights: train.Stored,
     data: flat_tokens.FlatTokens,
     batches: int | None,
     codec: Text | None,
@@ -402,7 +381,7 @@ def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> l
 @typechecked
 def write(
     args: argparse.Namespace,
-    weights: Weights,
+    weights: train.Weights,
     prompts: list[list[int]],
     codec: Text,
     config: train.Config,
@@ -450,7 +429,7 @@ def write(
 
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
-    axes = args.mesh.axes
+    axes = (args.mesh if args.evaluate else replicas(args.mesh)).axes
     devices.have_cpu_devices(math.prod(axes.values()))
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(devices.make_mesh(axes)))

@@ -53,7 +53,7 @@ from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
-from shardlib.types import present, type_tree
+from shardlib.types import type_tree
 from tools import arguments
 from tools.texts import kept_by_import
 
@@ -74,44 +74,47 @@ TENSORS = {
     "weights/layers/w_q": ("model.layers.{}.self_attn.q_proj.weight", "layers (K Q D) M"),
     "weights/layers/w_k": ("model.layers.{}.self_attn.k_proj.weight", "layers (K D) M"),
     "weights/layers/w_v": ("model.layers.{}.self_attn.v_proj.weight", "layers (K D) M"),
-    "weights/layers/b_q": ("model.layers.{}.self_attn.q_proj.bias", "layers (K Q D)"),
-    "weights/layers/b_k": ("model.layers.{}.self_attn.k_proj.bias", "layers (K D)"),
-    "weights/layers/b_v": ("model.layers.{}.self_attn.v_proj.bias", "layers (K D)"),
-    "weights/layers/q_norm": ("model.layers.{}.self_attn.q_norm.weight", "layers D"),
-    "weights/layers/k_norm": ("model.layers.{}.self_attn.k_norm.weight", "layers D"),
-    "weights/layers/all_q_norm": ("model.layers.{}.self_attn.q_norm.weight", "layers (K Q D)"),
-    "weights/layers/all_k_norm": ("model.layers.{}.self_attn.k_norm.weight", "layers (K D)"),
     "weights/layers/w_o": ("model.layers.{}.self_attn.o_proj.weight", "layers M (K Q D)"),
-    "weights/layers/attention_post_norm": (
-        "model.layers.{}.post_attention_layernorm.weight",
-        "layers M",
-    ),
     "weights/layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", "layers M"),
-    "weights/layers/w_gate": ("model.layers.{}.mlp.gate_proj.weight", "layers F M"),
-    "weights/layers/w_up": ("model.layers.{}.mlp.up_proj.weight", "layers F M"),
-    "weights/layers/w_down": ("model.layers.{}.mlp.down_proj.weight", "layers M F"),
-    "weights/layers/w_router": ("model.layers.{}.mlp.gate.weight", "layers E M"),
-    "weights/layers/e_gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "layers E G M"),
-    "weights/layers/e_up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "layers E G M"),
-    "weights/layers/e_down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "layers E M G"),
-    "weights/layers/mlp_post_norm": (
-        "model.layers.{}.post_feedforward_layernorm.weight",
-        "layers M",
-    ),
     "weights/final_norm": ("model.norm.weight", "M"),
     "weights/unembed": ("lm_head.weight", "V M"),
+    **{
+        f"weights/layers/{ours}": (f"model.layers.{{}}.{theirs}", dims)
+        for ours, theirs, dims in (
+            ("qkv/biases/b_q", "self_attn.q_proj.bias", "layers (K Q D)"),
+            ("qkv/biases/b_k", "self_attn.k_proj.bias", "layers (K D)"),
+            ("qkv/biases/b_v", "self_attn.v_proj.bias", "layers (K D)"),
+            ("qkv/norms/q_norm", "self_attn.q_norm.weight", "layers D"),
+            ("qkv/norms/k_norm", "self_attn.k_norm.weight", "layers D"),
+            ("qkv/norms/all_q_norm", "self_attn.q_norm.weight", "layers (K Q D)"),
+            ("qkv/norms/all_k_norm", "self_attn.k_norm.weight", "layers (K D)"),
+            ("mlp/w_gate", "mlp.gate_proj.weight", "layers F M"),
+            ("mlp/w_up", "mlp.up_proj.weight", "layers F M"),
+            ("mlp/w_down", "mlp.down_proj.weight", "layers M F"),
+            ("experts/w_router", "mlp.gate.weight", "layers E M"),
+            ("experts/e_gate", "mlp.experts.{}.gate_proj.weight", "layers E G M"),
+            ("experts/e_up", "mlp.experts.{}.up_proj.weight", "layers E G M"),
+            ("experts/e_down", "mlp.experts.{}.down_proj.weight", "layers E M G"),
+        )
+    },
 }
 EMBED, UNEMBED = TENSORS["weights/embed"][0], TENSORS["weights/unembed"][0]
 # The tensors that transformers 5 has in memory, and in files with save_original_format=False: one
 # for all experts of a layer. Which part of an expert's rows there is an array's, of how many.
 IN_MEMORY = {
-    "weights/layers/w_router": ("model.layers.{}.mlp.gate.weight", 0, 1),
-    "weights/layers/e_gate": ("model.layers.{}.mlp.experts.gate_up_proj", 0, 2),
-    "weights/layers/e_up": ("model.layers.{}.mlp.experts.gate_up_proj", 1, 2),
-    "weights/layers/e_down": ("model.layers.{}.mlp.experts.down_proj", 0, 1),
+    "weights/layers/experts/w_router": ("model.layers.{}.mlp.gate.weight", 0, 1),
+    "weights/layers/experts/e_gate": ("model.layers.{}.mlp.experts.gate_up_proj", 0, 2),
+    "weights/layers/experts/e_up": ("model.layers.{}.mlp.experts.gate_up_proj", 1, 2),
+    "weights/layers/experts/e_down": ("model.layers.{}.mlp.experts.down_proj", 0, 1),
 }
-# What has another name in Mixtral's files.
-MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+# What has another name in a family's files.
+RENAMED = {
+    "mixtral": {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "olmo2": {
+        "post_attention_layernorm": "post_feedforward_layernorm",
+        "input_layernorm": "post_attention_layernorm",
+    },
+}
 
 # The families by model_type: the class in transformers, and in what train.ModelConfig its models
 # differ from Llama's. ANY: config.json says it.
@@ -208,18 +211,22 @@ def stacked(array: str) -> list[str]:
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes the arrays of a checkpoint of the weights, by name."""
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        every = checkpoint.entries(present(train.Weights, model.parts), sizes(model))
+        every = checkpoint.entries(type_tree(train.Stored, train.weights_type(model)), sizes(model))
     return {f"weights/{name}": entry for name, entry in every.items()}
 
 
 def tensors(model: train.ModelConfig) -> list[Tensor]:
     """Lists all tensors of a model, those of an array in order. Raises UserError unless TENSORS has
-    exactly one entry for each array of train.Weights."""
+    one entry for each array of the model, and no more for those beside it."""
     result, arrays = [], entries(model)
-    renamed = MIXTRAL if family_of(model) == "mixtral" else {}
-    types = checkpoint.named({"weights": type_tree(train.Weights)})
-    absent = {name for name, kind in types.items() if kind.optional and name not in arrays}
-    for array in [name for name in arrays | TENSORS if name not in absent]:
+    renamed = RENAMED.get(family_of(model), {})
+    folders = {os.path.dirname(array) for array in arrays}
+    expected = [array for array in TENSORS if os.path.dirname(array) in folders]
+    if model.tied_embeddings:
+        expected.remove("weights/unembed")
+    norms = {"q_norm", "k_norm"} if model.qk_norm == "all" else {"all_q_norm", "all_k_norm"}
+    expected = [array for array in expected if os.path.basename(array) not in norms]
+    for array in dict.fromkeys([*arrays, *expected]):
         name, theirs = TENSORS.get(array, ("", ""))
         entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
         size = dict(zip(entry["dimensions"], entry["shape"], strict=True))

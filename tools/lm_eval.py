@@ -78,11 +78,11 @@ except ModuleNotFoundError as error:  # `scores` doesn't need it, and `run` says
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def scores(
-    weights: train.Weights, batch: TokenBatch, config: train.ModelConfig
+    weights: train.Stored, batch: TokenBatch, config: train.ModelConfig
 ) -> tuple[f32["B/d L/c"], bool_["B/d L/c"]]:
     """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
     in train.total_loss, and logits exist for PREFILL positions at a time."""
-    replica = train.gather_replica(weights)
+    replica = train.gather_replica(train.cast(weights))
     unembedding = train.output_weights(replica)
 
     @typechecked
@@ -122,7 +122,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         batch_size: int = 16,
     ):
         super().__init__()
-        axes = (mesh or train.MeshConfig(d=1, t=1)).axes
+        axes = generate.replicas(mesh or train.MeshConfig(d=1, t=1)).axes
         assert axes["c"] == 1, "rows aren't split here"
         self.mesh, self.batch_size = devices.make_mesh(axes), batch_size
         with jax.set_mesh(self.mesh):

@@ -20,8 +20,9 @@ If more is needed while the loss is computed, there are instead of the last two:
     gathered weights            the unembedding
     logits of a chunk           in f32
 
-Compilers may need less: they overwrite other arrays, too, and TPUs keep small ones outside of this
-memory. They may need more: for copies, padding, and more arrays of a layer at once.
+A step with few tokens for the size of its weights may have its peak in the update, which has no
+terms here. Compilers may need less: they overwrite other arrays, too, and TPUs keep small ones
+outside of this memory. They may need more: for copies, padding, and more arrays of a layer at once.
 tests/test_tpu.py and tests/test_gpu_compile.py measure the errors.
 """
 
@@ -38,7 +39,7 @@ import train
 from shardlib.audit import equations, phase
 from shardlib.devices import abstract_mesh
 from shardlib.kernels import runs_kernel
-from shardlib.types import computing_in, f32, make_shapes, present, type_tree
+from shardlib.types import computing_in, f32, make_shapes, type_tree
 from tools.ledger import PRODUCTS, Ledger
 
 ARGUMENTS = "weights", "moments", "batch"
@@ -51,7 +52,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
     axes, sizes, hyper = config.mesh.axes, train.dimensions(config), config.training
     parts, state = hyper.microbatches, train.state_type(config)
     whole = axes | {"s": 1, "c": 1}  # for what is gathered
-    kinds = present(train.ReplicaWeights, config.model.parts)
+    kinds = train.weights_type(config.model)
 
     def bytes_of(hint: Any, axes: dict[str, int]) -> int:
         return bytes_per_device(hint, axes, sizes)

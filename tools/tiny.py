@@ -33,6 +33,7 @@ from shardlib.types import (
     computing_in,
     f32,
     make_shapes,
+    named,
     typechecked,
     typed_shard_map,
     u32,
@@ -42,9 +43,9 @@ from tools import generate
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> f32["B/d L/c V/t"]:
+def forward(weights: train.Stored, batch: TokenBatch, config: train.Config) -> f32["B/d L/c V/t"]:
     """The logits as training computes them."""
-    replica = train.gather_replica(weights)
+    replica = train.gather_replica(train.cast(weights))
     x, _ = train.forward(replica, batch, config.model)
     return train.unembed(train.output_weights(replica), x, config.model)
 
@@ -52,18 +53,18 @@ def forward(weights: train.Weights, batch: TokenBatch, config: train.Config) -> 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def generation(
-    weights: generate.Weights,
+    weights: train.Weights,
     cache: Stacked["layers", generate.Cache],
-    inputs: u32["B/d L"],
+    inputs: u32["B/d L/c"],
     config: train.Config,
-) -> f32["B/d L V/t"]:
+) -> f32["B/d L/c V/t"]:
     """The logits as generation computes them: for half of a row in one step, as for a prompt, then
     for one token after the other."""
 
     def extend(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
         start = jnp.zeros(len(inputs), jnp.int32)
         x, cache = generate.extend(weights, cache, inputs, first, start, config)
-        output = train.output_weights(weights, generate.check_gathered)
+        output = train.output_weights(weights)
         return cache, train.unembed(output, x, config.model)
 
     def token(cache: Any, i: jax.Array) -> Any:
@@ -81,7 +82,7 @@ def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tupl
     Rows are in the order of a mesh that splits them into `parts`, for functions whose results don't
     depend on that.
     Rows have documents of any length from one token on, shorter ones in later rows, and end in
-    padding. For generation, a row is one document."""
+    padding. For generation, which doesn't split rows, a row is one document."""
     sizes, random = train.dimensions(config), np.random.default_rng(0)
     shape = sizes["B"], sizes["L"]
 
@@ -106,6 +107,8 @@ def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tupl
         hyper = train.hyper_at(step, config.training)
         yield f"training_step {step}", train.training_step, (at_step, training, hyper), config
     yield "forward", forward, (state.weights, whole), config
+    if config.mesh.c > 1:
+        return
     rows = state.weights, cache, whole.inputs
     yield "generation", generation, rows, config
     draws = random.random(shape[0]).astype(np.float32)
@@ -114,10 +117,9 @@ def calls(config: train.Config, state: train.State, parts: int) -> Iterator[tupl
     yield "generate.step", generate.step, (*rows, np.int32(0), start, draws), config, how
 
 
-def named(tree: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree.leaves_with_path(jax.device_get(tree))
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {name(path).lstrip("0123456789/") or "its result": np.asarray(x) for path, x in leaves}
+def by_name(tree: Any) -> dict[str, np.ndarray]:
+    arrays = named(jax.device_get(tree)).items()
+    return {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
 
 
 def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any]]:
@@ -125,7 +127,7 @@ def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any
     returns, by name; of the one named `recorded`, and only of that, what its ops compute."""
     state = train.init_state(config)
     if not recorded:
-        yield "init_state", named(state)
+        yield "init_state", by_name(state)
     state = numbers.stirred(state)
     # Else the moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
@@ -138,7 +140,7 @@ def results(config: train.Config, recorded: str = "") -> Iterator[tuple[str, Any
                 numbers.run(*call)
             yield name, events
         elif not recorded:
-            yield name, named(numbers.run(*call))
+            yield name, by_name(numbers.run(*call))
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
 """Experts, of which each token takes a few, in place of a layer's feed-forward or beside it.
 
-train.py calls `mixture` in a layer, `costs` in the loss, and `summary` and `rebalanced` after the
-update. Dimensions, beside train.py's:
+train.py calls `mixture` in a layer, `costs` in the loss and `rebalanced` after the update.
+Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
 from shardlib import kernels, ops
 from shardlib.activations import save_for_backward
-from shardlib.types import Stacked, compute, f32, pytree_dataclass, typechecked
+from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -47,6 +46,20 @@ class RoutingConfig(Section, key="training.routing"):
 
 
 @pytree_dataclass
+class Experts:
+    w_router: compute["M/t/c/s E"]
+    b_router: f32["E"] | None
+    e_gate: compute["E/t M/c/s G"]
+    e_up: compute["E/t M/c/s G"]
+    e_down: compute["E/t M/c/s G"]
+
+
+def experts_type(config: ExpertsConfig) -> Any:
+    """The types of a config's Experts."""
+    return choose(Experts, b_router=config.bias)
+
+
+@pytree_dataclass
 class Routing:
     """Sums over the tokens of each part of a row. A scan can't stack what is unreduced."""
 
@@ -58,14 +71,15 @@ class Routing:
 @typechecked
 def mixture(
     h: compute["B/d L/c M"],
-    w: Any,
+    w: Experts,
+    shared: compute["B/d L/c M {U:t}"] | None,
     config: ExpertsConfig,
-    gather: Callable[..., jax.Array],
 ) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
     """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
     the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
     of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
-    all that is sent are the sums over t of logits and of outputs.
+    all that is sent are the sums over t of logits and of outputs. Adds `shared`, the output of an
+    expert that all tokens take, if there is one.
 
     A bias takes part in the choice, and not in the weights: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
@@ -73,7 +87,7 @@ def mixture(
     def normalized(scores: jax.Array) -> jax.Array:
         return scores / (scores.sum(-1, keepdims=True) + 1e-15)  # all may round to 0
 
-    w_router = gather("M/t/c/s E -> M/t E", w.w_router)
+    w_router = ops.all_gather("M/t/c/s E -> M/t E", w.w_router)
     part = ops.split("B/d L/c M -> B/d L/c M/t", h)
     logits = ops.einsum_unreduced(
         "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
@@ -89,16 +103,16 @@ def mixture(
         score = normalized(score)
     score = ops.broadcast("B/d L/c k -> B/d L/c k", score)
 
-    w_gate = gather("E/t M/c/s G -> E/t M G", w.e_gate)
-    w_up = gather("E/t M/c/s G -> E/t M G", w.e_up)
-    w_down = gather("E/t M/c/s G -> E/t M G", w.e_down)
+    w_gate = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_gate)
+    w_up = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_up)
+    w_down = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_down)
     y = kernels.experts(
         "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
         h, chosen, score, w_gate, w_up, w_down,
     )  # fmt: skip
     load = jax.nn.one_hot(chosen, config.count, dtype=f32.dtype)
     z = jnp.square(jax.nn.logsumexp(logits, -1))
-    return y, Routing(
+    return y if shared is None else shared + y, Routing(
         load=ops.reduce_sum("B/d N/c S k E -> B/d N/c E", load[:, None]),
         likely=ops.reduce_sum("B/d N/c S E -> B/d N/c E", normalized(scores)[:, None]),
         z=ops.reduce_sum("B/d N/c S -> B/d N/c", z[:, None]),
@@ -106,10 +120,12 @@ def mixture(
 
 
 @typechecked
-def costs(routed: Stacked["layers", Routing], count: f32[""], training: Any) -> tuple[f32[""], Any]:
-    """The costs of all layers' routing, weighted, and sums over all tokens to log. Costs are by
-    `count`, the number of targets, so that after the caller's division they are means over all
-    tokens, targets or not."""
+def costs(
+    routed: Stacked["layers", Routing], count: f32[""], training: Any
+) -> tuple[f32[""], dict[str, f32[""] | f32["layers E"]]]:
+    """The costs of all layers' routing, weighted, and sums over all tokens for `rebalanced`. Costs
+    are by `count`, the number of targets, so that after the caller's division they are means over
+    all tokens, targets or not."""
 
     def whole(kept: str, x: jax.Array) -> jax.Array:
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
@@ -118,37 +134,39 @@ def costs(routed: Stacked["layers", Routing], count: f32[""], training: Any) -> 
     # Zoph et al. 2022, https://arxiv.org/abs/2202.08906, equation 5, added up over layers.
     tokens, routing = training.tokens, training.routing
     z_cost = whole("", routed.z).sum() * count / tokens.batch / tokens.len
-    loads, likely = whole("E", routed.load), whole("E", routed.likely)
-    balance = balance_cost(loads, likely) * count
+    load, likely = whole("E", routed.load), whole("E", routed.likely)
+    balance = balance_cost(load, likely) * count
     cost = routing.balance_cost * balance + routing.z_cost * z_cost
-    return cost, {"z_cost": z_cost, "loads": loads, "likely": likely}
+    return cost, {"z_cost": z_cost, "load": load, "likely": likely}
 
 
 @typechecked
-def balance_cost(loads: f32["layers E"], likely: f32["layers E"]) -> f32[""]:
+def balance_cost(load: f32["layers E"], likely: f32["layers E"]) -> f32[""]:
     """The sum over layers of a cost that is 1 for even loads: Fedus et al. 2021,
     https://arxiv.org/abs/2101.03961, equation 4."""
-    loads, likely = (x / x.mean(-1, keepdims=True) for x in (loads, likely))
-    return jnp.sum(jnp.mean(loads * likely, axis=-1))
+    load, likely = (x / x.mean(-1, keepdims=True) for x in (load, likely))
+    return jnp.sum(jnp.mean(load * likely, axis=-1))
 
 
 @typechecked
-def summary(loads: f32["layers E"], likely: f32["layers E"]) -> dict[str, Any]:
-    """Metrics of a step: loads as multiples of an even one, and the cost of uneven ones."""
-    return {
-        "loads": loads / loads.mean(-1, keepdims=True),
-        "likely": None,
-        "balance_cost": balance_cost(loads, likely),
+def rebalanced(
+    weights: Any,
+    before: Any,
+    sums: dict[str, f32[""] | f32["layers E"]],
+    rate: f32[""],
+) -> tuple[Any, dict[str, f32[""] | f32["layers E"]]]:
+    """Moves the biases, which no gradient changes, from what they were `before` the update towards
+    even loads. Returns the weights with them, and metrics: loads as multiples of an even one, and
+    the cost of uneven ones."""
+    load, old = sums["load"], before.layers.experts
+    if old.b_router is not None:
+        # Of whole numbers, so that an even load gives exactly 0.
+        lacking = load.sum(-1, keepdims=True) - load.shape[-1] * load
+        bias = old.b_router + rate * jnp.sign(lacking)
+        new = dataclasses.replace(weights.layers.experts, b_router=bias)
+        layers = dataclasses.replace(weights.layers, experts=new)
+        weights = dataclasses.replace(weights, layers=layers)
+    return weights, {
+        "load": load / load.mean(-1, keepdims=True),
+        "balance_cost": balance_cost(load, sums["likely"]),
     }
-
-
-@typechecked
-def rebalanced(weights: Any, before: Any, loads: f32["layers E"], rate: f32[""]) -> Any:
-    """Weights with biases, which no gradient changes, moved from those `before` the update towards
-    even loads."""
-    if (bias := before.layers.b_router) is None:
-        return weights
-    # Of whole numbers, so that an even load gives exactly 0.
-    lacking = loads.sum(-1, keepdims=True) - loads.shape[-1] * loads
-    layers = dataclasses.replace(weights.layers, b_router=bias + rate * jnp.sign(lacking))
-    return dataclasses.replace(weights, layers=layers)

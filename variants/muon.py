@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.checkpoint import named
 from shardlib import ops
-from shardlib.types import compute, f32, mesh_shape, parse_spec, typechecked
+from shardlib.types import compute, f32, mesh_shape, named, parse_spec, typechecked
 
 # The layouts of what holds matrices. Orthogonalizing takes whole ones: for each layout, that of N
 # matrices as they are stored, and that of some whole matrices on each device. So w_q is a matrix of

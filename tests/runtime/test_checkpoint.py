@@ -128,7 +128,7 @@ def test_on_disk_is_what_the_page_says(tmp_path):
     rest = {k: v for k, v in about.items() if k not in ("checksum", "write_completed")}
     assert about["checksum"] == zlib.crc32(json.dumps(rest, sort_keys=True).encode())
     assert about["positions"] == [None]
-    assert (about["step"], about["config"], about["format"], about["hosts"]) == (7, CONFIG, 1, 1)
+    assert (about["step"], about["config"], about["format"], about["hosts"]) == (7, CONFIG, 2, 1)
     assert about["versions"]["jax"] == jax.__version__
     assert list(about["arrays"]) == list(arrays)
     for name, wanted in arrays.items():
@@ -343,7 +343,7 @@ def test_a_config_of_another_schema_is_refused(tmp_path):
 
 VECTOR = {"dtype": "bool", "dimensions": ["V"], "shape": [3], "chunk_shape": [3], "chunks": 1}
 OTHERS = {
-    "another format": {"format": 2},
+    "another format": {"format": 1},
     "another key in the model's config": {"config": "model: {size: small}\n"},
     "a config that reads the environment": {"config": 'model: {size: "\\x24{oc.env:HOME}"}\n'},
     "a config with an alias": {"config": "a: &a [1, 1]\nmodel: {size: *a}\n"},

@@ -37,12 +37,12 @@ class Later:
 
 
 @contextlib.contextmanager
-def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0, vectors=None):
+def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0):
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
     with jax.set_mesh(mesh(1, 1)), Run(config) as run:
         run.begin(
             first=first, steps=steps, tokens=100, flops=1, max_skipped=max_skipped,
-            vectors=vectors or {}, origin="",
+            origin="",
         )  # fmt: skip
         yield run
 
@@ -112,13 +112,14 @@ def test_a_run_with_nothing_to_do_is_refused(tmp_path):
     assert not (tmp_path / "r/metrics.jsonl").exists()
 
 
-def test_a_vector_is_logged_by_the_names_of_its_entries_when_it_is_due(tmp_path):
-    with begun(tmp_path, "metrics.norms_interval=3", vectors={"norms": ["a", "b"]}) as run:
+def test_what_has_parts_is_logged_by_their_indices_when_it_is_due(tmp_path):
+    with begun(tmp_path, "metrics.norms_interval=3") as run:
         for step in range(STEPS):
-            take(run, step, metrics(norms=np.array([step, 0.5])))
+            take(run, step, metrics(load=np.array([[step, 0.5]]), **{"norm/embed": 3}))
         run.flush()
-    actual = [(row.get("a"), row.get("b"), row.get("norms")) for row in rows(tmp_path / "r")]
-    assert actual == [(None,) * 3, (None,) * 3, (2, 0.5, None), (3, 0.5, None)]
+    keys = "load/0/0", "load/0/1", "norm/embed", "load"
+    actual = [tuple(map(row.get, keys)) for row in rows(tmp_path / "r")]
+    assert actual == [(None,) * 4, (None,) * 4, (2, 0.5, 3, None), (3, 0.5, 3, None)]
 
 
 def test_updates_that_are_left_out_count_in_a_row(tmp_path):

@@ -418,7 +418,7 @@ def test_sums_of_squares_are_by_layer_also_if_the_layers_are_split(axes):
 
     @typed_shard_map
     def squares(tree: Tree) -> tuple[f32["8"], f32["8"], f32[""]]:
-        return tuple(ops.sums_of_squares(Tree, tree, "layers"))
+        return tuple(ops.sums_of_squares(Tree, tree, "layers").values())
 
     rng = np.random.default_rng(0)
     tree = Tree(*(rng.normal(size=shape).astype("f") for shape in ((8, 16), (8, 16), (16,))))

@@ -17,6 +17,7 @@ from shardlib.errors import UserError
 from shardlib.types import (
     Dim,
     Mapped,
+    Partial,
     ShardTypeError,
     Spec,
     SpecError,
@@ -24,7 +25,9 @@ from shardlib.types import (
     array_type,
     bf16,
     check,
+    choose,
     f32,
+    has_arrays,
     make_partition_specs,
     make_shapes,
     make_shardings,
@@ -235,7 +238,7 @@ def test_threads_have_sizes_of_their_own():
 
 def test_layouts_come_from_the_annotations():
     assert type_tree(Model).layers.w is f32["layers M/d F/t"]
-    assert type_tree(int) is None
+    assert not has_arrays(int) and not has_arrays(tuple[Any, int])
     assert type_tree(tuple[()]) == ()
     with jax.set_mesh(make_mesh(MESH)):
         specs = make_partition_specs(Model)
@@ -263,7 +266,7 @@ class Mixed:
 
 
 UNCHECKABLE = {
-    "an optional tree": Layer | None,
+    "a text or an array": f32["N"] | str,
     "a list": list[f32["N"]],
     "any number": tuple[f32["N"], ...],
     "arrays and others": tuple[f32["N"], int],
@@ -310,6 +313,73 @@ def test_a_mapped_tree_has_the_types_that_its_function_makes():
     assert actual == [in_bf16(kind) for kind in declared] and actual != declared
 
 
+@pytree_dataclass
+class Narrow:
+    gain: f32["M"]
+
+
+@pytree_dataclass
+class Chosen:
+    layer: Layer | Narrow | None
+    scale: f32[""] | f32["M"]
+    other: f32["M"] | None
+
+
+def test_a_value_says_which_alternative_there_is():
+    narrow = Narrow(np.zeros(3, "f"))
+    for layer, tree in (narrow, Narrow(f32["M"])), (None, None):
+        value = Chosen(layer, np.zeros(3, "f"), None)
+        assert type_tree(Chosen, value) == Chosen(tree, f32["M"], None)
+    assert type_tree(Chosen, Chosen(None, np.float32(1), narrow.gain)).scale is f32[""]
+    chosen = choose(Chosen, layer=Narrow, scale=True, other=None)
+    assert chosen == Chosen(Narrow(f32["M"]), f32[""], None)
+    assert choose(Chosen, layer=True, scale=f32["M"], other=True) == Chosen(
+        type_tree(Layer), f32["M"], f32["M"]
+    )
+    # Types derived from others, of which the value has those derived.
+    stacked = type_tree(Stacked["layers", Chosen], chosen)
+    assert stacked == Chosen(Narrow(f32["layers M"]), f32["layers"], None)
+    assert type_tree(Stacked["layers", Partial[Narrow]], Narrow(None)) == Narrow(None)
+
+
+def test_a_value_that_is_none_of_the_alternatives():
+    @typechecked
+    def fn(x: Chosen) -> None: ...
+
+    fn(Chosen(None, jnp.float32(1), None))
+    for wrong in Chosen(3, jnp.float32(1), None), Chosen(None, jnp.zeros((2, 2)), None):
+        with pytest.raises(ShardTypeError, match="argument `x` of fn is not of type Chosen"):
+            fn(wrong)
+    with pytest.raises(SpecError, match=r"choose one with types\.choose"):
+        type_tree(Chosen)
+
+
+def test_a_dict_holds_arrays_of_one_type_or_of_several():
+    @typechecked
+    def fn(x: dict[str, f32[""] | f32["M"]]) -> dict[str, f32["M"]]:
+        return {"y": x["b"]}
+
+    one, row = jnp.float32(1), jnp.zeros(3)
+    assert fn({"a": one, "b": row})["y"] is row
+    with pytest.raises(ShardTypeError, match="argument `x`"):
+        fn({"a": jnp.zeros((2, 2))})
+    with pytest.raises(ShardTypeError, match="result of fn"):
+        fn({"b": one})
+
+    @typed_shard_map
+    def mapped(x: f32["M/d"]) -> dict[str, f32[""]]:
+        return {"sum": ops.psum("{U:d} -> ", ops.reduce_sum("M/d -> {U:d}", x))}
+
+    @typed_shard_map
+    def not_reduced(x: f32["M/d"]) -> dict[str, f32["N"]]:
+        return {"part": x}
+
+    with jax.set_mesh(make_mesh(MESH)):
+        assert mapped(np.ones(8, "f")) == {"sum": 8}
+        with pytest.raises(ShardTypeError, match="varies along d"):
+            not_reduced(np.ones(8, "f"))
+
+
 def test_any_in_a_tuple_is_not_checked_and_what_stands_beside_it_is():
     @typechecked
     def fn(x: tuple[f32["M"], Any], kept: Any) -> tuple[Any, f32["M"]]:
@@ -320,7 +390,6 @@ def test_any_in_a_tuple_is_not_checked_and_what_stands_beside_it_is():
         assert fn((one, kept), kept)[0] is kept
     with pytest.raises(ShardTypeError, match="argument `x` of fn"):
         fn((jnp.zeros((3, 3)), None), None)
-    assert type_tree(tuple[Any, int]) is None, "there is nothing to check"
 
     @typed_shard_map
     def mapped(x: tuple[f32["M"], Any]) -> f32["M"]:

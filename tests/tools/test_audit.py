@@ -180,7 +180,7 @@ def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, mon
     marked = [row for row in rows if row["bound"]]
     assert [(r["bound"], r["times"], r["at_least"]) for r in marked] == [("at most", 2, 1)] * 3
     assert "A device receives at most 1" in out and "A device computes 2" in out
-    gather = 'embed = gather("V/t M/c/s -> V/t M", weights.embed)'
+    gather = 'embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)'
     cells = {row[1].strip(): row[2:] for row in rows_of(file.read_text()).values()}
     assert cells[gather][1:4] == ["at most 101 MB", "", "101 MB"]
 
@@ -261,7 +261,7 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert len(links) == sum(len(result[name]) for name in audit.TABLES) > 80
     assert {link.lstrip("#") for link in links} <= set(rows)
     amounts = {row[1].strip(): row[2:] for row in rows.values()}
-    gather = 'w_up = gather("M/c/s F/t -> M F/t", w.w_up)'
+    gather = 'w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)'
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)'
     assert amounts[product] == ["", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]

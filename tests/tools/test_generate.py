@@ -19,6 +19,7 @@ from runtime.checkpoint import Checkpoints, _checksum
 from shardlib import audit, devices
 from shardlib.types import (
     Stacked,
+    computing_in,
     f32,
     i32,
     make_shapes,
@@ -28,32 +29,32 @@ from shardlib.types import (
     u32,
 )
 from tests import golden, oracle
-from tests.helpers import IN_F32, assert_close, edited, mesh, of_model, small_config
+from tests.helpers import assert_close, edited, mesh, plain, small_config
 from tools import generate
 
 TIMESCALE = 100  # of small_config
 
 
-def tool_in_f32(*edits):
-    """The tool with f32 in place of bf16, for train.py with these edits."""
-    module = edited("train.py", IN_F32, *edits)
+def tool_for(*edits):
+    """The tool for train.py with these edits."""
+    module = edited("train.py", *edits)
     importing = "import train\n", f"import {module.__name__} as train\n"
-    return edited("tools/generate.py", IN_F32, importing)
+    return edited("tools/generate.py", importing)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def in_f32():
-    return tool_in_f32()
+    with computing_in("f32"):
+        yield generate
 
 
 def random_weights(config, module=train):
     """Random weights as a dict of numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
         rng = np.random.default_rng(7)
-        shapes = make_shapes(of_model(module.Weights, config), train.dimensions(config))
+        shapes = make_shapes(module.state_type(config).weights, train.dimensions(config))
         weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
-    layers = {name: value for name, value in vars(weights.layers).items() if value is not None}
-    return vars(weights) | {"layers": layers}
+    return plain(weights)
 
 
 def placed(kind, weights):
@@ -83,25 +84,25 @@ def cached_logits(tool, config, weights, inputs, on, start=0):
     @jax.jit
     @typed_shard_map
     def step(
-        weights: tool.Weights,
+        weights: tool.train.Weights,
         cache: Stacked["layers", tool.Cache],
-        inputs: u32["B/d L"],
+        inputs: u32["B/d L/c"],
         first: i32[""],
         start: i32["B/d"],
-    ) -> tuple[f32["B/d L V/t"], Stacked["layers", tool.Cache]]:
+    ) -> tuple[f32["B/d L/c V/t"], Stacked["layers", tool.Cache]]:
         x, cache = tool.extend(weights, cache, inputs, first, start, config)
-        output = tool.train.output_weights(weights, tool.check_gathered)
+        output = tool.train.output_weights(weights)
         return tool.train.unembed(output, x, config.model), cache
 
     with jax.set_mesh(on):
-        kind = Stacked["layers", tool.Cache]
+        kind, used = Stacked["layers", tool.Cache], tool.train.weights_type(config.model)
         sizes = train.dimensions(config) | {"S": 16}
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
         parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
         for count in 4, 1, 1, 1, 1, 4:
             here = inputs[:, first : first + count]
             where = np.int32(first), start
-            actual, cache = step(placed(tool.Weights, weights), cache, here, *where)
+            actual, cache = step(placed(used, weights), cache, here, *where)
             parts.append(actual)
             first += count
         return np.concatenate(parts, axis=1)
@@ -125,9 +126,9 @@ def test_a_row_does_not_see_the_padding_before_its_start(in_f32):
     assert np.isfinite(actual).all()
 
 
-def test_the_logits_are_the_oracles_also_of_an_edited_block():
+def test_the_logits_are_the_oracles_also_of_an_edited_block(in_f32):
     """Doubles what w_down projects. A patch of docs/experiments.md adds weights."""
-    tool = tool_in_f32(("hidden = hidden.astype(", "hidden = (2 * hidden).astype("))
+    tool = tool_for(("hidden = hidden.astype(", "hidden = (2 * hidden).astype("))
     config, inputs = small_config(), random_inputs()
     weights = random_weights(config)
     actual = cached_logits(tool, config, weights, inputs, mesh(1, 8))
@@ -156,12 +157,14 @@ def test_padding_does_not_change_the_rounding():
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
+    probe = devices.abstract_mesh(dict(probe.shape) | {"c": 1})
     config = train.resized(small_config(), sizes, probe.shape, {})
-    cache = Stacked["layers", generate.Cache]
-    hint = tuple[generate.Weights, cache, u32["B/d L"], i32[""], i32["B/d"], f32["B/d"]]
+    cache = type_tree(Stacked["layers", generate.Cache])
+    others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
+    hint = train.weights_type(config.model), cache, *others
     for how in GREEDY, generate.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
         with jax.sharding.use_abstract_mesh(probe):
-            shapes = make_shapes(of_model(hint, config), sizes)
+            shapes = make_shapes(hint, sizes)
             traced = generate.step.trace(*shapes, config, how)
         audit.check(traced.jaxpr.jaxpr, dict(probe.shape), sizes)
 
@@ -180,7 +183,8 @@ def continued(tool, config, weights, on, prompts, numbers, rows, how, tokens=9, 
     with jax.set_mesh(on):
         started = [[config.model.start_token, *prompt] for prompt in prompts]
         args = started, numbers, tokens, rows, seed, how, config
-        return np.concatenate(list(tool.generate(placed(tool.Weights, weights), *args)), axis=1)
+        placed_weights = placed(tool.train.weights_type(config.model), weights)
+        return np.concatenate(list(tool.generate(placed_weights, *args)), axis=1)
 
 
 def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
@@ -381,7 +385,7 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     texts = np.split(ids, np.flatnonzero(starts)[1:])
     size = len("".join(map(codec.decode, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
-        placed_weights = placed(in_f32.train.Weights, weights)
+        placed_weights = placed(in_f32.train.state_type(config).weights, weights)
         actual = in_f32.evaluate(placed_weights, data, None, codec, config)
         part = in_f32.evaluate(placed_weights, data, 1, codec, config)
     assert actual == (
@@ -412,7 +416,7 @@ def run(tmp_path_factory):
             config = small_config(f"flat_tokens.filespec={name}.zarr", model)
             settings = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
             checkpoints = Checkpoints(str(folder / name), *settings, say=lambda _: None)
-            weights = placed(train.Weights, random_weights(config))
+            weights = placed(train.state_type(config).weights, random_weights(config))
             step = jax.device_put(jnp.uint32(3), make_shardings(u32[""]))
             state = train.State(step, weights, weights, weights)
             checkpoints.save(3, state)

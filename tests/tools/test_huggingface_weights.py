@@ -631,17 +631,17 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
 
 EDITS = {
     "a weight that no Llama has": (
-        '    w_v: f32["M',
-        '    gain: f32["M/t/c/d"]\n    w_v: f32["M',
+        '    w_v: compute["M',
+        '    gain: compute["M/t/c/s"]\n    w_v: compute["M',
     ),
-    "a weight that is no more": ('    final_norm: f32["M/t/c/d"]\n', ""),
+    "a weight that is no more": ('    final_norm: compute["M/t/c/s"]\n', ""),
     "a weight of other dimensions": (
-        '    w_v: f32["M/c/d K/t D"]',
-        '    w_v: f32["M/c/d Q K/t D"]',
+        '    w_v: compute["M/c/s K/t D"]',
+        '    w_v: compute["M/c/s Q K/t D"]',
     ),
     "a weight of another dtype": (
-        '    unembed: f32["V/t M/c/d"]',
-        '    unembed: compute["V/t M/c/d"]',
+        "return array_type(f32, over_replicas",
+        "return array_type(compute, over_replicas",
     ),
 }
 

@@ -17,7 +17,7 @@ from data.loader import TokenBatch
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shardings
 from tests.data.test_text import trained_tokenizer
-from tests.helpers import assert_close, mesh, of_model, small_config
+from tests.helpers import assert_close, mesh, small_config
 from tests.tools.test_generate import oracle_logits, placed, random_weights
 from tools import generate, huggingface_weights
 from tools import lm_eval as tool
@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_oracle_in_parts_of_rows_too(monkeypatch):
     padded = ids.copy()
     padded[6, 9:] = NO_TOKEN
     with jax.set_mesh(mesh(2, 4)), computing_in("f32"):
-        kind = of_model(train.Weights, config)
+        kind = train.state_type(config).weights
         batch = TokenBatch.of(padded, np.zeros(ids.shape, np.bool_), 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         found = tool.scores(placed(kind, weights), batch, config.model)

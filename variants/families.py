@@ -1,0 +1,143 @@
+"""Functions and types for what families of models do otherwise than Llama: to queries, keys and
+values, to norms and to positions. train.py calls `QKV.adjusted`, `norm_after`, `first_visible` and
+`RopeScalingConfig.slowed`."""
+
+import dataclasses
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
+from shardlib import ops
+from shardlib.activations import save_for_backward
+from shardlib.types import choose, compute, f32, pytree_dataclass, typechecked, u32
+
+QK_NORMS = Annotated[str, OneOf("head all")]  # see HeadNorms and AllNorms
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class RopeScalingConfig(Section, key="model.rope_scaling"):
+    """Llama 3.1's RoPE scaling, for rows longer than those of the original training."""
+
+    factor: NonNegativeFloat
+    low_frequency_factor: NonNegativeFloat
+    high_frequency_factor: NonNegativeFloat
+    original_len: PositiveInt  # tokens in a row of the original training
+
+    def slowed(self, timescale: jax.Array) -> jax.Array:
+        """The timescale of each pair. Those that turn only a few times within the original length
+        turn more slowly, by `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as
+        released with Llama 3.1."""
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        turns = self.original_len / (2 * jnp.pi * timescale)
+        unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+        return timescale / (unscaled + (1 - unscaled) / self.factor)
+
+
+@typechecked
+def first_visible(start: u32["B/d L/c"], position: u32["B/d L/c"], window: int) -> u32["B/d L/c"]:
+    """The position of the first token that a token sees: of the last `window` ones, those of its
+    document, which begins at `start`."""
+    return jnp.maximum(start, position - jnp.minimum(position, window - 1))
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(f32.dtype))
+
+
+def _sum_over_t(means: jax.Array) -> jax.Array:
+    """The mean of all squares, from what each device adds to it."""
+    means = ops.psum("B/d L/c {U:t} -> B/d L/c", means)
+    return ops.broadcast("B/d L/c -> B/d L/c", means)
+
+
+def _normed(x: jax.Array, squares: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of x over the last dimensions, those of the gain, given the mean of its squares."""
+    scale = jnp.expand_dims(lax.rsqrt(squares + eps), tuple(range(-gain.ndim, 0)))
+    return (x.astype(f32.dtype) * scale * gain.astype(f32.dtype)).astype(x.dtype)
+
+
+@typechecked
+def norm_after(
+    y: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], eps: float
+) -> compute["B/d L/c M/t"]:
+    """The norm of what attention or the feed-forward returns: OLMo 2,
+    https://arxiv.org/abs/2501.00656."""
+    gain = ops.all_gather("M/t/c/s -> M/t", gain)
+    y = save_for_backward(y)
+    squares = ops.reduce_mean("B/d L/c M/t -> B/d L/c {U:t}", _squares(y))
+    return _normed(y, _sum_over_t(squares), gain, eps)
+
+
+# --- Queries, keys and values ---------------------------------------------------------------------
+# The weights here are small. They aren't split over d and c, and stay in f32.
+
+
+@pytree_dataclass
+class Biases:
+    """Qwen2."""
+
+    b_q: f32["Q K/t D"]
+    b_k: f32["K/t D"]
+    b_v: f32["K/t D"]
+
+
+@pytree_dataclass
+class HeadNorms:
+    """Over each head: Qwen3."""
+
+    q_norm: f32["D"]
+    k_norm: f32["D"]
+
+    def __call__(self, q: jax.Array, k: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+        squares = ops.reduce_mean("B/d L/c Q K/t D -> B/d L/c Q K/t", _squares(q))
+        q = _normed(q, squares, self.q_norm, eps)
+        squares = ops.reduce_mean("B/d L/c K/t D -> B/d L/c K/t", _squares(k))
+        return q, _normed(k, squares, self.k_norm, eps)
+
+
+@pytree_dataclass
+class AllNorms:
+    """Over all heads at once: OLMo 2."""
+
+    all_q_norm: f32["Q K/t D"]
+    all_k_norm: f32["K/t D"]
+
+    def __call__(self, q: jax.Array, k: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+        squares = ops.reduce_mean("B/d L/c Q K/t D -> B/d L/c {U:t}", _squares(q))
+        q = _normed(q, _sum_over_t(squares), self.all_q_norm, eps)
+        squares = ops.reduce_mean("B/d L/c K/t D -> B/d L/c {U:t}", _squares(k))
+        return q, _normed(k, _sum_over_t(squares), self.all_k_norm, eps)
+
+
+@pytree_dataclass
+class QKV:
+    """Weights of what comes between the projections to queries, keys and values, and RoPE."""
+
+    biases: Biases | None
+    norms: HeadNorms | AllNorms | None
+
+    @typechecked
+    def adjusted(
+        self,
+        q: compute["B/d L/c Q K/t D"],
+        k: compute["B/d L/c K/t D"],
+        v: compute["B/d L/c K/t D"],
+        eps: float,
+    ) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"], compute["B/d L/c K/t D"]]:
+        if b := self.biases:
+            q, k, v = (
+                (x + bias).astype(x.dtype) for x, bias in ((q, b.b_q), (k, b.b_k), (v, b.b_v))
+            )
+        return (*self.norms(q, k, eps), v) if self.norms else (q, k, v)
+
+
+def qkv_type(biases: bool, norms: str | None) -> Any:
+    """The types of a config's QKV."""
+    kinds = {"head": HeadNorms, "all": AllNorms, None: None}
+    return choose(QKV, biases=biases, norms=kinds[norms])
