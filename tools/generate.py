@@ -99,8 +99,7 @@ def replicas(mesh: train.MeshConfig) -> train.MeshConfig:
 def lay_out(weights: train.Stored) -> train.Weights:
     """Casts the weights and gathers them over r."""
     kinds = type_tree(train.Weights, weights)
-    cast = jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
-    return jax.device_put(cast, make_shardings(kinds))
+    return jax.device_put(train.cast(weights), make_shardings(kinds))
 
 
 @pytree_dataclass
