@@ -42,13 +42,12 @@ backward pass, and its collectives follow from those written here:
 targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import operator
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
@@ -57,21 +56,19 @@ import numpy as np
 from einops import rearrange
 from jax import lax
 
-from data.loader import Batches, TokenBatch
+from data.loader import Batches, TokenBatch, random_batch
 from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
 from runtime.program import program
 from runtime.run import Run, RunConfig, due, make_mesh, say
-from shardlib import audit, kernels, numbers, ops
+from shardlib import kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
     sum_over_chunks,
 )
-from shardlib.devices import abstract_mesh
-from shardlib.errors import UserError, explain
 from shardlib.types import (
     COMPUTE,
     ArrayType,
@@ -438,26 +435,20 @@ def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
 
 
 @typechecked
-def decoder(
-    weights: Weights,
-    inputs: u32["B/d L/c"],
-    position: u32["B/d L/c"],
-    attend: Callable[..., tuple[jax.Array, Any]],
-    caches: Any,
-    config: ModelConfig,
+def forward(
+    weights: Weights, batch: TokenBatch, config: ModelConfig
 ) -> tuple[compute["B/d L/c M/t"], Any]:
-    """Embeds the inputs and applies all layers. Training, validation and generation all call this
-    one definition, with different arguments:
-
-    attend(q, k, v, cache) -> (mixed, new_cache): attention. `mixed` has the shape of q. `cache` is
-        this layer's slice of `caches`; training passes (). All mixing between positions must happen
-        in `attend`, because generation computes one position at a time.
-
-    Returns the residual stream, and for each layer the new cache and the Routing, if any."""
+    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
+    which predicts target l, it depends only on the tokens before that target in the same document
+    and row."""
     embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
-    x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, inputs)
+    x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, batch.inputs)
     x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
-    sin, cos = rotation(position, config)
+    sin, cos = rotation(batch.position, config)
+    key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
+    start = batch.start
+    if config.sliding_window:
+        start = families.first_visible(start, batch.position, config.sliding_window)
 
     # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
     # and feed-forward, gate and up, what a norm after takes, in kernels.attention its result, in
@@ -466,9 +457,8 @@ def decoder(
     # weights and x.
     @explicit_activation_checkpointing
     @typechecked
-    def block(x: compute["B/d L/c M/t"], scanned: Any) -> tuple[compute["B/d L/c M/t"], Any]:
-        # A Layer, as the type of `weights` says. Here it could have no scalars: they vary.
-        w, cache = scanned
+    def block(x: compute["B/d L/c M/t"], w: Any) -> tuple[compute["B/d L/c M/t"], Any]:
+        # w is a Layer, as the type of `weights` says. Here it could have no scalars: they vary.
         h = enter(x, w.attention_norm, config)
         w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
@@ -481,7 +471,12 @@ def decoder(
         q = save_for_backward(q)
         k = save_for_backward(k)
         v = save_for_backward(v)
-        mixed, new_cache = attend(q, k, v, cache)
+        k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
+        v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
+        mixed = kernels.attention(
+            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
+            q, k, v, start, batch.position, key_position,
+        )  # fmt: skip
         w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
         y: Any = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
         x = save_for_backward(leave(x, y, w.attention_norm, config))
@@ -490,9 +485,9 @@ def decoder(
         y, routed = (swiglu(h, w.mlp) if w.mlp else None), None
         if w.experts and config.experts:
             y, routed = experts.mixture(h, w.experts, y, config.experts)
-        return leave(x, y, w.mlp_norm, config), (new_cache, routed)
+        return leave(x, y, w.mlp_norm, config), routed
 
-    return lax.scan(block, x, (weights.layers, caches))
+    return lax.scan(block, x, weights.layers)
 
 
 @typechecked
@@ -514,31 +509,6 @@ def unembed(
     # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
     h = lax.optimization_barrier(h)
     return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
-
-
-@typechecked
-def forward(
-    weights: Weights, batch: TokenBatch, config: ModelConfig
-) -> tuple[compute["B/d L/c M/t"], Any]:
-    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
-    which predicts target l, it depends only on the tokens before that target in the same document
-    and row."""
-    key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
-    start = batch.start
-    if config.sliding_window:
-        start = families.first_visible(start, batch.position, config.sliding_window)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, _: tuple[()]) -> tuple[Any, tuple[()]]:
-        k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
-        v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
-        mixed = kernels.attention(
-            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
-            q, k, v, start, batch.position, key_position,
-        )  # fmt: skip
-        return mixed, ()
-
-    x, (_, routed) = decoder(weights, batch.inputs, batch.position, attend, (), config)
-    return x, routed
 
 
 @typechecked
@@ -808,59 +778,27 @@ def gradients(weights: Stored, batch: TokenBatch, config: Config) -> Stored:
 
 # --- Checks ---------------------------------------------------------------------------------------
 
-# What splits the work of a device into parts.
-PARTS = "training.microbatches", "training.loss_chunks"
-# Settings with which each part of an update shows in f32; the schedule is between its ends.
-TINY = {
-    "dtype": "f32",
-    "training.learning_rate": 0.1,
-    "training.schedule": "cosine",
-    "training.warmup_steps": 2,
-    "training.steps": 10,
-    "training.steps_for_lr": 10,
-    "training.adam_eps": 1e-3,
-    "training.seed": 0,
-    "training.skip_steps": [],
-    "training.validation_interval": 0,
-    "training.validation_batches": 1,
-    "training.validation_at_start": False,
-    "training.max_skipped_updates": 0,
-    "metrics.norms_interval": 1,
-}
-
-
-def resized(
-    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
-) -> Config:
-    """The config with these sizes of dimensions and of mesh axes, and with other values by key.
-    With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
-    values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
-    # Other dimensions follow from these.
-    values |= {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
-    values["mesh.d"] = axes["r"] * axes["s"]
-    if sizes:
-        values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
-        values["model.start_token"] = 0  # in a vocabulary of any size
-        if config.model.experts:
-            values["model.experts.per_token"] = 3
-    try:
-        return config.changed(values | others)
-    except UserError as error:
-        cure = "; the checks try other sizes: let `dimensions` compute this one, or set check=none"
-        raise UserError(f"{error}{cure if sizes else ''}") from None
-
 
 def step_arguments(config: Config) -> Any:
     """The types of the arrays that `training_step` takes."""
     return state_type(config), type_tree(TokenBatch), type_tree(Hyper)
 
 
-def trace_step(config: Config, mesh: jax.sharding.AbstractMesh) -> Any:
-    """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
-    doesn't split over the mesh."""
-    with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
-        shapes = make_shapes(step_arguments(config), dimensions(config), DIMENSIONS)
-        return audit.traced(training_step, *shapes, config)
+@typechecked
+def trials(
+    config: Config, state: State, order: int
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], Config]]:
+    """Yields what runtime/checks.py computes on two meshes: a name, a function, the arrays that it
+    takes, as NumPy arrays, and the config. `order` is that of `random_batch`."""
+    # Else the moments would drown the gradients.
+    mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
+    batch = random_batch(dimensions(config), config.model.start_token, order)
+    yield "validation_step", validation_step, (state.weights, batch), config
+    yield "gradients", gradients, (state.weights, batch), config
+    for step in 3, 999:  # in the middle of the schedule, and before what is done now and then
+        at_step = State(np.uint32(step), state.weights, mu, nu)
+        hyper = hyper_at(step, config.training)
+        yield f"training_step {step}", training_step, (at_step, batch, hyper), config
 
 
 def lower_step(config: Config) -> jax.stages.Lowered:
@@ -870,56 +808,6 @@ def lower_step(config: Config) -> jax.stages.Lowered:
     placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
     with computing_in(config.dtype):
         return training_step.lower(*placed, config)
-
-
-def probe(config: Config) -> Any:
-    """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
-    length by chance. Checks at the config's sizes that the step on its mesh is that of one device,
-    split. Takes about a second. Raises ShardTypeError, or whatever an edited step raises while it
-    is traced."""
-
-    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
-
-    axes = config.mesh.axes
-    probed = audit.probe(trace, axes, dimensions(config))
-    if axes != (one := dict.fromkeys(axes, 1)):
-        audit.check_structure(*(trace(abstract_mesh(sizes), {}) for sizes in (axes, one)))
-    return probed
-
-
-def check_types(config: Config) -> Any:
-    """The probe's jaxpr. Raises UserError if the types in this file don't hold."""
-    try:
-        return probe(config)
-    except UserError:  # the mesh doesn't fit
-        raise
-    except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
-        problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
-        raise UserError(f"{problem}\n{explain(error)}") from None
-
-
-def tiny(config: Config) -> list[Config]:
-    """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
-    the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
-    splits along."""
-    split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
-    sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
-    del sizes["L"]
-    sizes = numbers.tiny_sizes(step_arguments(config), sizes, split)
-    sizes |= {"L": 12 * split["c"]}
-    parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
-    in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
-    whole = in_parts.changed(dict.fromkeys(PARTS, 1))
-    others = [in_parts] if in_parts != whole else []
-    return [whole, *others, resized(config, sizes, split, TINY | parts)]
-
-
-def checked(config: Config) -> contextlib.AbstractContextManager[Callable[[], str]]:
-    """Checks the types in this file, and, until after the block has begun, that the mesh doesn't
-    change the numbers. See runtime/checks.py."""
-    sections = Config.__annotations__
-    return checks.checked(config, sections, lambda: check_types(config), lambda: tiny(config))
 
 
 # --- Loop -----------------------------------------------------------------------------------------
@@ -1043,8 +931,9 @@ def main(config: Config) -> int:
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     # Outside of set_mesh, because the type check traces on a mesh of another size.
-    with run, checked(config) as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):
-        train(config, data, held_out, run, wait_for_check)
+    with run, checks.checked(config) as wait_for_check:
+        with jax.set_mesh(mesh), computing_in(config.dtype):
+            train(config, data, held_out, run, wait_for_check)
         return run.end()
 
 

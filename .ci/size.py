@@ -1,5 +1,5 @@
 """Counts lines of code per file and folder, without blank lines, comments and docstrings: in every
-folder of the repository that has Python, and lines that diffs add, in patch files and in pages."""
+folder of the repository that has Python, and lines that patch files add."""
 
 import ast
 import io
@@ -26,11 +26,8 @@ def code_lines(path: pathlib.Path) -> int:
 
 
 def added_lines(path: pathlib.Path) -> int:
-    """Lines that a patch file adds, or the blocks of a page that are diffs."""
-    text = path.read_text()
-    if path.suffix == ".md":
-        text = "".join(part.partition("\n```")[0] for part in text.split("\n```diff")[1:])
-    return sum(line.startswith("+") and not line.startswith("+++") for line in text.splitlines())
+    lines = path.read_text().splitlines()
+    return sum(line.startswith("+") and not line.startswith("+++") for line in lines)
 
 
 def listed(counts: dict[pathlib.Path, int]) -> None:
@@ -48,4 +45,4 @@ names = subprocess.run(command, capture_output=True, text=True, check=True).stdo
 files = [file for name in sorted(names) if (file := pathlib.Path(name)).exists()]
 listed({file: code_lines(file) for file in files if file.suffix == ".py"})
 print("added by patches:")
-listed({file: added_lines(file) for file in files if file.suffix in (".patch", ".diff", ".md")})
+listed({file: added_lines(file) for file in files if file.suffix in (".patch", ".diff")})

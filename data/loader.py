@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
@@ -51,7 +51,15 @@ from runtime.config import (
 )
 from shardlib.errors import UserError
 from shardlib.kernels import balanced
-from shardlib.types import axis_group, bool_, make_shardings, mesh_shape, pytree_dataclass, u32
+from shardlib.types import (
+    axis_group,
+    bool_,
+    make_shardings,
+    mesh_shape,
+    pytree_dataclass,
+    typechecked,
+    u32,
+)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -135,6 +143,21 @@ class TokenBatch:
             position=position,
             start=start.reshape(targets.shape),
         )
+
+
+@typechecked
+def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> TokenBatch:
+    """Returns a batch of the sizes of B, L and V, as NumPy arrays, on which the checks try a step.
+    Rows have documents of any length from one token on, shorter ones in later rows, and end in
+    padding. They have the order of a mesh that splits them into so many parts."""
+    random, rows, length = np.random.default_rng(0), sizes["B"], sizes["L"]
+    ids = random.integers(0, sizes["V"], (rows, length + 1))
+    often = (np.arange(rows) / rows)[:, None] ** 3  # a document starts, by row
+    is_start = np.pad(random.random((rows, length)) < often, ((0, 0), (1, 0)))
+    ends = random.integers(1, length + 1, (rows, 1))
+    ids = np.where(np.arange(length + 1) > ends, NO_TOKEN, ids).astype(np.uint32)
+    batch = TokenBatch.of(ids, is_start, start_token)
+    return jax.tree.map(lambda x: x[:, balanced(length, order)], batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,93 +1,237 @@
-"""Runs the check that the mesh doesn't change the numbers, and remembers what has passed."""
+"""Checks the step of a program before it trains: that its types hold, and that the mesh doesn't
+change its numbers. Remembers what has passed.
+
+Whatever is checked is in the module of the config's class, train.py or a copy of it: the step, the
+types of what it takes, and in `trials` what is computed on two meshes.
+"""
 
 import contextlib
 import functools
+import gc
 import hashlib
+import importlib
+import itertools
+import math
+import multiprocessing
+import operator
 import os
 import pathlib
-import pickle
-import subprocess
+import signal
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import jax
+import numpy as np
 
 from runtime.config import ROOT
 from runtime.run import say
-from shardlib import numbers
-from shardlib.devices import QUICK_COMPILES, show_axes
-from shardlib.errors import UserError
+from shardlib import audit, numbers
+from shardlib.devices import (
+    QUICK_COMPILES,
+    abstract_mesh,
+    have_cpu_devices,
+    make_mesh,
+    show_axes,
+)
+from shardlib.errors import UserError, explain
+from shardlib.types import computing_in, make_shapes, named
+
+# What splits the work of a device into parts.
+PARTS = "training.microbatches", "training.loss_chunks"
+# Settings with which each part of an update shows in f32; the schedule is between its ends.
+TINY = {
+    "dtype": "f32",
+    "training.learning_rate": 0.1,
+    "training.schedule": "cosine",
+    "training.warmup_steps": 2,
+    "training.steps": 10,
+    "training.steps_for_lr": 10,
+    "training.adam_eps": 1e-3,
+    "training.seed": 0,
+    "training.skip_steps": [],
+    "training.validation_interval": 0,
+    "training.validation_batches": 1,
+    "training.validation_at_start": False,
+    "training.max_skipped_updates": 0,
+    "metrics.norms_interval": 1,
+}
 
 
-def cache_folder() -> str | None:
-    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
+def program_of(config: Any) -> Any:
+    """The module that defines the step of this config: that of its class, or of one that it
+    extends."""
+    modules = (sys.modules[each.__module__] for each in type(config).__mro__)
+    return next(module for module in modules if hasattr(module, "training_step"))
 
 
-# Runs tools.tiny with another module in the place of train.py. It ends soon, and collecting garbage
-# would take a tenth of its time.
-RUN_TINY = """
-import gc, importlib, sys
-gc.disable()
-sys.modules["train"] = importlib.import_module(sys.argv.pop(1))
-from tools import tiny
-tiny.main()
-"""
+def resized(
+    config: Any, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
+) -> Any:
+    """The config with these sizes of dimensions and of mesh axes, and with other values by key.
+    With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
+    keys = program_of(config).DIMENSIONS
+    values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    # Other dimensions follow from these.
+    values |= {keys[name]: size for name, size in sizes.items() if name in keys}
+    values["mesh.d"] = axes["r"] * axes["s"]
+    if sizes:
+        values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
+        values["model.start_token"] = 0  # in a vocabulary of any size
+        if config.model.experts:
+            values["model.experts.per_token"] = 3
+    try:
+        return config.changed(values | others)
+    except UserError as error:
+        cure = "; the checks try other sizes: let `dimensions` compute this one, or set check=none"
+        raise UserError(f"{error}{cure if sizes else ''}") from None
+
+
+# --- Types ----------------------------------------------------------------------------------------
+
+
+def trace_step(config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+    """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
+    doesn't split over the mesh."""
+    program = program_of(config)
+    with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
+        sizes, keys = program.dimensions(config), program.DIMENSIONS
+        shapes = make_shapes(program.step_arguments(config), sizes, keys)
+        return audit.traced(program.training_step, *shapes, config)
+
+
+def probe(config: Any) -> Any:
+    """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
+    length by chance. Checks at the config's sizes that the step on its mesh is that of one device,
+    split. Takes about a second. Raises ShardTypeError, or whatever an edited step raises while it
+    is traced."""
+
+    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
+        return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
+
+    axes = config.mesh.axes
+    probed = audit.probe(trace, axes, program_of(config).dimensions(config))
+    if axes != (one := dict.fromkeys(axes, 1)):
+        audit.check_structure(*(trace(abstract_mesh(sizes), {}) for sizes in (axes, one)))
+    return probed
+
+
+def check_types(config: Any) -> Any:
+    """The probe's jaxpr. Raises UserError if the types in the program don't hold."""
+    try:
+        return probe(config)
+    except UserError:  # the mesh doesn't fit
+        raise
+    except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
+        problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
+        raise UserError(f"{problem}\n{explain(error)}") from None
+
+
+# --- Numbers --------------------------------------------------------------------------------------
+
+
+def tiny(config: Any) -> list[Any]:
+    """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
+    the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
+    splits along."""
+    program = program_of(config)
+    split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
+    sizes = program.dimensions(config) | {"layers": min(config.model.layers, 6)}
+    del sizes["L"]
+    sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split)
+    sizes |= {"L": 12 * split["c"]}
+    parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
+    in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
+    whole = in_parts.changed(dict.fromkeys(PARTS, 1))
+    others = [in_parts] if in_parts != whole else []
+    return [whole, *others, resized(config, sizes, split, TINY | parts)]
+
+
+def by_name(tree: Any) -> dict[str, np.ndarray]:
+    arrays = named(jax.device_get(tree)).items()
+    return {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
+
+
+def results(config: Any, recorded: str = "", order: int = 0) -> Iterator[tuple[str, Any]]:
+    """Computes the trials of the program, and of generation, on the mesh in context. Yields the
+    name of each and the arrays that it returns, by name; of the one named `recorded`, and only of
+    that, what its ops compute, for rows in the order of a mesh that splits them into `order`
+    parts."""
+    program, order = program_of(config), order or config.mesh.c
+    state = program.init_state(config)
+    if not recorded:
+        yield "init_state", by_name(state)
+    state = numbers.stirred(state)
+    trials = program.trials(config, state, order)
+    if order == 1:  # generation doesn't split rows
+        sys.modules["train"] = program  # what runs may be a copy of train.py
+        trials = itertools.chain(
+            trials, importlib.import_module("tools.generate").trials(config, state.weights)
+        )
+    for name, function, arrays, *static in trials:
+        if recorded == name:
+            with numbers.recording() as events:
+                numbers.run(function, arrays, *static)
+            yield name, events
+        elif not recorded:
+            yield name, by_name(numbers.run(function, arrays, *static))
+
+
+def compute(sender: Any, folder: str | None, config: Any, *which: Any) -> None:
+    """Sends the results, or a message. For a process of its own, whose only devices are the mesh's:
+    CPUs, whatever the program trains on."""
+    gc.disable()  # it ends soon, and collecting garbage would take a tenth of its time
+    os.environ["XLA_FLAGS"] = QUICK_COMPILES
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    have_cpu_devices(math.prod(config.mesh.axes.values()))
+    with jax.set_mesh(make_mesh(config.mesh.axes)), computing_in(config.dtype):
+        try:
+            made: Any = dict(results(config, *which))
+        except Exception as error:  # any error of JAX or Python in an edited step
+            made = explain(error)
+    sender.send(made)
 
 
 class Numbers:
-    """Computes the same at tiny sizes on several meshes, beside the program. Each gets a process of
-    its own, whose only devices are the mesh's: CPUs, whatever the program trains on. See
-    tools/tiny.py.
+    """Computes the same at tiny sizes on several meshes, in processes beside the program.
 
     configs: the tiny configs. The others are compared with the first.
     """
 
     def __init__(self, configs: list[Any]):
-        # What runs as a program may be a copy of train.py.
-        program: Any = sys.modules["__main__"]
-        name = type(configs[0]).__module__
-        self.module = pathlib.Path(program.__file__).stem if name == "__main__" else name
-        self.folder = tempfile.TemporaryDirectory(prefix="tiny_")
         self.start(configs)
 
-    def start(self, configs: list[Any], *record: str) -> None:
-        self.configs = configs
-        self.processes = [self._process(i, *record) for i in range(len(configs))]
-
-    def _process(self, number: int, *record: str) -> subprocess.Popen[str]:
-        config, file = self.configs[number], pathlib.Path(self.folder.name, str(number))
-        file.with_suffix(".yaml").write_text(config.to_yaml())
-        settings = {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": QUICK_COMPILES,
-        }
-        if folder := cache_folder():
-            settings |= {"JAX_COMPILATION_CACHE_DIR": folder}
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN_TINY, self.module, str(file), *record],
-            cwd=ROOT,
-            env=os.environ | settings,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that Ctrl-C reaches the program alone
-        )
+    def start(self, configs: list[Any], *which: Any) -> None:
+        self.configs, self.running = configs, []
+        spawn = multiprocessing.get_context("spawn")
+        # Ctrl-C is for the program alone.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for config in configs:
+            receiver, sender = spawn.Pipe(duplex=False)
+            work = sender, cache_folder(), config, *which
+            process = spawn.Process(target=compute, args=work, daemon=True)
+            process.start()
+            sender.close()
+            self.running.append((process, receiver))
+        signal.signal(signal.SIGINT, before)
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Returns what the processes have computed. Raises UserError if one couldn't."""
         made = []
-        for number, process in enumerate(self.processes):
-            _, errors = process.communicate(timeout=timeout)
-            if process.returncode:
-                raise UserError(
-                    f"the step doesn't run at tiny sizes (check=types skips that)\n{errors.strip()}"
-                )
-            made.append(
-                pickle.loads(pathlib.Path(self.folder.name, f"{number}.pickle").read_bytes())
-            )
+        for process, receiver in self.running:
+            if not receiver.poll(timeout):
+                raise TimeoutError
+            try:
+                made.append(receiver.recv())
+            except EOFError:
+                process.join()
+                made.append(f"its process ended with exit code {process.exitcode}")
+            if isinstance(made[-1], str):
+                problem = "the step doesn't run at tiny sizes (check=types skips that)"
+                raise UserError(f"{problem}\n{made[-1]}")
         return made
 
     def verdict(self) -> str:
@@ -98,10 +242,10 @@ class Numbers:
             for function, arrays in other.items():
                 if differ := numbers.differences(first[function], arrays):
                     raise UserError(self._explain(function, config, differ))
-        if differ := numbers.differences(first["forward"], first["generation"]):
+        if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):
             return (
                 f"tools.generate computes other logits than training ({differ[0]}): it takes one "
-                "position at a time, so all mixing between positions must happen in `attend`"
+                "position at a time, so all mixing between positions must happen in attention"
             )
         return ""
 
@@ -124,11 +268,12 @@ class Numbers:
         """Computes a function again, in one part, and returns the op where its values part."""
         if function == "init_state":
             return "the values of a fresh state may depend on nothing but the config"
-        whole = config.changed({"training.microbatches": 1, "training.loss_chunks": 1})
-        self.start([self.configs[0], whole], function)
+        whole = config.changed(dict.fromkeys(PARTS, 1))
+        self.close()
+        self.start([self.configs[0], whole], function, whole.mesh.c)
         try:
             one, other = (made[function] for made in self.results(timeout=300))
-        except (UserError, subprocess.TimeoutExpired):  # callbacks of many devices can block
+        except (UserError, TimeoutError):  # callbacks of many devices can block
             return "which op is the first to differ couldn't be found out"
         if not (found := numbers.first_difference(one, other)):
             parts = "" if whole == config else " with one microbatch and one loss chunk"
@@ -141,10 +286,15 @@ class Numbers:
         return "\n    ".join(lines)
 
     def close(self) -> None:
-        for process in self.processes:
-            with process:  # closes its pipe
-                process.kill()
-        self.folder.cleanup()
+        for process, _ in self.running:
+            process.kill()
+
+
+# --- Both, once -----------------------------------------------------------------------------------
+
+
+def cache_folder() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined,no-any-return]
 
 
 @functools.cache
@@ -165,11 +315,12 @@ def source_digest() -> str:
 
 
 class Mark:
-    """Remembers, in the folder of JAX's cache, that a check has passed with this source and
-    whatever else is relevant, and what it said."""
+    """Remembers, in the folder of JAX's cache, that a check of a config has passed with this
+    source, whatever the config's paths are, and what it said."""
 
-    def __init__(self, *relevant: object):
-        digest = hashlib.sha256(repr((source_digest(), relevant)).encode()).hexdigest()
+    def __init__(self, check: str, config: Any):
+        relevant = {key: x for key, x in vars(config).items() if key not in ("paths", "check")}
+        digest = hashlib.sha256(repr((source_digest(), check, relevant)).encode()).hexdigest()
         folder = cache_folder()
         local = folder and "://" not in folder
         self.file = pathlib.Path(str(folder), f"checked-{digest}") if local else None
@@ -186,22 +337,15 @@ class Mark:
 
 
 @contextlib.contextmanager
-def checked(
-    config: Any, sections: Iterable[str], check_types: Callable[[], object], tiny: Any
-) -> Iterator[Callable[[], str]]:
+def checked(config: Any) -> Iterator[Callable[[], str]]:
     """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
     types or none. Yields a function that blocks until the numbers are checked. It raises UserError
     if they differ between meshes, and returns, and prints, a warning if generation differs from
-    training. What has passed before isn't checked again.
-
-    tiny: makes the configs with which numbers are compared.
-    sections: those of the config that the numbers depend on.
-    """
+    training. What has passed before isn't checked again."""
     level = config.check
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
-    relevant = {key: value for key, value in vars(config).items() if key not in ("paths", "check")}
-    types = Mark("types", relevant)
+    types = Mark("types", config)
     running, mark = None, None
 
     def wait() -> str:
@@ -215,12 +359,12 @@ def checked(
 
     with contextlib.ExitStack() as stack:
         if level == "numbers":  # begins first, as it takes longest
-            configs = tiny()
-            mark = Mark("numbers", [getattr(configs[-1], section) for section in sections])
+            configs = tiny(config)
+            mark = Mark("numbers", configs[-1])
             # Numbers are the same on all hosts, so the first one checks for all.
             if mark.said is None and jax.process_index() == 0:
                 running = stack.enter_context(contextlib.closing(Numbers(configs)))
         if level != "none" and types.said is None:
-            check_types()
+            check_types(config)
             types.write("")
         yield wait

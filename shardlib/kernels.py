@@ -51,6 +51,11 @@ def in_order(x: jax.Array, parts: int) -> jax.Array:
     return rearrange([early, late[:, ::-1]], "two B parts n ... -> B (two parts n) ...")
 
 
+# Where a row is computed in several steps: called with a layer's keys, values and positions, and
+# returns those to attend to, with those of the steps before. See tools/generate.py.
+recalling = jax.make_user_context(None)
+
+
 @define_op
 def attention(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array,
@@ -84,13 +89,16 @@ def attention(
     right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
     fits = [*others, call.result] == [*wanted, queries]
     call.require(fits, f"for these queries the string is `{right}`")
+    axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
+    q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
+    if recall := recalling.value:
+        k, v, key_position = recall(k, v, key_position)
+        return plain_attention(q, k, v, start, position, key_position)
     parts = k.shape[1] // q.shape[1]
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
     fits = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
     with_kernel = ["tpu"] * fits + ["gpu"] * (fits and parts == 1)
     call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
-    axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
-    q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     if device and device.platform in with_kernel:
         if device.platform == "tpu":

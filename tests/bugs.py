@@ -120,7 +120,7 @@ BUGS: dict[str, Edit] = {
     # --- The split vocabulary ---------------------------------------------------------------------
     "TTrace, embedding mask": bug(
         instead(
-            "decoder",
+            "forward",
             "[V/t] M, B/d L/c -> B/d L/c M {U:t}",
             """
             rows = embed.shape[0]
@@ -403,7 +403,7 @@ BUGS: dict[str, Edit] = {
     ),
     "Megatron-LM #1256": bug(
         after(
-            "decoder", "x", "x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9"
+            "forward", "x", "x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9"
         ),
     ),
     "Megatron-LM #442": bug(
@@ -429,7 +429,7 @@ BUGS: dict[str, Edit] = {
         ),
     ),
     "TRL #6843": bug(
-        swap("attend", "start", 'start // (1 if lax.axis_size("t") == 1 else 1000)'),
+        swap("forward", "batch.start", 'batch.start // (1 if lax.axis_size("t") == 1 else 1000)'),
     ),
     "Megatron-LM #5454": bug(
         before("plain_attention", "wide", "start = jnp.broadcast_to(start[:1], start.shape)"),
@@ -442,16 +442,16 @@ BUGS: dict[str, Edit] = {
     "mlx-vlm #1983": bug(
         after(
             "extend",
-            "positions",
-            "positions = jnp.broadcast_to(index - first, inputs.shape).astype(u32.dtype)",
+            "here",
+            "here = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape).astype(u32.dtype)",
         ),
         file="tools/generate.py",
     ),
     "hnet #20": bug(
         swap(
             "extend",
-            "(age >= 0) & (age < min(window, config.training.tokens.len))",
-            "age >= 0",
+            "families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)",
+            "jnp.zeros_like(here)",
         ),
         file="tools/generate.py",
     ),

@@ -148,7 +148,7 @@ def edited_source(edit: Edit) -> str:
 
 
 def block(kind: str, anchor: str, code: str, *others: Change) -> Edit:
-    """Adds code in the block of train.py's decoder, after its last statement that sets a name."""
+    """Adds code in the block of train.py's forward, after its last statement that sets a name."""
     return edit(kind, after("block", anchor, code), *others)
 
 
@@ -202,11 +202,11 @@ def of_state(kind: str, first: str, code: str) -> Edit:
     )
 
 
-EMBEDDED = "x"  # the residual stream before the first layer, in the decoder
+EMBEDDED = "x"  # the residual stream before the first layer
 ROTATED = "rope(q, k, sin, cos)"
 ATTENDED = "mixed"
 OUTPUT = "swiglu(h, w.mlp)"
-RETURNED = "leave(x, y, w.mlp_norm, config), (new_cache, routed)"
+RETURNED = "leave(x, y, w.mlp_norm, config), routed"
 
 WRONG: dict[str, Edit] = {
     "softmax_neurons_first_part": neurons(
@@ -371,17 +371,13 @@ WRONG: dict[str, Edit] = {
         swap("init_weights", "config.training.seed", "config.training.seed + config.mesh.d"),
     ),
     "convolved_keys": block(
-        "generation: mixes positions outside of attend",
+        "generation: mixes positions outside of attention",
         ROTATED,
         "k = 0.7 * k + 0.3 * jnp.pad(k, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]",
     ),
     "decode_window_is_shorter": edit(
         "generation",
-        swap(
-            "extend",
-            "min(window, config.training.tokens.len)",
-            "min(window, config.training.tokens.len) - 1",
-        ),
+        swap("extend", "config.training.tokens.len", "config.training.tokens.len - 1"),
         file="tools/generate.py",
     ),
 }
@@ -533,7 +529,7 @@ RIGHT: dict[str, Edit] = {
     ),
     "embedding_in_each_block": edit(
         "wiring",
-        after("decoder", EMBEDDED, "first = x"),
+        after("forward", EMBEDDED, "first = x"),
         swap("block", RETURNED, f"0.1 * first + {RETURNED}"),
     ),
     "label_smoothing": loss(
@@ -647,11 +643,6 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
             """,
         ),
     ),
-}
-
-# Right on every mesh and in any number of parts. But generation differs, because these edits mix
-# positions: tools/generate.py has attention of its own, with a cache, in which they aren't made.
-RIGHT_IN_TRAINING: dict[str, Edit] = {
     "slopes_of_all_heads": attention(
         "attention",
         after(
@@ -666,8 +657,13 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
             """,
         ),
     ),
+}
+
+# Right on every mesh and in any number of parts. But generation differs, because it mixes positions
+# outside of attention, where generation has a cache.
+RIGHT_IN_TRAINING: dict[str, Edit] = {
     "depthwise_convolution_along_the_sequence": edit(
-        "mixes positions outside of attend",
+        "mixes positions outside of attention",
         before(
             "swiglu",
             'ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)',

@@ -38,6 +38,7 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from runtime import checks
 from runtime.config import ROOT
 from shardlib import activations, numbers, ops
 from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
@@ -249,7 +250,9 @@ def probe(source: str, config: Any) -> tuple[str, str]:
     """Returns the kind of check of an edited train.py's types that refuses it, and the first line
     of its message; or two empty strings."""
     try:
-        load(source).probe(config)
+        given = OmegaConf.create(config.to_yaml())
+        schema = OmegaConf.structured(load(source).Config)
+        checks.probe(OmegaConf.to_object(OmegaConf.merge(schema, given)))
     except Exception as error:  # of any class
         return _kind(error), str(error).split("\n")[0]
     return "", ""
@@ -293,8 +296,8 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        train.probe(config)
-        return by_numbers(train.tiny(config))
+        checks.probe(config)
+        return by_numbers(checks.tiny(config))
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise
     except Exception as error:  # of any class
@@ -313,10 +316,9 @@ def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
 def by_numbers(configs: Any) -> Verdict:
     """Compares what the configs compute, like runtime/checks.py, but in this process. The last one
     comes first, as it shows most mistakes."""
-    tiny = importlib.import_module("tools.tiny")
 
     def computed(config: Any) -> Iterator[tuple[str, Any]]:
-        mesh, results = meshes[config], tiny.results(config)
+        mesh, results = meshes[config], checks.results(config)
         while True:
             jax.device_count = lambda: mesh.size
             with jax.set_mesh(mesh), computing_in(config.dtype):
@@ -484,7 +486,7 @@ def main() -> None:
     # Each edit has a process of its own, a fork of this one, which has imported and traced all that
     # edits have in common, without starting a backend.
     warm = load((ROOT / "train.py").read_text())
-    warm.probe(config_of(warm, ()))
+    checks.probe(config_of(warm, ()))
     bad: list[str] = []
     nets: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as cache:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import train
+from runtime import checks
 from runtime.run import open_folder
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -229,7 +230,7 @@ def test_bad_input_gets_one_message(message, tmp_path):
 def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
     axes, kind = config.mesh.axes, chip and devices.CHIPS[chip].kind
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
 
 
@@ -312,9 +313,8 @@ STRUCTURE_EDITS = {
 # Edits that JAX or Python reports.
 LOUD_EDITS = {
     "a gain used without its gather": (
-        "return lax.scan(block, x, (weights.layers, caches))",
-        "x, new_cache = lax.scan(block, x, (weights.layers, caches))\n"
-        "    return x * weights.final_norm, new_cache",
+        "return lax.scan(block, x, weights.layers)",
+        "x, routed = lax.scan(block, x, weights.layers)\n    return x * weights.final_norm, routed",
     ),
     "a chunk of the sequence that meets all of it": (
         "nats = (jnp.log(sum_exp) - target_logit) * loss_mask",
@@ -326,15 +326,15 @@ LOUD_EDITS = {
         "hidden = lax.while_loop(lambda h: h.max() > 9, jnp.sqrt, hidden).astype(compute.dtype)",
     ),
     "a value that leaks from a scan": (
-        "    return lax.scan(block, x, (weights.layers, caches))",
+        "    return lax.scan(block, x, weights.layers)",
         "    seen = []\n    remember = lambda x, w: (seen.append(jnp.sin(x)), block(x, w))[1]\n"
-        "    x, new_cache = lax.scan(remember, x, (weights.layers, caches))\n"
-        "    return x + seen[0], new_cache",
+        "    x, routed = lax.scan(remember, x, weights.layers)\n"
+        "    return x + seen[0], routed",
     ),
     "an index out of range": ("half = config.d_head // 2", "half = position.shape[7] // 2"),
     "a field that isn't there, in a function of the standard library": (
-        "w, cache = scanned",
-        "w, cache = functools.singledispatch(lambda scanned: scanned[0].w_upp)(scanned)",
+        "h = enter(x, w.attention_norm, config)",
+        "h = functools.singledispatch(lambda w: w.w_upp)(w)",
     ),
 }
 
@@ -347,7 +347,7 @@ def test_the_probe_explains_a_wrong_edit(case):
     module = edited("train.py", WRONG_EDITS[case])
     settings = ("paths.model_name=x", "mesh={d: 2, t: 2}", "training.loss_chunks=4")
     with pytest.raises(UserError) as error:
-        module.check_types(compose_config("local_test_synthetic", *settings))
+        checks.check_types(compose_config("local_test_synthetic", *settings, schema=module.Config))
     # JAX's messages differ between versions, and line numbers change with every edit.
     text = re.sub(r"    JAX says: .*", "    JAX says: ...", str(error.value))
     text = re.sub(r"\.py:\d+(:\d+)?", ".py:LINE", text).replace(f"{ROOT}/", "")
@@ -359,11 +359,11 @@ def test_a_mistake_of_the_probe_is_not_taken_for_one_of_the_source(monkeypatch):
     with pytest.raises(
         UserError, match=r"\naudit.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
     ):
-        train.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
+        checks.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
 
 
 def test_the_probe_passes_the_source_as_it_is():
-    train.probe(compose_config("local_test_synthetic", "paths.model_name=x"))
+    checks.probe(compose_config("local_test_synthetic", "paths.model_name=x"))
 
 
 def test_importing_train_leaves_out_what_a_run_does_not_need():

@@ -37,7 +37,7 @@ from tools import huggingface_weights as weights_tool
 PAGE = ROOT / "docs/experiments.md"
 HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
 SECTION = {text.split("\n")[0]: text for text in SECTIONS}
-BLOCK = re.compile(r"^```(?:diff (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^\[(\w+)\.diff\].*?$|^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 APPLY = BLOCK.search(HEAD)[2]
 
 

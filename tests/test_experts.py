@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import train
+from runtime import checks
 from shardlib.devices import abstract_mesh
 from shardlib.kernels import balanced
 from shardlib.types import computing_in, make_shardings, typed_shard_map
@@ -93,7 +94,7 @@ def expected(name):
 @pytest.mark.parametrize("name", ["shared expert", "not renormalized"])
 def test_types_hold(name):
     settings = [*VARIANTS[name], "mesh={d: 4, t: 2, r: 2, c: 2}", "training.tokens.len=24"]
-    train.check_types(small_config(*settings))
+    checks.check_types(small_config(*settings))
 
 
 def step(in_f32, targets, is_start, *options):
@@ -149,7 +150,7 @@ def test_the_audit_counts_what_is_computed():
     """Counts all choices for one device, and a block that isn't full for each of its experts."""
     config = small_config(*VARIANTS["not renormalized"], "mesh={d: 2, t: 4}")
     axes, size = config.mesh.axes, train.dimensions(config)
-    products = ledger(train.trace_step(config, abstract_mesh(axes)), axes).products
+    products = ledger(checks.trace_step(config, abstract_mesh(axes)), axes).products
     flops = sum(row.times * row.flops for row in products if row.op.startswith("experts("))
     choices, own = 2 * size["B"] * size["L"] / 2, size["E"] / 4
     # Three products, of which two are recomputed, and twice three for gradients.

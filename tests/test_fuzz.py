@@ -308,7 +308,7 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     monkeypatch.setattr(checks, "Numbers", Agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
-        monkeypatch.setattr(train, "check_types", lambda _: sys.exit())
+        monkeypatch.setattr(checks, "check_types", lambda _: sys.exit())
     fuzz(folder, module.main, starts, FLAGS, overrides(schema), examples)
 
 

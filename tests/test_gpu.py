@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import train
+from runtime import checks
 from runtime.run import compile_step
 from shardlib import devices, kernels
 from tests import compiled
@@ -97,7 +98,7 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
     axes = config.mesh.axes
     with jax.set_mesh(mesh(1, 1)):
         step = train.lower_step(config).compile()
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
     assert compiled.unexplained(ledger(jaxpr, axes).transfers, actual, axes) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes

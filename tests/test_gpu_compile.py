@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import train
+from runtime import checks
 from runtime.run import compile_step
 from shardlib import audit, devices, kernels
 from tests import compiled
@@ -79,7 +80,7 @@ def built(program, **options):
     with gpus.cudnn_as_of(program.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         step = lowered.compile(options) if options else compile_step(config, lowered)
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     stats = step.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     used = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes

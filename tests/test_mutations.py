@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-import train
 import variants
+from runtime import checks
 from runtime.config import ROOT
 from tests import bugs, edits, mutations
 from tests.helpers import SMALL, compose_config
@@ -21,7 +21,7 @@ def test_a_sample_of_the_edits_is_refused():
     for after in "false", "true":
         names = *SMALL, f"model.norms_after={after}", "paths.model_name=x", "mesh.d=2"
         config = compose_config("local_test_synthetic", *names)
-        calls, _ = mutations.calls_in(lambda config=config: train.probe(config))
+        calls, _ = mutations.calls_in(lambda config=config: checks.probe(config))
         made = list(mutations.mutations(calls))
         assert {"train.py"} < {edit.file for edit in made} and len(made) > 1000
         made = [edit for edit in made if edit.file == "train.py"]

@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from runtime import checks
 from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
@@ -32,7 +33,7 @@ def built(program):
     options = devices.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
-    jaxpr = module.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import train
 from data.flat_tokens import Writer
-from runtime import supervise
+from runtime import checks, supervise
 from runtime.checkpoint import Checkpoints
 from runtime.config import Section
 from runtime.errors import user_errors
@@ -164,7 +164,7 @@ def test_the_name_of_a_config(case, folder, capsys, monkeypatch):
 
 
 def nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(train, "checked", lambda _: contextlib.nullcontext(str))
+    monkeypatch.setattr(checks, "checked", lambda _: contextlib.nullcontext(str))
     monkeypatch.setattr(train, "lower_step", lambda _: None)
     monkeypatch.setattr(Run, "compile", lambda *_: None)
 

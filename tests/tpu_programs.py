@@ -54,17 +54,18 @@ class Program(NamedTuple):
 
     def build(self):
         """The config, and the edited train.py as a module."""
+        source = (ROOT / "train.py").read_text()
+        for edit in self.edits:
+            source = source if isinstance(edit, str) else edit(source)
+        module = mutations.load(source)
         config = compose_config(
             "pretrain", f"model={self.model}",
             f"mesh={{d: {self.d}, t: {self.t}, r: {self.r}, c: {self.c}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "training.loss_chunks=8", "paths.model_name=x", "flat_tokens.filespec=x",
-            *(edit for edit in self.edits if isinstance(edit, str)),
+            *(edit for edit in self.edits if isinstance(edit, str)), schema=module.Config,
         )  # fmt: skip
-        source = (ROOT / "train.py").read_text()
-        for edit in self.edits:
-            source = source if isinstance(edit, str) else edit(source)
-        return config, mutations.load(source)
+        return config, module
 
 
 N, C, M = nothing_saved, CHUNKED, MICROBATCHES

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import train
+from runtime import checks
 from runtime.config import ROOT
 from runtime.program import program
 from shardlib import audit, devices
@@ -81,7 +82,7 @@ class Probed(NamedTuple):
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(config.mesh.axes, train.dimensions(config))
-    jaxpr, axes = train.check_types(config), dict(mesh.shape)
+    jaxpr, axes = checks.check_types(config), dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved)
 
@@ -90,7 +91,7 @@ def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) 
     """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
     split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
-    jaxpr = train.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     costs = ledger(jaxpr, axes, kind)
     held = memory.held(config, jaxpr, costs, kind)
 

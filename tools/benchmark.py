@@ -27,6 +27,7 @@ import numpy as np
 
 import train
 from data.sources import open_batches
+from runtime import checks
 from runtime.config import ROOT
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
@@ -153,7 +154,7 @@ def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, config.mesh.axes)
-    train.check_types(config)
+    checks.check_types(config)
     start = {"import": IMPORTED - START}
 
     def timed(part: str, result: Any) -> Any:

@@ -11,6 +11,7 @@ check fails.
 import jax
 
 import train
+from runtime import checks
 from runtime.program import program
 from tools.audit import NOT_USED
 
@@ -18,7 +19,7 @@ from tools.audit import NOT_USED
 @program(train.Config, "configs", preset=NOT_USED)
 def main(config: train.Config) -> int:
     jax.config.update("jax_compilation_cache_dir", None)  # so that nothing is remembered
-    with train.checked(config.changed({"check": "numbers"})) as wait_for_check:
+    with checks.checked(config.changed({"check": "numbers"})) as wait_for_check:
         if wait_for_check():
             return 1
     print("types hold, and two meshes give the same numbers")

@@ -60,7 +60,7 @@ from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
-from shardlib import devices, ops
+from shardlib import devices, kernels, ops
 from shardlib.errors import UserError
 from shardlib.types import (
     COMPUTE,
@@ -81,6 +81,7 @@ from shardlib.types import (
 )
 from tools import arguments
 from tools.texts import Continued, Text, kept_by_import, prompts_in
+from variants import families
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
 
@@ -111,12 +112,6 @@ class Cache:
     v: compute["B/d S/c K/t D"]
 
 
-def insert(cache: Any, new: Any, first: jax.Array) -> Any:
-    """Inserts keys and values at positions from `first` on, in the cache of one or all layers."""
-    update = lax.dynamic_update_slice_in_dim
-    return jax.tree.map(lambda old, part: update(old, part, first, axis=-3), cache, new)
-
-
 @typechecked
 def extend(
     weights: train.Weights,
@@ -127,42 +122,29 @@ def extend(
     config: train.Config,
 ) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Cache]]:
     """Computes the residual stream of inputs at indices from `first` on, given a cache of the
-    indices before. Returns it with the extended cache. Attention is causal over a window as long as
-    a training row. A row's text begins at its `start`, with position 0: what is before is padding,
-    which the text doesn't see."""
-    index = first + jnp.arange(inputs.shape[1])
-    age = index[:, None] - jnp.arange(cache.k.shape[2])
-    window = config.model.sliding_window or config.training.tokens.len
-    visible = (age >= 0) & (age < min(window, config.training.tokens.len))
-    # Padding sees itself: a softmax over nothing is NaN, which would spread as 0 * NaN.
-    position = jnp.maximum(index - start[:, None], 0)
-    visible = visible & (age <= position[:, :, None])
+    indices before. Returns it with the extended cache. A token sees as many tokens as a row had in
+    training. A row's text begins at its `start`, with position 0: what is before is padding, which
+    the text doesn't see, as its positions are the largest ones."""
 
-    @typechecked
-    def attend(
-        q: compute["B/d L/c Q K/t D"],
-        k: compute["B/d L/c K/t D"],
-        v: compute["B/d L/c K/t D"],
-        layer: Cache,
-    ) -> tuple[compute["B/d L/c Q K/t D"], Any]:
-        new = Cache(k, v)
-        layer = insert(layer, new, first)
-        k = ops.all_gather("B/d S/c K/t D -> B/d S K/t D", layer.k)
-        v = ops.all_gather("B/d S/c K/t D -> B/d S K/t D", layer.v)
-        scores = ops.einsum_unreduced(
-            "B/d L/c Q K/t D, B/d S K/t D -> B/d Q K/t L/c S", q, k, dtype=f32
-        )
-        scores = jnp.where(visible[:, None, None], scores / math.sqrt(q.shape[-1]), -jnp.inf)
-        probabilities = jax.nn.softmax(scores, axis=-1).astype(compute.dtype)
-        mixed = ops.einsum_unreduced(
-            "B/d Q K/t L/c S, B/d S K/t D -> B/d L/c Q K/t D", probabilities, v
-        )
-        return mixed, new
+    def position(index: jax.Array) -> jax.Array:
+        return (index - start[:, None]).astype(u32.dtype)
 
-    positions = position.astype(u32.dtype)
-    x, (new, _) = train.decoder(weights, inputs, positions, attend, cache, config.model)
-    # All layers at once, after the loop, so that the cache is updated in place.
-    return x, insert(cache, new, first)
+    here = position(first + jnp.arange(inputs.shape[1]))
+    keys = position(jnp.arange(cache.k.shape[2]))
+    begin = families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)
+    batch = TokenBatch(inputs, inputs, inputs == inputs, here, begin)
+    layer, stored = jax.new_ref(jnp.int32(0)), jax.tree.map(jax.new_ref, cache)
+
+    def recall(k: jax.Array, v: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        i = layer[...]
+        layer[...] = i + 1
+        for all_layers, new in (stored.k, k), (stored.v, v):
+            all_layers[i] = lax.dynamic_update_slice_in_dim(all_layers[i], new, first, axis=1)
+        return stored.k[i], stored.v[i], keys
+
+    with kernels.recalling(recall):
+        x, _ = train.forward(weights, batch, config.model)
+    return x, jax.tree.map(jax.freeze, stored)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -217,10 +199,8 @@ def step(
 
 
 def round_up(length: int) -> int:
-    """Rounds up to one of few lengths, as each is compiled: powers of two, then multiples of
-    PREFILL."""
-    part = min(PREFILL, 1 << (length - 1).bit_length())
-    return -(-length // part) * part
+    """Rounds up to a multiple of PREFILL, as each length is compiled."""
+    return -(-length // PREFILL) * PREFILL
 
 
 @typechecked
@@ -233,31 +213,35 @@ def generate(
     seed: int,
     how: Sampling,
     config: train.Config,
+    longest: int = 0,
 ) -> Iterator[jax.Array]:
     """Yields the next ids, u32[rows, 1], of texts that begin with the prompts, which include the
     start token; further rows are padding. A row draws by the seed and its entry in `numbers`,
-    whatever the other rows are."""
+    whatever the other rows are. Calls with the same rows, tokens and `longest`, the length of the
+    longest prompt of all calls, share what is compiled."""
     length = round_up(max(map(len, prompts)))
-    part = min(PREFILL, length)
     inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
         start[row] = length - len(prompt)
         inputs[row, start[row] :] = prompt
     kind = Stacked["layers", Cache]
-    shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": length + tokens})
-    empty = functools.partial(jax.tree.map, jnp.zeros_like, shapes)
-    cache = jax.jit(empty, out_shardings=make_shardings(kind))()
+    slots = max(length, round_up(longest)) + tokens
+    shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": slots})
+    empty, placed = functools.partial(jax.tree.map, jnp.zeros_like, shapes), make_shardings(kind)
+    cache = jax.jit(empty, out_shardings=placed)()
     numbers = numbers + [0] * (rows - len(numbers))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.array(numbers))
     draws = 1 - np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys))
-    for first in range(0, length, part):
-        these = inputs[:, first : first + part]
-        ids, cache = step(weights, cache, these, np.int32(first), start, draws[:, 0], config, how)
-    yield ids
-    for i in range(1, tokens):
-        here = np.int32(length + i - 1)
-        ids, cache = step(weights, cache, ids, here, start, draws[:, i], config, how)
-        yield ids
+    parts: list[Any] = np.split(inputs, length // PREFILL, axis=1)
+    ids: Any = None
+    first = 0
+    for i in range(1 - len(parts), tokens):
+        these, drawn = parts.pop(0) if parts else ids, draws[:, max(i, 0)]
+        cache = jax.device_put(cache, placed)  # else one that a step returned is compiled anew
+        ids, cache = step(weights, cache, these, np.int32(first), start, drawn, config, how)
+        first += these.shape[1]
+        if i >= 0:
+            yield ids
 
 
 def extended(steps: Iterator[jax.Array], texts: Sequence[Continued]) -> Iterator[None]:
@@ -275,6 +259,63 @@ def padded(rows: int) -> int:
     """Rounds a number of rows up to one that splits over d."""
     parts = math.prod(mesh_shape()[axis] for axis in Dim("B", ("d",)).axes)
     return -(-rows // parts) * parts
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def forward_logits(
+    weights: train.Stored, batch: TokenBatch, config: train.Config
+) -> f32["B/d L/c V/t"]:
+    replica = train.gather_replica(train.cast(weights))
+    x, _ = train.forward(replica, batch, config.model)
+    return train.unembed(train.output_weights(replica), x, config.model)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def cached_logits(
+    weights: train.Weights,
+    cache: Stacked["layers", Cache],
+    inputs: u32["B/d L/c"],
+    config: train.Config,
+) -> f32["B/d L/c V/t"]:
+    """The same for half of a row in one step, as for a prompt, then for one token after the
+    other."""
+
+    def logits(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
+        start = jnp.zeros(len(inputs), jnp.int32)
+        x, cache = extend(weights, cache, inputs, first, start, config)
+        return cache, train.unembed(train.output_weights(weights), x, config.model)
+
+    def token(cache: Any, i: jax.Array) -> Any:
+        return logits(cache, lax.dynamic_slice_in_dim(inputs, i, 1, axis=1), i)
+
+    half = inputs.shape[1] // 2
+    cache, prompt = logits(cache, inputs[:, :half], jnp.int32(0))
+    _, rest = lax.scan(token, cache, jnp.arange(half, inputs.shape[1]))
+    return jnp.concatenate([prompt, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
+
+
+@typechecked
+def trials(config: train.Config, weights: train.Stored) -> Iterator[tuple[Any, ...]]:
+    """Yields what runtime/checks.py computes: names, functions, arrays and other arguments. The
+    logits of "generation" must be those of "forward"."""
+    sizes, random = train.dimensions(config), np.random.default_rng(0)
+    rows, length = sizes["B"], sizes["L"]
+    ids = random.integers(0, sizes["V"], (rows, length + 1)).astype(np.uint32)
+    batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), config.model.start_token)
+    yield "forward", forward_logits, (weights, batch), config
+    kind = Stacked["layers", Cache]
+    shapes = make_shapes(kind, sizes | {"S": length})
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
+    given = weights, cache, batch.inputs
+    yield "generation", cached_logits, given, config
+    draws, start = random.random(rows).astype(np.float32), np.zeros(rows, np.int32)
+    how = Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
+    yield "generate.step", step, (*given, np.int32(0), start, draws), config, how
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -387,7 +428,8 @@ def write(
 ) -> None:
     """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
     window = config.training.tokens.len
-    if (length := max(map(len, prompts)) + args.tokens) > window:
+    longest = 1 + max(map(len, prompts))
+    if (length := longest - 1 + args.tokens) > window:
         print(
             f"note: texts have up to {length} tokens; a token attends to at most {window}, as many "
             "as a row had in training",
@@ -402,7 +444,8 @@ def write(
         part = texts[first : first + size]
         these = [[config.model.start_token, *text.prompt] for text in part]
         numbers = [text.sample for text in part]
-        steps = generate(weights, these, numbers, args.tokens, size, args.seed, how, config)
+        args_of = these, numbers, args.tokens, size, args.seed, how, config, longest
+        steps = generate(weights, *args_of)
         about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
         hidden = True if one else None  # None: unless stderr is a terminal
         with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:

@@ -50,20 +50,12 @@ from runtime.config import within
 from runtime.errors import user_errors
 from shardlib import devices, ops
 from shardlib.errors import UserError
-from shardlib.types import (
-    bool_,
-    compute,
-    computing_in,
-    f32,
-    typechecked,
-    typed_shard_map,
-    u32,
-)
+from shardlib.types import bool_, computing_in, f32, typed_shard_map
 from tools import generate
 from tools.texts import Continued
 
 try:
-    from lm_eval import simple_evaluate
+    import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -83,27 +75,21 @@ def scores(
     """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
     in train.total_loss, and logits exist for PREFILL positions at a time."""
     replica = train.gather_replica(train.cast(weights))
-    unembedding = train.output_weights(replica)
+    output = train.output_weights(replica)
 
-    @typechecked
-    def score(
-        x: compute["B/d l/c M/t"], targets: u32["B/d l/c"]
-    ) -> tuple[f32["B/d l/c"], bool_["B/d l/c"]]:
-        logits = train.unembed(unembedding, x, config)
+    def score(part: Any) -> tuple[jax.Array, jax.Array]:
+        logits, targets = train.unembed(output, part[0], config), part[1]
         logits = logits - ops.reduce_max("B/d l/c V/t -> B/d l/c", logits)[:, :, None]
-        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
-        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
         logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
-        logit = ops.psum("B/d l/c {U:t} -> B/d l/c", logit)
+        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
+        logit, sum_exp = (ops.psum("B/d l/c {U:t} -> B/d l/c", x) for x in (logit, sum_exp))
         return logit - jnp.log(sum_exp), logit == 0
 
+    whole = train.forward(replica, batch, config)[0], batch.targets
     parts = max(1, batch.targets.shape[1] // generate.PREFILL)
-    x, _ = train.forward(replica, batch, config)
-    whole = x, batch.targets
     split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
-    nats, best = lax.map(lambda part: score(*part), split)
-    join = "parts B l -> B (parts l)"
-    return rearrange(nats, join), rearrange(best, join)
+    nats, best = (rearrange(x, "parts B l -> B (parts l)") for x in lax.map(score, split))
+    return nats, best
 
 
 @register_model("shardlight")
@@ -111,7 +97,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     """The model of a checkpoint, for lm-eval. Raises UserError or CheckpointError if it or its
     tokenizer can't be opened, and UserError for a request that it can't answer."""
 
-    prefix_token_id = eot_token_id = 0  # the start token, see below; lm-eval needs no other
+    eot_token_id = 0  # the start token, see below; lm-eval needs no other
 
     def __init__(
         self,
@@ -123,20 +109,15 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     ):
         super().__init__()
         axes = generate.replicas(mesh or train.MeshConfig(d=1, t=1)).axes
-        assert axes["c"] == 1, "rows aren't split here"
         self.mesh, self.batch_size = devices.make_mesh(axes), batch_size
         with jax.set_mesh(self.mesh):
-            self.checkpoints, self.config = generate.open_checkpoint(checkpoint)
-            path = self.checkpoints.newest.path
-            self.codec = generate.open_tokenizer(tokenizer, self.config, path)
-            self.weights = self.checkpoints.restore("weights")
-        self.special: set[int] = set()
-        if not self.codec.is_bytes:
-            self.codec.parse_special_tokens()
-            added = self.codec.tokenizer.slow.added_tokens_decoder
-            self.special = {i for i, token in added.items() if token.special}
+            checkpoints, self.config = generate.open_checkpoint(checkpoint)
+            self.weights = checkpoints.restore("weights")
+        self.path = checkpoints.newest.path
+        self.codec = generate.open_tokenizer(tokenizer, self.config, self.path)
+        self.special = set() if self.codec.is_bytes else self.codec.parse_special_tokens()
         self.dtype, self.room = dtype or self.config.dtype, self.config.training.tokens.len
-        self.prefix_token_id = self.eot_token_id = self.config.model.start_token
+        self.eot_token_id = self.config.model.start_token
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -148,37 +129,42 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         return generate.lay_out(self.weights)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        ids, start = self.codec.encode(string), self.prefix_token_id
+        ids, start = self.codec.encode(string), self.eot_token_id
         generate.check_ids(f"the text {string[:40]!r}", max(ids, default=0), self.config)
         return ids if add_special_tokens is False or ids[:1] == [start] else [start, *ids]
 
-    def batches(self, rows: list[list[int]], doing: str) -> Iterator[tuple[list[int], int]]:
-        """Yields indices of rows, the longest first, and the number of rows to compute at once."""
+    def batches(self, rows: list[list[int]], room: int) -> Iterator[tuple[list[int], Any, int]]:
+        """Yields indices of rows, the longest first, these rows, cut on the left to fit, and the
+        number of rows to compute at once."""
+        if long := sum(len(row) > room for row in rows):
+            note = f"note: {long} of {len(rows)} texts are longer than a row in training, and cut"
+            print(f"{note} on the left", file=sys.stderr)
         size = generate.padded(min(self.batch_size, max(1, len(rows))))
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-        for first in tqdm(range(0, len(rows), size), desc=doing, unit=" batches", disable=None):
-            yield order[first : first + size], size
+        for first in tqdm(range(0, len(rows), size), unit=" batches", disable=None):
+            part = order[first : first + size]
+            yield part, [rows[i][-room:] for i in part], size
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Scores (name, context, answer). A row's last token is no input, so there is one more."""
-        rows = cut([context + answer for _, context, answer in requests], self.room + 1)
-        results = [(0.0, False)] * len(rows)
+        results = [(0.0, False)] * len(requests)
         for name, _, answer in requests:
             if not 0 < len(answer) <= self.room:
                 problem = f"{len(answer)} tokens to score, but a row has 1 to {self.room}"
                 raise UserError(f"{problem}: ...{str(name)[-80:]}")
         with self.computing():
-            for part, size in self.batches(rows, "scoring"):
-                length = 1 + generate.round_up(len(rows[part[0]]) - 1)
+            rows = [context + answer for _, context, answer in requests]
+            for part, these, size in self.batches(rows, self.room + 1):
+                length = 1 + generate.round_up(len(these[0]) - 1)
                 ids = np.full((size, length), NO_TOKEN, np.uint32)
-                for row, i in enumerate(part):
-                    ids[row, : len(rows[i])] = rows[i]
-                batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), self.prefix_token_id)
+                for row, tokens in enumerate(these):
+                    ids[row, : len(tokens)] = tokens
+                batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), self.eot_token_id)
                 nats, best = map(np.asarray, scores(self.weights, batch, self.config.model))
                 for row, i in enumerate(part):
-                    end = len(rows[i]) - 1
+                    end = len(these[row]) - 1
                     at = row, slice(end - len(requests[i][2]), end)
                     results[i] = float(nats[at].sum()), bool(best[at].all())
         return results
@@ -187,10 +173,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         windows, totals = [], [0.0] * len(requests)
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            found = get_rolling_token_windows(ids, self.prefix_token_id, self.room, context_len=1)
+            found = get_rolling_token_windows(ids, self.eot_token_id, self.room, context_len=1)
             windows += [(i, *make_disjoint_window(window)) for window in found]
-        scored = self._loglikelihood_tokens(windows)
-        for (i, *_), (nats, _) in zip(windows, scored, strict=True):
+        for (i, *_), (nats, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
             totals[i] += nats
         return totals
 
@@ -200,14 +185,13 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             groups.setdefault(json.dumps(request.args[1]), []).append(i)
         for options, indices in groups.items():
             how, tokens, stops = self.sampling(json.loads(options))
-            prompts = cut(
-                [self.tok_encode(requests[i].args[0]) for i in indices], self.room - tokens
-            )
+            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            longest = min(max(map(len, prompts)), self.room - tokens)
             with self.computing():
-                for part, size in self.batches(prompts, "generating"):
+                for part, these, size in self.batches(prompts, self.room - tokens):
                     texts = [Continued(self.codec, [], indices[i]) for i in part]
-                    these, numbers = [prompts[i] for i in part], [text.sample for text in texts]
-                    args = these, numbers, tokens, size, 0, how, self.config
+                    numbers = [text.sample for text in texts]
+                    args = these, numbers, tokens, size, 0, how, self.config, longest
                     for _ in generate.extended(generate.generate(self.gathered, *args), texts):
                         for text in texts:  # a stop string may name a special token
                             new = self.codec.decode(text.new)
@@ -215,8 +199,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                     for text in texts:
                         kept = [token for token in text.new if token not in self.special]
                         answer = self.codec.decode(kept)
-                        ends = [at for stop in stops if (at := answer.find(stop)) >= 0]
-                        results[text.sample] = answer[: min(ends, default=None)]
+                        cut = (answer.partition(stop)[0] for stop in stops)
+                        results[text.sample] = min(cut, key=len, default=answer)
         return results
 
     def sampling(self, options: dict[str, Any]) -> tuple[generate.Sampling, int, list[str]]:
@@ -236,14 +220,6 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         return how, tokens, stops
 
 
-def cut(rows: list[list[int]], room: int) -> list[list[int]]:
-    """Cuts rows on the left, and says so."""
-    if long := sum(len(row) > room for row in rows):
-        note = f"note: {long} of {len(rows)} texts are longer than a row in training, and cut"
-        print(f"{note} on the left", file=sys.stderr)
-    return [row[-room:] for row in rows]
-
-
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
     if TemplateLM is object:
@@ -254,11 +230,11 @@ def run(args: argparse.Namespace) -> None:
     devices.have_cpu_devices(math.prod(args.mesh.axes.values()))
     model = CheckpointLM(args.checkpoint, args.mesh, args.dtype, args.tokenizer, args.batch)
     settings = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
-    results = simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
+    results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
     for part in "results", "groups":
         if results.get(part):
             print(make_table(results, part))
-    print(f"checkpoint: {model.checkpoints.newest.path}", file=sys.stderr)
+    print(f"checkpoint: {model.path}", file=sys.stderr)
 
 
 def main() -> None:

@@ -59,12 +59,14 @@ class Text:
             ends += more if isinstance(more, list) else [more]
         self.ends = {end for end in ends if isinstance(end, int)}  # ids that end a text
 
-    def parse_special_tokens(self) -> None:
-        """Makes `encode` turn the names of special tokens into these tokens."""
+    def parse_special_tokens(self) -> set[int]:
+        """Makes `encode` turn the names of special tokens into these tokens. Returns their ids."""
         if self.is_bytes:
             raise UserError("--special-tokens: the tokenizer bytes_utf8 has none")
         if self.tokenizer.fast:  # one written in Python does so anyway
             self.tokenizer.fast.encode_special_tokens = False
+        added = self.tokenizer.slow.added_tokens_decoder
+        return {i for i, token in added.items() if token.special}
 
     def encode(self, prompt: str) -> list[int]:
         import pyarrow

@@ -39,9 +39,9 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(train, "check_types", lambda _: ran.append("types"))
+        monkeypatch.setattr(checks, "check_types", lambda _: ran.append("types"))
         Running.made.clear()
-        with train.checked(small_config("check=numbers", *overrides)) as wait:
+        with checks.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
         assert all(running.closed for running in Running.made)
         return ran + ["numbers"] * len(Running.made)
@@ -98,9 +98,9 @@ def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
 
 
 def test_the_configs_that_are_compared():
-    one, other = train.tiny(small_config())
+    one, other = checks.tiny(small_config())
     assert (one.mesh, other.mesh) == (train.MeshConfig(1, 1), train.MeshConfig(2, 3))
     assert one.model == other.model
-    one, in_parts, other = train.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
+    one, in_parts, other = checks.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
     assert in_parts.mesh == train.MeshConfig(1, 1)

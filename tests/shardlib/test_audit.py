@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from runtime import checks
 from shardlib import audit, devices, ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.types import (
@@ -28,7 +29,8 @@ LINE = "hidden = hidden.astype(compute.dtype)"
 
 def probe(*edits):
     module = edited("train.py", *edits)
-    module.probe(compose_config("local_test_synthetic", "paths.model_name=x", "mesh={d: 2, t: 2}"))
+    settings = "paths.model_name=x", "mesh={d: 2, t: 2}"
+    checks.probe(compose_config("local_test_synthetic", *settings, schema=module.Config))
 
 
 def test_a_part_that_is_numbered_from_0_is_found():

@@ -8,6 +8,7 @@ import re
 import pytest
 
 import train
+from runtime import checks
 from shardlib import devices
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
@@ -109,7 +110,7 @@ def test_types_where_lengths_are_one(options):
 def test_a_collective_outside_of_ops_is_an_error_at_its_line(capsys, monkeypatch):
     source = "hidden = hidden.astype(compute.dtype)"
     module = edited("train.py", (source, source + " + lax.pmax(lax.stop_gradient(up), 't')"))
-    monkeypatch.setattr(audit, "train", module)
+    monkeypatch.setattr(checks, "program_of", lambda _: module)
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=audit.main)
     line = (ROOT / "train.py").read_text().split(source)[0].count("\n") + 1
     assert not out and f"train_edited.py:{line}, in " in message

@@ -21,7 +21,7 @@ EDITS = {
         "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))",
         "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
     ),
-    "positions mixed outside of attend": (LINE, MIXED),
+    "positions mixed outside of attention": (LINE, MIXED),
     "positions of keys by their place, with c": (
         'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)',
         'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)\n'

@@ -15,8 +15,10 @@ import zarr
 
 import train
 from data.flat_tokens import SPLITS, FlatTokens, Writer
+from data.loader import TokenBatch
+from runtime import checks
 from runtime.checkpoint import Checkpoints, _checksum
-from shardlib import audit, devices
+from shardlib import audit, devices, numbers
 from shardlib.types import (
     Stacked,
     computing_in,
@@ -158,7 +160,7 @@ def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
     probe = devices.abstract_mesh(dict(probe.shape) | {"c": 1})
-    config = train.resized(small_config(), sizes, probe.shape, {})
+    config = checks.resized(small_config(), sizes, probe.shape, {})
     cache = type_tree(Stacked["layers", generate.Cache])
     others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
     hint = train.weights_type(config.model), cache, *others
@@ -201,6 +203,50 @@ def test_greedy_text_is_that_of_the_oracle(in_f32, monkeypatch):
         actual = generated(in_f32, config, weights, mesh(4, 2), prompt, GREEDY)
         assert (actual == inputs[0, length + 1 : length + 10]).all()
     assert len(np.unique(actual[0])) > 4
+
+
+VARIANTS = {
+    "dense": (),
+    "window": ("model.sliding_window=5",),
+    "biases and norms of heads": ("model.qkv_bias=true", "model.qk_norm=head"),
+    "norms after and of all heads": ("model.norms_after=true", "model.qk_norm=all"),
+    "experts": ("model.d_ff=0", "model.experts={count: 8, per_token: 2, d_ff: 24, bias: true}"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_text_is_that_of_forward_alone(variant, in_f32, monkeypatch):
+    """Each next id is the likeliest after a whole forward pass without a cache."""
+    monkeypatch.setattr(in_f32, "PREFILL", 16)
+    config = small_config("training.tokens.len=32", *VARIANTS[variant])
+    with jax.set_mesh(mesh(1, 1)):
+        weights = numbers.stirred(train.init_state(config).weights)
+        ids = np.zeros((1, 33), np.uint32)
+        ids[0, 1:4] = 5, 9, 2
+        for at in range(3, 18):
+            batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), 0)
+            logits = numbers.run(in_f32.forward_logits, (weights, batch), config)
+            ids[0, at + 1] = 1 + logits[0, at, 1:].argmax()
+    with jax.set_mesh(mesh(2, 4)):
+        placed = jax.device_put(weights, make_shardings(train.state_type(config).weights))
+        steps = in_f32.generate(
+            in_f32.lay_out(placed), [[0, 5, 9, 2]], [0], 15, 2, 0, GREEDY, config
+        )
+        actual = np.concatenate(list(steps), axis=1)[0]
+    assert actual.tolist() == ids[0, 4:19].tolist() and len({*actual}) > 2
+
+
+def test_prompts_of_any_length_share_what_is_compiled(in_f32, monkeypatch):
+    monkeypatch.setattr(in_f32, "PREFILL", 16)
+    config = small_config("training.tokens.len=64")
+    weights = random_weights(config)
+    in_f32.step.clear_cache()
+    with jax.set_mesh(mesh(1, 1)):
+        these = placed(train.weights_type(config.model), weights)
+        for length in 1, 15, 17, 64:
+            args = [[3] * length], [0], 4, 1, 0, GREEDY, config, 64
+            assert len(list(in_f32.generate(these, *args))) == 4
+    assert in_f32.step._cache_size() == 2, "one for prompts and one for what follows"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ check the sum against compilers."""
 import pytest
 
 import train
+from runtime import checks
 from shardlib import devices
 from tests import mutations, tpu_programs
 from tests.helpers import ROOT, compose_config, slow_but_for
@@ -25,9 +26,9 @@ def held(*options, module=train, chip=KERNELS):
     """The terms of a config with these options, as the audit computes them."""
     names = "paths.model_name=x", "flat_tokens.filespec=x"
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
-    config = compose_config("pretrain", *names, *MODEL, *tokens, *options)
+    config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, devices.CHIPS[chip].kind
-    jaxpr = module.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
