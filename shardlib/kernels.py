@@ -80,9 +80,9 @@ def attention(
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
-    call.require(not queries.unreduced, "reduce it first")
+    call.require(not queries.owed, "reduce it first")
     rows, length, _, kv_heads, size = queries.dims
-    call.require(not size.axes, f"{size} can't be split")
+    call.require(not size.over, f"{size} can't be split")
     keys, all_positions = (Spec((rows, Dim(length.name), *dims)) for dims in ((kv_heads, size), ()))
     positions = Spec((rows, length))
     wanted = [keys, keys, positions, positions, all_positions]
@@ -199,7 +199,7 @@ def experts(
     chosen_of = Spec((*tokens.dims[:-1], Dim(choices.dims[-1].name)))
     weight = Spec((number, Dim(model.name), Dim(width.name)))
     wanted = [tokens, *[chosen_of] * 2, *[weight] * 3]
-    result = Spec(tokens.dims, number.axes)
+    result = Spec(tokens.dims, number.over)
     right = f"{', '.join(map(str, wanted))} -> {result}"
     fits = [*call.operands, call.result] == [*wanted, result]
     call.require(fits, f"for these tokens and experts the string is `{right}`")

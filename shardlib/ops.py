@@ -37,6 +37,7 @@ from shardlib.types import (
     mesh_shape,
     named,
     parse_signature,
+    several,
     show_groups,
 )
 
@@ -97,6 +98,14 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             watched.append(watching.value(operand, spec, what))
         with jax.named_scope(scope_name(name, signature)):
             result = implementation(call, *watched, **options)
+            # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
+            kind = jax.typeof(result).manual_axis_type
+            if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
+                result = lax.psum(result, alone)
+            # An op that sends nothing has a result of its own all the same, so that gradients add
+            # up in the same order on all meshes. JAX's copy is nothing in the compiled program.
+            if any(result is x for x in watched):
+                result = jnp.copy(result)
         check(result, call.result, what := f"the result of {call.where}")
         return watching.value(result, call.result, what)
 
@@ -106,7 +115,7 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x` to varying along `axes`; communicates nothing. See the docstring of types.py."""
     kind = jax.typeof(x).manual_axis_type
-    missing = tuple(a for a in axes if a not in kind.varying and a not in kind.unreduced)
+    missing = tuple(a for a in several(axes) if a not in kind.varying and a not in kind.unreduced)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -156,10 +165,9 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     (`M/t/d -> M/d`), or for an unreduced operand.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.unreduced and not wanted.unreduced, "reduce it before the gather")
-    gathered = _one_to_one(call, given, wanted)
-    call.require(gathered, "it gathers nothing")
-    for i, axes in gathered:
+    call.require(not given.owed and not wanted.owed, "reduce it before the gather")
+    call.require(given != wanted, "it gathers nothing")
+    for i, axes in _one_to_one(call, given, wanted):
         x = varying(x, axes)
         if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
             x = lax.collapse(jnp.moveaxis(lax.all_gather(x, axes), 0, i), i, i + 2)
@@ -180,10 +188,9 @@ def split(call: Call, x: jax.Array) -> jax.Array:
     split evenly.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
-    parts = _one_to_one(call, wanted, given)
-    call.require(parts, "it splits nothing")
-    for i, axes in parts:
+    call.require(not given.owed and not wanted.owed, "reduce it first")
+    call.require(given != wanted, "it splits nothing")
+    for i, axes in _one_to_one(call, wanted, given):
         size = x.shape[i] // math.prod(mesh_shape()[axis] for axis in axes)
         first = lax.axis_index(axes) * size
         x = lax.dynamic_slice_in_dim(varying(x, axes), first, size, axis=i)
@@ -203,11 +210,12 @@ def rotate(call: Call, x: jax.Array) -> jax.Array:
     """
     (given,), wanted = call.operands, call.result
     call.require(given == wanted, "both sides must be the same, as it keeps the layout")
-    call.require(not given.unreduced, "reduce it first")
-    axes = given.dims[0].axes if given.dims else ()
-    call.require(len(axes) == 1, "the first dimension must be split over one axis")
-    count = mesh_shape()[axes[0]]
-    return lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
+    call.require(not given.owed, "reduce it first")
+    over, axes = (given.dims[0].over, given.dims[0].axes) if given.dims else ((), ())
+    call.require(over and len(axes) < 2, "the first dimension must be split over one axis")
+    for count in (mesh_shape()[axis] for axis in axes):
+        x = lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
+    return x
 
 
 @define_op
@@ -223,7 +231,7 @@ def all_to_all(call: Call, x: jax.Array) -> jax.Array:
     unreduced operand. JAX raises ValueError if a dimension doesn't split evenly.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
+    call.require(not given.owed and not wanted.owed, "reduce it first")
     call.require(_names(given) == _names(wanted), "the dimensions must be the same, in order")
     call.require({*given.axes} == {*wanted.axes}, "both sides must be split over the same axes")
     call.require(given != wanted, "it moves no axis")
@@ -268,7 +276,7 @@ def broadcast(call: Call, x: jax.Array) -> jax.Array:
     Raises ShardTypeError unless both sides are the same, or for an unreduced operand.
     """
     (given,), wanted = call.operands, call.result
-    call.require(given == wanted and not given.unreduced, "both sides must be the same, reduced")
+    call.require(given == wanted and not given.owed, "both sides must be the same, reduced")
     return varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
 
 
@@ -313,7 +321,8 @@ def _reduced_axes(call: Call) -> tuple[str, ...]:
     new = show_groups(a for a in wanted.unreduced if a not in given.unreduced)
     call.require(not new, f"the right side has {{U:{new}}}, but the left side has not")
     axes = tuple(a for a in given.unreduced if a not in wanted.unreduced)
-    call.require(axes, "it reduces nothing: {U:axis} must be on the left and not on the right")
+    kept = {*given.owed} <= {*wanted.owed}
+    call.require(not kept, "it reduces nothing: {U:axis} must be on the left and not on the right")
     return axes
 
 
@@ -363,7 +372,7 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
         given.dims == wanted.dims,
         "it can't change how a dimension is split; ops.all_gather and ops.psum_scatter can",
     )
-    return lax.psum(x, axes)
+    return lax.psum(x, axes) if axes else x
 
 
 def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tuple[str, ...]:
@@ -432,8 +441,8 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     Raises ShardTypeError for an unreduced operand or result.
     """
     positions, removed = _removed(call)
-    unreduced = (*call.operands[0].unreduced, *call.result.unreduced)
-    call.require(not unreduced, "reduce it before the maximum; the result has no {U:}")
+    owed = (*call.operands[0].owed, *call.result.owed)
+    call.require(not owed, "reduce it before the maximum; the result has no {U:}")
     axes = tuple(a for dim in removed for a in dim.axes)
     x = jnp.max(x, axis=positions)
     return lax.pmax(varying(x, axes), axes) if axes else x
@@ -464,7 +473,7 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
             first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
             call.require(first, f"{dim} on the right is in no operand")
             call.require(first == dim, f"{first} and {dim}: a name has one split; gather first")
-        call.require(not spec.unreduced or spec is wanted, f"`{spec}`: reduce it first")
+        call.require(not spec.owed or spec is wanted, f"`{spec}`: reduce it first")
     dtypes = sorted({str(x.dtype) for x in operands})
     call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
@@ -540,7 +549,7 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     call.require(
         indices.dtype in (jnp.int32, jnp.uint32), f"indices must be i32 or u32, not {indices.dtype}"
     )
-    call.require(not tables.unreduced and not ids.unreduced, "reduce it first")
+    call.require(not tables.owed and not ids.owed, "reduce it first")
     (dim,) = looked_up
     shared = tuple(d for d in tables.dims if d in ids.dims)
     call.require(
@@ -581,10 +590,9 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     that is replicated over an axis counts once. Not for use inside a differentiated function.
     """
     totals: dict[tuple[str, ...], jax.Array] = {}
-    for axes, square in _squares(hint, tree, "sum_of_squares"):
-        totals[axes] = totals[axes] + square if axes in totals else square
-    sums = [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in totals.items()]
-    total = sum(sums, start=jnp.float32(0))
+    for over, square in _squares(hint, tree, "sum_of_squares"):
+        totals[over] = totals[over] + square if over in totals else square
+    total = sum((_total(over, x) for over, x in totals.items()), start=jnp.float32(0))
     check(total, f32[""], "the result of ops.sum_of_squares")
     return total
 
@@ -600,18 +608,22 @@ def sums_of_squares(hint: Any, tree: Any, each: str) -> dict[str, jax.Array]:
     function.
     """
     squares = _squares(hint, tree, "sums_of_squares", each)
-    sums = [lax.psum(_unreduced(x, axes), axes) if axes else x for axes, x in squares]
-    return dict(zip(named(tree), sums, strict=True))
+    return dict(zip(named(tree), (_total(*square) for square in squares), strict=True))
+
+
+def _total(over: tuple[str, ...], x: jax.Array) -> jax.Array:
+    axes = tuple(axis for axis in mesh_shape() if axis in several(over))
+    return lax.psum(_unreduced(x, axes), axes) if axes else x
 
 
 def _squares(
     hint: Any, tree: Any, op: str, each: str = ""
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    """Yields for each array the axes it is split over, and its partial sum of squares."""
+    """Yields for each array what it is split over, and its partial sum of squares."""
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
-        if kind.spec.unreduced:
+        if kind.spec.owed:
             raise ShardTypeError(f"{path} is {kind}: reduce it first")
         kept = 1 if _names(kind.spec)[:1] == [each] else 0
         square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
@@ -619,4 +631,4 @@ def _squares(
             size, first = len(square), lax.axis_index(axes) * len(square)
             zeros = jnp.zeros(size * math.prod(mesh_shape()[axis] for axis in axes))
             square = lax.dynamic_update_slice_in_dim(varying(zeros, axes), square, first, axis=0)
-        yield tuple(a for a in mesh_shape() if a in kind.spec.axes), square
+        yield tuple(sorted({name for dim in kind.spec.dims for name in dim.over})), square

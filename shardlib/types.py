@@ -28,6 +28,10 @@ to varying is free; in the backward pass the cast is an all-reduce of the gradie
 unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX takes
 the partial result for any varying value; only the numbers then differ between meshes, which
 numbers.py compares.
+
+Over an axis of size 1 nothing is split, varies or is unreduced, whatever the strings say: a value
+is invariant there, and ops send nothing. So a forgotten sum over it shows only where the axis is
+larger, as all are on the mesh of `devices.probe_mesh`.
 """
 
 import contextlib
@@ -75,10 +79,16 @@ def show_groups(axes: Iterable[str], mark: str = ",") -> str:
     return text.strip(mark)
 
 
-def _axes(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of the mesh in context that names stand for, outermost first in each group."""
+def _written(names: Iterable[str]) -> tuple[str, ...]:
+    """The axes that names stand for on the mesh in context, outermost first in each group."""
     groups = {name: group for name, group in _groups.items() if name not in mesh_shape()}
     return tuple(axis for name in names for axis in groups.get(name, (name,)))
+
+
+def several(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes that names stand for along which the mesh in context has several devices:
+    not those of size 1."""
+    return tuple(axis for axis in _written(names) if mesh_shape().get(axis) != 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +106,7 @@ class Dim:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh in context that the dimension is split over."""
-        return _axes(self.over[::-1])[::-1]
+        return several(self.over[::-1])[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Spec:
     @property
     def unreduced(self) -> tuple[str, ...]:
         """The axes over which partial sums are pending."""
-        return _axes(self.owed)
+        return several(self.owed)
 
 
 _ITEM = re.compile(
@@ -156,7 +166,7 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
 
 def _twice(spec: Spec) -> str | None:
     written = [name for dim in spec.dims for name in dim.over] + [*spec.owed]
-    for names in written, [*spec.axes, *spec.unreduced]:
+    for names in written, _written(written):
         if twice := [name for name in names if names.count(name) > 1]:
             return f"axis {twice[0]} appears twice in one array"
     return None
@@ -285,8 +295,9 @@ def axes_problem(spec: Spec) -> str | None:
             return f"axis {axis} is not in the mesh, which has {', '.join(mesh) or 'no axes'}"
     order = list(reversed(mesh))
     for dim in spec.dims:
-        right = tuple(sorted(dim.axes, key=order.index))
-        if dim.axes != right:
+        axes = _written(dim.over[::-1])[::-1]
+        right = tuple(sorted(axes, key=order.index))
+        if axes != right:
             return f"write axes in the order {', '.join(order)}: {Dim(dim.name, right)}, not {dim}"
     return _twice(spec)
 
@@ -374,7 +385,7 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
 
 
 def _layout_problem(value: Any, spec: Spec) -> str | None:
-    if spec.unreduced:
+    if spec.owed:
         return "outside a shard_map no array is unreduced"
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None  # a tracer's sharding is not known yet, and a NumPy array has none
@@ -716,7 +727,7 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
 
 def _check_replicated(path: str, kind: ArrayType, value: Any) -> None:
     """Raises ShardTypeError unless a result is replicated over the axes its type doesn't name."""
-    if kind.spec.unreduced:
+    if kind.spec.owed:
         raise ShardTypeError(f"{path}: {kind} is unreduced; reduce it before returning it")
     varying = jax.typeof(value).manual_axis_type.varying
     if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:

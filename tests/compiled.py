@@ -153,28 +153,20 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
 
 
 RULES = {
-    "one": "a collective over axes of size one moves nothing, and may stay in the program",
     "merged": "all-reduces over the same axes may be one instruction, at one of their lines",
     "once": "in a loop that runs once, the backward pass recomputes nothing",
 }
 
 
-def unexplained(transfers, program, mesh, rules=RULES):
+def unexplained(transfers, program, rules=RULES):
     """The rows of a ledger and the collectives of a program that are left after pairing those that
     agree in kind, axes, elements, phase, line and number of runs. A row that a compiler may move
     out of a loop allows several numbers."""
 
-    def real(axes):
-        return tuple(sorted(a for a in axes if mesh[a] > 1 or "one" not in rules))
-
-    rows = [r._replace(axes=real(r.axes)) for r in transfers if r.bytes or "one" not in rules]
+    rows = [row._replace(axes=tuple(sorted(row.axes))) for row in transfers]
     rows.sort(key=lambda r: r.times - r.at_least)  # pairs exact ones first
     left = []
-    for collective in sorted(
-        (c._replace(axes=real(c.axes)) for c in program), key=lambda c: c.merged
-    ):
-        if not collective.axes and "one" in rules:
-            continue
+    for collective in sorted(program, key=lambda c: c.merged):
         loose = collective.merged and collective.kind == "all-reduce" and "merged" in rules
         key = ("kind", "axes", "elements", *(() if loose else ("phase", "line")))
         same = [
@@ -188,9 +180,7 @@ def unexplained(transfers, program, mesh, rules=RULES):
         else:
             left.append(collective)
     if "once" in rules:
-        gathers = {
-            (c.kind, real(c.axes), c.elements, c.phase, c.line) for c in program if c.times == 1
-        }
+        gathers = {(c.kind, c.axes, c.elements, c.phase, c.line) for c in program if c.times == 1}
         again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
         known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
         rows = [r for r in rows if r not in known]

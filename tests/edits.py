@@ -504,7 +504,12 @@ RIGHT: dict[str, Edit] = {
         ),
     ),
     "scaled_unreduced_sum": block(
-        "scale", OUTPUT, 'y = y * lax.pcast(jnp.asarray(0.3, y.dtype), "t", to="reduced")'
+        "scale",
+        OUTPUT,
+        """
+        axes = tuple(jax.typeof(y).manual_axis_type.unreduced)
+        y = y * lax.pcast(jnp.asarray(0.3, y.dtype), axes, to="reduced")
+        """,
     ),
     "query_heads_mixed": block(
         "heads", ATTENDED, "mixed = mixed + 0.1 * mixed.mean(2, keepdims=True)"

@@ -138,7 +138,8 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
     denominator for each query and head."""
     made_by: dict[Any, Any] = {}
     for eqn in body.eqns:
-        name, when = eqn.primitive.name, phase(str(eqn.source_info.name_stack))
+        name, path = eqn.primitive.name, str(eqn.source_info.name_stack)
+        when = phase(path)
         if name == "scan" and when == "update":
             (inner,) = jaxprs_in_params(eqn.params)
             yield from _saved(inner, chip)
@@ -158,6 +159,6 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
                         shape, size = shape[:-1], 4 * array.size // shape[-1]
                         yield Saved(line, times, shape, "float32", size, memory, statistics=True)
         elif when == "forward":
-            gathered = COLLECTIVES.get(name) == "all-gather"
+            gathered = op_of(eqn, path).startswith("all_gather(")
             of_weights = gathered and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
             made_by |= dict.fromkeys(() if of_weights else eqn.outvars, eqn)

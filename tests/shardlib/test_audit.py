@@ -120,7 +120,7 @@ def test_a_rotation_receives_a_part_once_and_so_does_its_gradient(own_metadata):
     assert rows == [("permute", ("d",), phase, 20, 80) for phase in ("forward", "backward")]
     assert ledger_of(gradient, {"d": 1, "t": 2}, sizes, f32["P/d M/t"]).transfers == []
     actual = compiled_collectives(gradient, axes, sizes, f32["P/d M/t"])
-    assert compiled.unexplained(transfers, actual, axes) == ([], [])
+    assert compiled.unexplained(transfers, actual) == ([], [])
 
 
 # The numbers beside gathers_in_loops: at most and, if it may be fewer, at least.
@@ -178,7 +178,7 @@ def test_how_often_at_least_and_at_most_a_loop_communicates(own_metadata):
     ledger = ledger_of(gathers_in_loops, axes, SIZES, *TWO_BY_FOUR)
     assert sorted((row.times, row.at_least) for row in ledger.transfers) == sorted(RUNS)
     actual = compiled_collectives(gathers_in_loops, axes, SIZES, *TWO_BY_FOUR)
-    assert compiled.unexplained(ledger.transfers, actual, axes) == ([], [])
+    assert compiled.unexplained(ledger.transfers, actual) == ([], [])
     # It moves all as far as it can: out of both loops, the inner one, and an entire loop. The
     # program's text counts both branches of a cond, and two iterations of the while_loop.
     times = [1, 3, 1, 3, 15, 1, 3, 3, 5, 2, 14]

@@ -17,6 +17,7 @@ from shardlib.types import (
     f32,
     i32,
     pytree_dataclass,
+    several,
     type_tree,
     typechecked,
     typed_shard_map,
@@ -48,7 +49,7 @@ def gather_two_dimensions(x: f32["B/d M/t"], w: f32["M/t F/d"]) -> f32["B/d F/t"
     w = ops.all_gather("M/t F/d -> M F", w)
     y = ops.einsum_unreduced("B/d M, M F -> B/d F", ops.all_gather("B/d M/t -> B/d M", x), w)
     # Every device along t has all of F; halved, they are partial sums that can be scattered.
-    y = lax.pcast(y / lax.axis_size("t"), "t", to="unreduced")
+    y = lax.pcast(y / lax.axis_size("t"), several("t"), to="unreduced")
     return ops.psum_scatter("B/d F {U:t} -> B/d F/t", y)
 
 
@@ -220,7 +221,7 @@ def test_gathers_and_scatters_of_bf16_along_the_last_dimension(axes):
     @typed_shard_map
     def added(x: bf16["L M/t/d"]) -> bf16["L M/t/d"]:
         y = ops.all_gather("L M/t/d -> L M", x) * factors.astype(bf16.dtype)
-        y = lax.pcast(y, ("d", "t"), to="unreduced")
+        y = lax.pcast(y, several(("d", "t")), to="unreduced")
         return ops.psum_scatter("L M {U:d,t} -> L M/t/d", y)
 
     x = np.random.default_rng(0).integers(-3, 4, (3, 16)).astype(bf16.dtype)
@@ -649,3 +650,26 @@ def test_an_einsum_of_bf16_with_a_batch_dimension_in_the_middle_runs():
     total, _ = run(x, w)
     wanted = np.einsum("bemd,edf->bemf", np.float64(x), np.float64(w)).sum()
     np.testing.assert_allclose(np.float64(total), wanted, rtol=1e-2)
+
+
+@pytest.mark.parametrize("axes", [{"d": 4, "t": 1}, {"d": 1, "t": 1}], ids=str)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_nothing_is_sent_over_an_axis_of_size_1(axes, by_hand):
+    """Nor do values vary along it, though JAX takes what lax.axis_index makes to do so."""
+
+    @typed_shard_map
+    def fn(x: f32["B/d M/t"], w: f32["M/t"]) -> tuple[f32["B/d M/t"], f32[""]]:
+        numbers = ops.indices("M/t -> M/t", w)
+        if by_hand:
+            numbers = lax.axis_index("t") * w.shape[0] + jnp.arange(w.shape[0])
+        whole = ops.all_gather("B/d M/t -> B/d M", x * w * numbers)
+        y = ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", whole))
+        return ops.split("B/d M -> B/d M/t", whole), y
+
+    x, w = np.arange(24, dtype=np.float32).reshape(4, 6), np.arange(6, dtype=np.float32)
+    with jax.set_mesh(make_mesh(axes)):
+        z, total = jax.jit(fn)(x, w)
+        text = jax.jit(fn).lower(x, w).compile().as_text()
+    np.testing.assert_array_equal(z, x * w * np.arange(6))
+    assert total == np.sum(z)
+    assert by_hand or text.count("replica_groups=") == (axes["d"] == 4)
