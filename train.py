@@ -796,7 +796,7 @@ def trials(
     yield "validation_step", validation_step, (state.weights, batch), config
     yield "gradients", gradients, (state.weights, batch), config
     for step in 3, 999:  # in the middle of the schedule, and before what is done now and then
-        at_step = State(np.uint32(step), state.weights, mu, nu)
+        at_step = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
         hyper = hyper_at(step, config.training)
         yield f"training_step {step}", training_step, (at_step, batch, hyper), config
 
