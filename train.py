@@ -10,8 +10,7 @@ Mesh axes, outermost first, that is, over the slowest links first:
     c  context: splits the sequence. Attention gathers keys and values over c.
     t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
 d stands for r and s together, all data parallelism: it splits the batch. Weights are stored split
-over all axes. A config that names only d and t has r = c = 1, and whatever is gathered or reduced
-over an axis of size 1 costs nothing.
+over all axes. A config that names only d and t has r = c = 1.
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
@@ -28,18 +27,20 @@ own part of each array. Types name global dimensions, so with d=4 an array of ty
 shape [B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
 backward pass, and its collectives follow from those written here:
 
-                        forward              backward
-    ops.all_gather      all-gather           reduce-scatter
-    ops.psum_scatter    reduce-scatter       all-gather
-    ops.psum            all-reduce           nothing
-    ops.reduce_max      all-reduce           no gradient
-    ops.all_to_all      all-to-all           all-to-all, the other way
-    ops.sum_of_squares  all-reduce           not for use there
-    ops.broadcast       nothing              all-reduce
-    all other ops       nothing              nothing, as what they take varies over all axes
+                                     forward          backward
+    all_gather                       all-gather       reduce-scatter
+    psum_scatter                     reduce-scatter   all-gather
+    psum                             all-reduce       nothing
+    reduce_max                       all-reduce       it has no gradient
+    sum_of_squares(s)                all-reduces      it is outside of what jax.grad sees
+    broadcast                        nothing          all-reduce
+    einsum_unreduced, reduce_sum,
+    index_unreduced, attention       nothing          nothing
 
-`python -m tools.audit` lists both, with their bytes. The batch's fields, all "B/d L/c", are inputs,
-targets, loss_mask, position and start: see TokenBatch in data/loader.py.
+A gathered value counts as varying, so what is computed from it needs no all-reduce in the backward
+pass. Over an axis of size 1 nothing is sent. What the backward pass recomputes, it gathers again.
+`python -m tools.audit` lists all collectives, with their bytes. The batch's fields, all "B/d L/c",
+are inputs, targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 """
 
 import dataclasses
@@ -96,10 +97,10 @@ from variants import experts, families, muon
 from variants.experts import Experts, ExpertsConfig, RoutingConfig
 from variants.families import QKV, RopeScalingConfig
 
-# --- Config ---------------------------------------------------------------------------------------
+# --- Model ----------------------------------------------------------------------------------------
+
+
 # All sections are hashable, so that a jitted function can take a config as a static argument.
-
-
 @dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig(Section, key="model"):
     d_model: PositiveInt
@@ -128,13 +129,229 @@ class ModelConfig(Section, key="model"):
         self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
 
 
+@pytree_dataclass
+class MLP:
+    w_gate: compute["M/c/s F/t"]
+    w_up: compute["M/c/s F/t"]
+    w_down: compute["M/c/s F/t"]
+
+
+@pytree_dataclass
+class Layer:
+    attention_norm: compute["M/t/c/s"]
+    w_q: compute["M/c/s Q K/t D"]
+    w_k: compute["M/c/s K/t D"]
+    w_v: compute["M/c/s K/t D"]
+    qkv: QKV  # of other families than Llama
+    w_o: compute["M/c/s Q K/t D"]
+    mlp_norm: compute["M/t/c/s"]
+    mlp: MLP | None
+    experts: Experts | None
+
+
+@pytree_dataclass
+class Weights:
+    """The weights of a replica: those that a step computes with."""
+
+    embed: compute["V/t M/c/s"]
+    layers: Stacked["layers", Layer]
+    final_norm: compute["M/t/c/s"]
+    unembed: compute["V/t M/c/s"] | None  # None: the embedding takes its place
+
+
+def over_replicas(kind: ArrayType) -> ArrayType:
+    """The type of a weight whose M is split over r, too. Those without M are small."""
+    dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
+    return array_type(kind.element, Spec(tuple(dims)))
+
+
+def as_stored(kind: ArrayType) -> ArrayType:
+    return array_type(f32, over_replicas(kind).spec)
+
+
+# The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
+# the residual stream's norms, are split over all mesh axes.
+Stored = Mapped[as_stored, Weights]
+
+
+def weights_type(config: ModelConfig) -> Any:
+    """The types of a model's Weights. Here is decided which of the alternatives it has."""
+    qkv = families.qkv_type(config.qkv_bias, config.qk_norm)
+    each = config.experts and experts.experts_type(config.experts)
+    layer = choose(Layer, qkv=qkv, mlp=config.d_ff > 0, experts=each)
+    return choose(Weights, layers=layer, unembed=not config.tied_embeddings)
+
+
+@typechecked
+def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
+    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    h32 = h.astype(f32.dtype)
+    scale = lax.rsqrt(jnp.mean(jnp.square(h32), axis=-1, keepdims=True) + eps)
+    return (h32 * scale * gain.astype(f32.dtype)).astype(h.dtype)
+
+
+@typechecked
+def enter(
+    x: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
+) -> compute["B/d L/c M"]:
+    """Takes the input of a sublayer, attention or feed-forward, from the residual stream."""
+    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+    if config.norms_after:
+        return h
+    return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
+
+
+@typechecked
+def leave(
+    x: compute["B/d L/c M/t"],
+    y: compute["B/d L/c M {U:t}"],
+    gain: compute["M/t/c/s"],
+    config: ModelConfig,
+) -> compute["B/d L/c M/t"]:
+    """Adds the result of a sublayer to the residual stream, which is split over t, to save memory:
+    the reduce-scatter here and the all-gather in `enter` send as many bytes as one all-reduce. It
+    is split along M, so that L stays whole; Megatron's sequence parallelism splits L."""
+    y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+    if config.norms_after:
+        y = families.norm_after(y, gain, config.norm_eps)
+    return x + y
+
+
+@typechecked
+def rotation(
+    position: u32["B/d L/c"], config: ModelConfig
+) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
+    """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
+    Each stands twice, at i and at i + D/2."""
+    half = config.d_head // 2
+    timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
+    if config.rope_scaling:
+        timescale = config.rope_scaling.slowed(timescale)
+    angle = position.astype(f32.dtype)[:, :, None] / jnp.tile(timescale, 2)
+    return jnp.sin(angle), jnp.cos(angle)
+
+
+@typechecked
+def rope(
+    q: compute["B/d L/c Q K/t D"],
+    k: compute["B/d L/c K/t D"],
+    sin: f32["B/d L/c D"],
+    cos: f32["B/d L/c D"],
+) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"]]:
+    """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
+    https://arxiv.org/abs/2104.09864, section 3.4."""
+
+    # A matmul turns each pair by 90 degrees, exactly. TPUs would take longer to swap the halves.
+    size = q.shape[-1]
+    turn = (jnp.eye(size, k=size // 2) - jnp.eye(size, k=-size // 2)).astype(q.dtype)
+
+    def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        return (x * cos + jnp.matmul(x, turn) * sin).astype(x.dtype)
+
+    sin, cos = sin[:, :, None], cos[:, :, None]  # a dimension for the heads
+    return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
+
+
+@typechecked
+def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
+    """Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+    w_gate = ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)
+    w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)
+    gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
+    up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
+    gate = save_for_backward(gate)
+    up = save_for_backward(up)
+    w_down = ops.all_gather("M/c/s F/t -> M F/t", w.w_down)
+    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
+    hidden = hidden.astype(compute.dtype)
+    return ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
+
+
+@typechecked
+def forward(
+    weights: Weights, batch: TokenBatch, config: ModelConfig
+) -> tuple[compute["B/d L/c M/t"], Any]:
+    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
+    which predicts target l, it depends only on the tokens before that target in the same document
+    and row."""
+    embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
+    x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, batch.inputs)
+    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
+    sin, cos = rotation(batch.position, config)
+    key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
+    start = batch.start
+    if config.sliding_window:
+        start = families.first_visible(start, batch.position, config.sliding_window)
+
+    # A layer keeps its x and what is marked with save_for_backward, here, in `swiglu`, and by
+    # attention its result. From these the backward pass recomputes what else it needs: the norms,
+    # attention's scores, the product of gate and up, and the gathers of x and of weights.
+    @explicit_activation_checkpointing
+    @typechecked
+    def block(x: compute["B/d L/c M/t"], w: Any) -> tuple[compute["B/d L/c M/t"], Any]:
+        # w is a Layer, as the type of `weights` says. Here it could have no scalars: they vary.
+        h = enter(x, w.attention_norm, config)
+        w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
+        w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
+        w_v = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_v)
+        q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
+        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
+        v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
+        q, k, v = w.qkv.adjusted(q, k, v, config.norm_eps)
+        q, k = rope(q, k, sin, cos)
+        q = save_for_backward(q)
+        k = save_for_backward(k)
+        v = save_for_backward(v)
+        k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
+        v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
+        mixed = kernels.attention(
+            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
+            q, k, v, start, batch.position, key_position,
+        )  # fmt: skip
+        w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
+        y: Any = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
+        x = save_for_backward(leave(x, y, w.attention_norm, config))
+
+        h = enter(x, w.mlp_norm, config)
+        y, routed = (swiglu(h, w.mlp) if w.mlp else None), None
+        if w.experts and config.experts:
+            y, routed = experts.mixture(h, w.experts, y, config.experts)
+        return leave(x, y, w.mlp_norm, config), routed
+
+    return lax.scan(block, x, weights.layers)
+
+
+@typechecked
+def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
+    """The final norm's gain and the unembedding, gathered, for `unembed`."""
+    split = weights.embed if weights.unembed is None else weights.unembed
+    gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
+    return gain, ops.all_gather("V/t M/c/s -> V/t M", split)
+
+
+@typechecked
+def unembed(
+    weights: tuple[compute["M"], compute["V/t M"]], x: compute["B/d L/c M/t"], config: ModelConfig
+) -> f32["B/d L/c V/t"]:
+    """The logits, from the `output_weights` and the residual stream after the last layer."""
+    gain, w_unembed = weights
+    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+    h = rms_norm(h, gain, config.norm_eps)
+    # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
+    h = lax.optimization_barrier(h)
+    return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
+
+
+# --- Config ---------------------------------------------------------------------------------------
+
+
+KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class TokensConfig(Section, key="training.tokens"):
     batch: PositiveInt  # rows
     len: PositiveInt  # tokens in a row
-
-
-KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -239,90 +456,7 @@ def dimensions(config: Config) -> dict[str, int]:
     return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
 
 
-# --- Model ----------------------------------------------------------------------------------------
-
-
-@pytree_dataclass
-class MLP:
-    w_gate: compute["M/c/s F/t"]
-    w_up: compute["M/c/s F/t"]
-    w_down: compute["M/c/s F/t"]
-
-
-@pytree_dataclass
-class Layer:
-    attention_norm: compute["M/t/c/s"]
-    w_q: compute["M/c/s Q K/t D"]
-    w_k: compute["M/c/s K/t D"]
-    w_v: compute["M/c/s K/t D"]
-    qkv: QKV  # of other families than Llama
-    w_o: compute["M/c/s Q K/t D"]
-    mlp_norm: compute["M/t/c/s"]
-    mlp: MLP | None
-    experts: Experts | None
-
-
-@pytree_dataclass
-class Weights:
-    """The weights of a replica: those that a step computes with."""
-
-    embed: compute["V/t M/c/s"]
-    layers: Stacked["layers", Layer]
-    final_norm: compute["M/t/c/s"]
-    unembed: compute["V/t M/c/s"] | None  # None: the embedding takes its place
-
-
-def over_replicas(kind: ArrayType) -> ArrayType:
-    """The type of a weight whose M is split over r, too. Those without M are small."""
-    dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
-    return array_type(kind.element, Spec(tuple(dims)))
-
-
-def as_stored(kind: ArrayType) -> ArrayType:
-    return array_type(f32, over_replicas(kind).spec)
-
-
-# The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
-# the residual stream's norms, are split over all mesh axes.
-Stored = Mapped[as_stored, Weights]
-
-
-def weights_type(config: ModelConfig) -> Any:
-    """The types of a model's Weights. Here is decided which of the alternatives it has."""
-    qkv = families.qkv_type(config.qkv_bias, config.qk_norm)
-    each = config.experts and experts.experts_type(config.experts)
-    layer = choose(Layer, qkv=qkv, mlp=config.d_ff > 0, experts=each)
-    return choose(Weights, layers=layer, unembed=not config.tied_embeddings)
-
-
-@typechecked
-def init_weights(config: Config) -> Stored:
-    """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
-    deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
-    the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
-    deviation; a larger one learned slower. A weight's numbers depend on the seed, its name and its
-    shape alone, so that another one added beside it changes none of them."""
-    size = dimensions(config)
-    residual_scale = (2 * size["layers"]) ** -0.5
-    deviation = {
-        "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
-        "w_down": residual_scale * size.get("F", 1) ** -0.5,
-        "e_down": residual_scale * size.get("G", 1) ** -0.5,
-    }
-    kinds = type_tree(Stored, weights_type(config.model))
-    seed = jax.random.key(config.training.seed)
-
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].name
-        if name.endswith("norm"):
-            return jnp.ones_like(shape)
-        if name.startswith("b_"):
-            return jnp.zeros_like(shape)
-        key = jax.random.fold_in(seed, np.uint32(zlib.crc32(name.encode())))
-        normal = jax.random.normal(key, shape.shape, shape.dtype)
-        return normal * deviation.get(name, size["M"] ** -0.5)
-
-    return jax.tree.map_with_path(leaf, make_shapes(kinds, size))
+# --- Loss -----------------------------------------------------------------------------------------
 
 
 @typechecked
@@ -347,168 +481,6 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
         return op(f"{split} -> {wanted.spec}", weight)
 
     return jax.tree.map_with_path(gather, type_tree(Weights, weights), weights)
-
-
-@typechecked
-def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
-    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
-    h32 = h.astype(f32.dtype)
-    scale = lax.rsqrt(jnp.mean(jnp.square(h32), axis=-1, keepdims=True) + eps)
-    return (h32 * scale * gain.astype(f32.dtype)).astype(h.dtype)
-
-
-@typechecked
-def enter(
-    x: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
-) -> compute["B/d L/c M"]:
-    """Takes the input of a sublayer, attention or feed-forward, from the residual stream."""
-    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-    if config.norms_after:
-        return h
-    return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
-
-
-@typechecked
-def leave(
-    x: compute["B/d L/c M/t"],
-    y: compute["B/d L/c M {U:t}"],
-    gain: compute["M/t/c/s"],
-    config: ModelConfig,
-) -> compute["B/d L/c M/t"]:
-    """Adds the result of a sublayer to the residual stream, which is split over t, to save memory:
-    the reduce-scatter here and the all-gather in `enter` send as many bytes as one all-reduce. It
-    is split along M, so that L stays whole; Megatron's sequence parallelism splits L."""
-    y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-    if config.norms_after:
-        y = families.norm_after(y, gain, config.norm_eps)
-    return x + y
-
-
-@typechecked
-def rotation(
-    position: u32["B/d L/c"], config: ModelConfig
-) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
-    """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
-    Each stands twice, at i and at i + D/2."""
-    half = config.d_head // 2
-    timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
-    if config.rope_scaling:
-        timescale = config.rope_scaling.slowed(timescale)
-    angle = position.astype(f32.dtype)[:, :, None] / jnp.tile(timescale, 2)
-    return jnp.sin(angle), jnp.cos(angle)
-
-
-@typechecked
-def rope(
-    q: compute["B/d L/c Q K/t D"],
-    k: compute["B/d L/c K/t D"],
-    sin: f32["B/d L/c D"],
-    cos: f32["B/d L/c D"],
-) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"]]:
-    """Rotates each pair (i, i + D/2) of queries and keys. Su et al. 2021,
-    https://arxiv.org/abs/2104.09864, section 3.4."""
-
-    # A matmul turns each pair by 90 degrees, exactly. TPUs would take longer to swap the halves.
-    size = q.shape[-1]
-    turn = (jnp.eye(size, k=size // 2) - jnp.eye(size, k=-size // 2)).astype(q.dtype)
-
-    def rotated(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-        return (x * cos + jnp.matmul(x, turn) * sin).astype(x.dtype)
-
-    sin, cos = sin[:, :, None], cos[:, :, None]  # a dimension for the heads
-    return rotated(q, sin[:, :, None], cos[:, :, None]), rotated(k, sin, cos)
-
-
-@typechecked
-def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
-    """Shazeer 2020, https://arxiv.org/abs/2002.05202."""
-    w_gate = ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)
-    w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)
-    gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
-    up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)
-    gate = save_for_backward(gate)
-    up = save_for_backward(up)
-    w_down = ops.all_gather("M/c/s F/t -> M F/t", w.w_down)
-    hidden = jax.nn.silu(gate.astype(f32.dtype)) * up.astype(f32.dtype)
-    hidden = hidden.astype(compute.dtype)
-    return ops.einsum_unreduced("B/d L/c F/t, M F/t -> B/d L/c M {U:t}", hidden, w_down)
-
-
-@typechecked
-def forward(
-    weights: Weights, batch: TokenBatch, config: ModelConfig
-) -> tuple[compute["B/d L/c M/t"], Any]:
-    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
-    which predicts target l, it depends only on the tokens before that target in the same document
-    and row."""
-    embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
-    x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, batch.inputs)
-    x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
-    sin, cos = rotation(batch.position, config)
-    key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)
-    start = batch.start
-    if config.sliding_window:
-        start = families.first_visible(start, batch.position, config.sliding_window)
-
-    # A layer keeps x and what is marked with save_for_backward: q, k, v, the x between attention
-    # and feed-forward, gate and up, what a norm after takes, in kernels.attention its result, in
-    # `mixture` the router's logits and choices. The backward pass recomputes the rest: norms, and
-    # before norms of q and k their matmuls, RoPE, SwiGLU, kernels.experts, and the gathers of
-    # weights and x.
-    @explicit_activation_checkpointing
-    @typechecked
-    def block(x: compute["B/d L/c M/t"], w: Any) -> tuple[compute["B/d L/c M/t"], Any]:
-        # w is a Layer, as the type of `weights` says. Here it could have no scalars: they vary.
-        h = enter(x, w.attention_norm, config)
-        w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
-        w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
-        w_v = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_v)
-        q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
-        k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
-        v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
-        q, k, v = w.qkv.adjusted(q, k, v, config.norm_eps)
-        q, k = rope(q, k, sin, cos)
-        q = save_for_backward(q)
-        k = save_for_backward(k)
-        v = save_for_backward(v)
-        k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
-        v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
-        mixed = kernels.attention(
-            "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
-            q, k, v, start, batch.position, key_position,
-        )  # fmt: skip
-        w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
-        y: Any = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
-        x = save_for_backward(leave(x, y, w.attention_norm, config))
-
-        h = enter(x, w.mlp_norm, config)
-        y, routed = (swiglu(h, w.mlp) if w.mlp else None), None
-        if w.experts and config.experts:
-            y, routed = experts.mixture(h, w.experts, y, config.experts)
-        return leave(x, y, w.mlp_norm, config), routed
-
-    return lax.scan(block, x, weights.layers)
-
-
-@typechecked
-def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
-    """The final norm's gain and the unembedding, gathered, for `unembed`."""
-    split = weights.embed if weights.unembed is None else weights.unembed
-    gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
-    return gain, ops.all_gather("V/t M/c/s -> V/t M", split)
-
-
-@typechecked
-def unembed(
-    weights: tuple[compute["M"], compute["V/t M"]], x: compute["B/d L/c M/t"], config: ModelConfig
-) -> f32["B/d L/c V/t"]:
-    """The logits, from the `output_weights` and the residual stream after the last layer."""
-    gain, w_unembed = weights
-    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-    h = rms_norm(h, gain, config.norm_eps)
-    # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
-    h = lax.optimization_barrier(h)
-    return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
 
 
 @typechecked
@@ -562,7 +534,43 @@ def total_loss(
     return objective, sums
 
 
-# --- Training step --------------------------------------------------------------------------------
+@typechecked
+def loss_and_grads(
+    weights: Stored, batch: TokenBatch, config: Config
+) -> tuple[Sums, f32[""], Stored]:
+    """The sums over all targets, their number, and the gradient of the objective's mean. Gradients
+    come out of jax.grad added up over the devices of a replica and split like the weights, because
+    the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
+    microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
+    f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
+    targets in the batch."""
+    replica, scatter = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
+    microbatches = config.training.microbatches
+    count = target_count(batch)
+    value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
+    value_and_grads = functools.partial(value_and_grads, replica, count=count, config=config)
+    if microbatches == 1:
+        total = value_and_grads(batch)
+    else:
+
+        def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
+            # Without the barrier libtpu 0.0.50's compiler crashes.
+            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
+            return jax.tree.map(jnp.add, total, part), ()
+
+        # Splits each device's own rows.
+        parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
+        sums, _ = jax.eval_shape(value_and_grads, jax.tree.map(lambda x: x[0], parts))
+        wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
+        total, () = lax.scan(add, zeros, parts)
+    (_, sums), grads = total
+    # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
+    (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
+    return sums, count, jax.tree.map(lambda g: g / count, grads)
+
+
+# --- Optimizer ------------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -573,16 +581,41 @@ class State:
     nu: Partial[Stored]  # averages of their squares; of all that AdamW updates
 
 
-# Metrics of a step by name, of which each device has the whole. Those of parts of the model have a
-# slash in their names, or dimensions.
-Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
-
-
 def state_type(config: Config) -> Any:
     """The types of a state's arrays."""
     weights = type_tree(Stored, weights_type(config.model))
     nu = muon.divided(weights, weights)[0] if config.training.optimizer == "muon" else weights
     return State(u32[""], weights, weights, nu)
+
+
+@typechecked
+def init_weights(config: Config) -> Stored:
+    """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
+    deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
+    the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
+    deviation; a larger one learned slower. A weight's numbers depend on the seed, its name and its
+    shape alone, so that another one added beside it changes none of them."""
+    size = dimensions(config)
+    residual_scale = (2 * size["layers"]) ** -0.5
+    deviation = {
+        "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
+        "w_down": residual_scale * size.get("F", 1) ** -0.5,
+        "e_down": residual_scale * size.get("G", 1) ** -0.5,
+    }
+    kinds = type_tree(Stored, weights_type(config.model))
+    seed = jax.random.key(config.training.seed)
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].name
+        if name.endswith("norm"):
+            return jnp.ones_like(shape)
+        if name.startswith("b_"):
+            return jnp.zeros_like(shape)
+        key = jax.random.fold_in(seed, np.uint32(zlib.crc32(name.encode())))
+        normal = jax.random.normal(key, shape.shape, shape.dtype)
+        return normal * deviation.get(name, size["M"] ** -0.5)
+
+    return jax.tree.map_with_path(leaf, make_shapes(kinds, size))
 
 
 @typechecked
@@ -669,42 +702,6 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 
 @typechecked
-def loss_and_grads(
-    weights: Stored, batch: TokenBatch, config: Config
-) -> tuple[Sums, f32[""], Stored]:
-    """The sums over all targets, their number, and the gradient of the objective's mean. Gradients
-    come out of jax.grad added up over the devices of a replica and split like the weights, because
-    the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
-    microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
-    f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
-    targets in the batch."""
-    replica, scatter = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
-    microbatches = config.training.microbatches
-    count = target_count(batch)
-    value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
-    value_and_grads = functools.partial(value_and_grads, replica, count=count, config=config)
-    if microbatches == 1:
-        total = value_and_grads(batch)
-    else:
-
-        def add(total: Any, rows: Any) -> tuple[Any, tuple[()]]:
-            # Without the barrier libtpu 0.0.50's compiler crashes.
-            part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))
-            return jax.tree.map(jnp.add, total, part), ()
-
-        # Splits each device's own rows.
-        parts = jax.tree.map(lambda x: rearrange(x, "(n B) L -> n B L", n=microbatches), batch)
-        sums, _ = jax.eval_shape(value_and_grads, jax.tree.map(lambda x: x[0], parts))
-        wide = functools.partial(jnp.zeros_like, dtype=f32.dtype)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
-        total, () = lax.scan(add, zeros, parts)
-    (_, sums), grads = total
-    # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
-    (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
-    return sums, count, jax.tree.map(lambda g: g / count, grads)
-
-
-@typechecked
 def adamw(
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
 ) -> tuple[Any, Any, Any]:
@@ -722,6 +719,14 @@ def adamw(
         return w - rate * (m * mu_scale / root + decay * w)
 
     return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
+
+
+# --- Training step --------------------------------------------------------------------------------
+
+
+# Metrics of a step by name, of which each device has the whole. Those of parts of the model have a
+# slash in their names, or dimensions.
+Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -776,12 +781,18 @@ def gradients(weights: Stored, batch: TokenBatch, config: Config) -> Stored:
     return loss_and_grads(weights, batch, config)[2]
 
 
-# --- Checks ---------------------------------------------------------------------------------------
-
-
 def step_arguments(config: Config) -> Any:
     """The types of the arrays that `training_step` takes."""
     return state_type(config), type_tree(TokenBatch), type_tree(Hyper)
+
+
+def lower_step(config: Config) -> jax.stages.Lowered:
+    """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
+    hint = step_arguments(config)
+    shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
+    placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
+    with computing_in(config.dtype):
+        return training_step.lower(*placed, config)
 
 
 @typechecked
@@ -799,15 +810,6 @@ def trials(
         at_step = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
         hyper = hyper_at(step, config.training)
         yield f"training_step {step}", training_step, (at_step, batch, hyper), config
-
-
-def lower_step(config: Config) -> jax.stages.Lowered:
-    """The training step for the mesh in context, lowered from shapes alone, ready to compile."""
-    hint = step_arguments(config)
-    shapes, shardings = make_shapes(hint, dimensions(config)), make_shardings(hint)
-    placed = jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings)
-    with computing_in(config.dtype):
-        return training_step.lower(*placed, config)
 
 
 # --- Loop -----------------------------------------------------------------------------------------
