@@ -86,8 +86,8 @@ def _written(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def several(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the axes that names stand for along which the mesh in context has several devices:
-    not those of size 1."""
+    """The axes that names stand for, without those along which the mesh in context has one device.
+    """
     return tuple(axis for axis in _written(names) if mesh_shape().get(axis) != 1)
 
 

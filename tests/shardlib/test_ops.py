@@ -655,7 +655,7 @@ def test_an_einsum_of_bf16_with_a_batch_dimension_in_the_middle_runs():
 @pytest.mark.parametrize("axes", [{"d": 4, "t": 1}, {"d": 1, "t": 1}], ids=str)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_nothing_is_sent_over_an_axis_of_size_1(axes, by_hand):
-    """Nor do values vary along it, though JAX takes what lax.axis_index makes to do so."""
+    """JAX takes what lax.axis_index makes to vary along the axis; an op's result does not."""
 
     @typed_shard_map
     def fn(x: f32["B/d M/t"], w: f32["M/t"]) -> tuple[f32["B/d M/t"], f32[""]]:
