@@ -70,6 +70,7 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
+from shardlib.errors import UserError
 from shardlib.types import (
     COMPUTE,
     ArrayType,
@@ -345,7 +346,8 @@ def unembed(
 # --- Config ---------------------------------------------------------------------------------------
 
 
-KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}  # a part of their names
+# What training.no_decay may name, and the word that is a part of such weights' names.
+KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -590,11 +592,12 @@ def state_type(config: Config) -> Any:
 
 @typechecked
 def init_weights(config: Config) -> Stored:
-    """Norm gains (names ending in norm) are one, biases (b_) zero. The rest is normal with standard
-    deviation 1/sqrt(fan-in). Projections into the residual stream are divided by the square root of
-    the number of additions to it (GPT-2, section 2.3). The embedding uses the unembedding's
-    deviation; a larger one learned slower. A weight's numbers depend on the seed, its name and its
-    shape alone, so that another one added beside it changes none of them."""
+    """Norm gains (names ending in norm) are one, biases (b_) zero. Matrices (w_, e_ and embeddings)
+    are normal with standard deviation 1/sqrt(fan-in). Projections into the residual stream are
+    divided by the square root of the number of additions to it (GPT-2, section 2.3). The embedding
+    uses the unembedding's deviation; a larger one learned slower. A weight's numbers depend on the
+    seed, its name and its shape alone, so that another one added beside it changes none of them.
+    Raises UserError for another name."""
     size = dimensions(config)
     residual_scale = (2 * size["layers"]) ** -0.5
     deviation = {
@@ -611,6 +614,12 @@ def init_weights(config: Config) -> Stored:
             return jnp.ones_like(shape)
         if name.startswith("b_"):
             return jnp.zeros_like(shape)
+        if not (name.startswith(("w_", "e_")) or name.endswith("embed")):
+            raise UserError(
+                f"the weight {name}: its name says how it starts and if it decays: a gain, at 1, "
+                "ends in _norm, a bias, at 0, begins with b_, a matrix, normal, with w_; or add a "
+                "rule to init_weights and a kind to KINDS"
+            )
         key = jax.random.fold_in(seed, np.uint32(zlib.crc32(name.encode())))
         normal = jax.random.normal(key, shape.shape, shape.dtype)
         return normal * deviation.get(name, size["M"] ** -0.5)

@@ -86,8 +86,7 @@ def _written(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def several(names: Iterable[str]) -> tuple[str, ...]:
-    """The axes that names stand for, without those along which the mesh in context has one device.
-    """
+    """The axes that names stand for, without those along which the mesh has one device alone."""
     return tuple(axis for axis in _written(names) if mesh_shape().get(axis) != 1)
 
 

@@ -18,6 +18,7 @@ from runtime.checkpoint import named
 from runtime.run import Run
 from shardlib import ops
 from shardlib.devices import abstract_mesh, make_mesh
+from shardlib.errors import UserError
 from shardlib.kernels import balanced
 from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
 from tests import oracle
@@ -540,3 +541,15 @@ def test_a_weight_is_drawn_by_its_name():
         assert len(common) >= 9 and all(np.array_equal(other[x], drawn[0][x]) for x in common)
     values = [x.ravel()[:32].tobytes() for name, x in drawn[0].items() if "norm" not in name]
     assert len({*values}) == len(values), "each is another draw"
+
+
+def test_a_weight_whose_name_has_no_rule_is_refused():
+    """It would be drawn like a matrix and decay to zero, unasked."""
+    module = edited(
+        "train.py", ("    mlp: MLP | None\n", '    mlp: MLP | None\n    heat: f32["Q K/t"]\n')
+    )
+    with (
+        jax.set_mesh(mesh(1, 1)),
+        pytest.raises(UserError, match="the weight heat: its name says how it"),
+    ):
+        module.init_state(small_config())
