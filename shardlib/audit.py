@@ -24,9 +24,11 @@ COLLECTIVES = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
     "ppermute": "permute",
 }
-SHAPING = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-# Those of lax.pcast, which it leaves out over no axis.
-CASTS = ("pvary", "preduced", "vary_unreduced_cast_p", "reduced_vary_cast_p")
+SHAPING = {
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose"),
+    # lax.pcast's, which leaves them out over no axis
+    *("pvary", "preduced", "vary_unreduced_cast_p", "reduced_vary_cast_p"),
+}
 
 
 class Runs(NamedTuple):
@@ -246,44 +248,23 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 
 
 def check_structure(jaxpr: Any, other: Any) -> None:
-    """Raises ShardTypeError unless two traces of a function, for two meshes, compute the same from
-    the same floating-point numbers, but for lengths: where they part, a branch in Python has taken
-    another way, or a number comes from a length. Compares what stands between ops, as these send
-    nothing over an axis of size 1. What only casts or shapes arrays doesn't count, as JAX does that
-    differently where an axis or a length is one."""
+    """Raises ShardTypeError unless two traces of a function, for two meshes, make the same
+    computations between ops: where they part, a branch in Python has taken another way. What only
+    casts or shapes arrays doesn't count, as JAX does that differently where an axis or a length is
+    one."""
 
-    def computing(jaxpr: Any) -> Iterator[tuple[Equation, list[str]]]:
-        """Yields each equation, and the numbers among what it takes or, for a loop, carries."""
-        known: dict[Any, Any] = {}  # numbers, by the variables that they are cast or passed to
+    def computing(jaxpr: Any) -> Iterator[Equation]:
         for each in equations(jaxpr):
-            eqn, name = each.eqn, each.eqn.primitive.name
-            values = [v.val if isinstance(v, Literal) else known.get(v, False) for v in eqn.invars]
-            if name in CASTS:
-                known |= zip(eqn.outvars, values, strict=True)
-            for inner in (bodies := [*jaxprs_in_params(eqn.params)]):
-                same = values[-len(inner.invars) : carried(eqn).start]
-                known |= zip(inner.invars, same, strict=False)
-            if name not in SHAPING + CASTS and not SCOPE.search(each.path):
-                taken = values[carried(eqn)] if bodies else values
-                floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in taken)
-                yield each, [*map(str, itertools.compress(taken, floating))]
+            if each.eqn.primitive.name not in SHAPING and not SCOPE.search(each.path):
+                yield each
 
-    both, nothing = (computing(jaxpr), computing(other)), tuple[Any, Any]((None, ()))
-    for (one, here), (two, there) in itertools.zip_longest(*both, fillvalue=nothing):
+    for one, two in itertools.zip_longest(computing(jaxpr), computing(other)):
         if not one or not two or one.eqn.primitive != two.eqn.primitive:
             at = (one or two).line.replace(" ", ", in ")
             raise ShardTypeError(
                 f"{at}: what is computed from this line on depends on the mesh; does a branch in "
                 "Python depend on the length of a device's part, or on the number of devices?"
             )
-        for a, b in itertools.zip_longest(here, there):
-            if a != b:  # as text, where NaN equals itself
-                this, that = (f"{float(x):g}" if x else "an array" for x in (a, b))
-                raise ShardTypeError(
-                    f"{one.line.replace(' ', ', in ')}: {one.eqn.primitive.name} takes "
-                    f"{this} on this mesh and {that} on one device: "
-                    "sum with ops.reduce_sum, or take lengths from the config"
-                )
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

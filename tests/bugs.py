@@ -17,12 +17,12 @@ def cost(code: str) -> tuple[Change, ...]:
     """A router of four experts on the last layer's output, whose scores enter the loss by a cost
     alone: code that sets `cost` from `scores`."""
     scores = """
-    w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.router)
+    w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.w_router)
     scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
     scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
     """
     return (
-        before("Weights", "final_norm", 'router: compute["M/t/c/s 4"]'),
+        before("Weights", "final_norm", 'w_router: compute["M/t/c/s 4"]'),
         after("total_loss", "routed", scores),
         after("total_loss", "chunks", code),
         swap("total_loss", "objective, sums", "objective + 0.1 * cost, sums"),
@@ -242,7 +242,7 @@ BUGS: dict[str, Edit] = {
     ),
     "Megatron-LM #599": bug(
         *cost("""
-    own = weights.router
+    own = weights.w_router
     start = lax.axis_index("s") * own.shape[0]
     w = lax.dynamic_update_slice_in_dim(lax.stop_gradient(w_router), own, start, axis=0)
     scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w, dtype=f32)

@@ -662,6 +662,14 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
             """,
         ),
     ),
+    "mean_of_equal_parts": metric(
+        "metric",
+        """
+        own = jnp.abs(weights.embed).mean()
+        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
+        extra = extra / (config.mesh.d * config.mesh.t)
+        """,
+    ),
 }
 
 # Right on every mesh and in any number of parts. But generation differs, because it mixes positions
@@ -681,19 +689,6 @@ RIGHT_IN_TRAINING: dict[str, Edit] = {
             )
             """,
         ),
-    ),
-}
-
-# Right, and refused for a number that comes from the length of a part; the message names the op
-# that doesn't need it.
-RIGHT_BUT_REFUSED: dict[str, Edit] = {
-    "mean_of_equal_parts": metric(
-        "metric",
-        """
-        own = jnp.abs(weights.embed).mean()
-        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
-        extra = extra / (config.mesh.d * config.mesh.t)
-        """,
     ),
 }
 

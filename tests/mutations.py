@@ -80,7 +80,6 @@ PARTS = {
             "right": edits.RIGHT | edits.RIGHT_WITH_BROADCAST,
             "right in training": edits.RIGHT_IN_TRAINING,
             "not promised": edits.NOT_PROMISED,
-            "right but refused": edits.RIGHT_BUT_REFUSED,
         },
     ),
     "context": Part(CONTEXT, {}),
@@ -265,7 +264,7 @@ def _kind(error: Exception) -> str:
         return "jax's shapes"
     if "outside of any op" in str(error):
         return "collective"
-    if re.search("branch in Python|on this mesh and", str(error)):
+    if re.search("branch in Python", str(error)):
         return "structure"
     return "reductions" if re.search(r"unreduced|reduce", str(error)) else "layout"
 
@@ -350,7 +349,6 @@ EXPECTED = {
     "wrong": REFUSALS,  # all trace, and their strings are well-formed
     "right": {"passes"},
     "right in training": {"passes", "generation"},
-    "right but refused": {"structure"},
     "not promised": {"passes"},
 }
 

@@ -302,12 +302,13 @@ SILENT_EDITS = {
     ),
 }
 
-# An edit whose lengths fit, and whose numbers come from one of them.
+# An edit whose lengths fit, and which branches on one of them.
 STRUCTURE_EDITS = {
-    "an average of the weights by the length of a part": (
+    "more decay by the length of a part": (
         "weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)",
         "weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)\n"
-        "    weights = tree_map(lambda w: w + 1e-3 * w.size, weights)",
+        "    wide = config.model.d_model\n"
+        "    weights = tree_map(lambda w: 0.9 * w if w.shape[-1] == wide else w, weights)",
     ),
 }
 # Edits that JAX or Python reports.

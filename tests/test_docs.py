@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import train
+from runtime import checks
 from runtime.checkpoint import Checkpoints
 from shardlib import devices
 from shardlib.devices import make_mesh
@@ -182,7 +183,8 @@ def audited(command: str, *more: str, edits: Edits = ()) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr("sys.argv", ["audit", *arguments, *more])
         if edits:
-            patch.setattr(audit, "train", edited("train.py", *edits))
+            module = edited("train.py", *edits)
+            patch.setattr(checks, "program_of", lambda _: module)
         audit.main()
     return out.getvalue().replace("train_edited.py", "train.py")
 

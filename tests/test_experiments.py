@@ -338,8 +338,8 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
     shell(f"sed -i.bak '{rounds}' train.py", tree)
     # With narrow_backward, the scales are those of a microbatch.
     microbatches = 1 if "narrow_backward" in variants else 2
-    # With seeds 0 and 1 a number lies so close to a half that its last bit decides the rounding.
-    seed = 2 if "narrow_backward" in variants else 0
+    # With seeds 0 to 2 a number lies so close to a half that its last bit decides the rounding.
+    seed = 3 if "narrow_backward" in variants else 0
     results = loss_and_grads(tree, f"training.microbatches={microbatches}", seed=seed)
     assert_equals(model, *results)
 

@@ -132,7 +132,8 @@ def extend(
     here = position(first + jnp.arange(inputs.shape[1]))
     keys = position(jnp.arange(cache.k.shape[2]))
     begin = families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)
-    batch = TokenBatch(inputs, inputs, inputs == inputs, here, begin)
+    unread = jax.tree.map(lambda x: jnp.zeros_like(inputs, x.dtype), type_tree(TokenBatch))
+    batch = dataclasses.replace(unread, inputs=inputs, position=here, start=begin)
     layer, stored = jax.new_ref(jnp.int32(0)), jax.tree.map(jax.new_ref, cache)
 
     def recall(k: jax.Array, v: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

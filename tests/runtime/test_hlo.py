@@ -81,6 +81,8 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(
     assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
     source = (ROOT / "train.py").read_text()
     ops = re.findall(r"(\w+)\(\s*\"([^\"]*->[^\"]*)\"", source)
+    # Over c, which has size 1 here, nothing is gathered.
+    ops = [op for op in ops if len({*op[1].replace("/c", "").split(" -> ")}) == 2]
     assert len(ops) > 30
     names = [event["name"] for event in timed]
     for name, signature in ops:
