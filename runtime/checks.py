@@ -286,8 +286,10 @@ class Numbers:
         return "\n    ".join(lines)
 
     def close(self) -> None:
-        for process, _ in self.running:
+        for process, receiver in self.running:
             process.kill()
+            process.join()
+            receiver.close()
 
 
 # --- Both, once -----------------------------------------------------------------------------------

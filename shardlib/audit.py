@@ -26,8 +26,10 @@ COLLECTIVES = {
 }
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose"),
-    # lax.pcast's, which leaves them out over no axis
-    *("pvary", "preduced", "vary_unreduced_cast_p", "reduced_vary_cast_p"),
+    # lax.pcast's, which leaves them out over no axis, by the names that JAX's versions give them,
+    # and a weak number's cast before one of them.
+    *("pvary", "preduced", "convert_element_type"),
+    *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),
 }
 
 

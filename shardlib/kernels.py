@@ -89,6 +89,7 @@ def attention(
     right = f"{', '.join(map(str, (queries, *wanted)))} -> {queries}"
     fits = [*others, call.result] == [*wanted, queries]
     call.require(fits, f"for these queries the string is `{right}`")
+    call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
     axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
     q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
     if recall := recalling.value:
@@ -98,7 +99,6 @@ def attention(
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
     fits = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
     with_kernel = ["tpu"] * fits + ["gpu"] * (fits and parts == 1)
-    call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     if device and device.platform in with_kernel:
         if device.platform == "tpu":

@@ -429,8 +429,8 @@ def write(
 ) -> None:
     """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
     window = config.training.tokens.len
-    longest = 1 + max(map(len, prompts))
-    if (length := longest - 1 + args.tokens) > window:
+    longest = max(map(len, prompts))
+    if (length := longest + args.tokens) > window:
         print(
             f"note: texts have up to {length} tokens; a token attends to at most {window}, as many "
             "as a row had in training",
@@ -445,8 +445,9 @@ def write(
         part = texts[first : first + size]
         these = [[config.model.start_token, *text.prompt] for text in part]
         numbers = [text.sample for text in part]
-        args_of = these, numbers, args.tokens, size, args.seed, how, config, longest
-        steps = generate(weights, *args_of)
+        steps = generate(
+            weights, these, numbers, args.tokens, size, args.seed, how, config, longest + 1
+        )
         about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
         hidden = True if one else None  # None: unless stderr is a terminal
         with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:
