@@ -544,7 +544,7 @@ def test_a_weight_is_drawn_by_its_name():
 
 
 def test_a_weight_whose_name_has_no_rule_is_refused():
-    """It would be drawn like a matrix and decay to zero, unasked."""
+    """Such a weight would be drawn like a matrix and decay to zero, unasked."""
     module = edited(
         "train.py", ("    mlp: MLP | None\n", '    mlp: MLP | None\n    heat: f32["Q K/t"]\n')
     )
