@@ -23,8 +23,8 @@ import tempfile
 
 import yaml  # type: ignore[import-untyped]
 
+from runtime import chips
 from runtime.config import ROOT
-from shardlib import devices
 from tools import arguments, cycles
 from tools.compile import WITHOUT_TPU
 from tools.tables import table
@@ -61,7 +61,7 @@ mlpwi_1=device
 WHOLE_PRODUCTS = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 
 
-def compiled(python: str, module: str, arguments: list[str], chip: devices.Chip) -> list[float]:
+def compiled(python: str, module: str, arguments: list[str], chip: chips.Chip) -> list[float]:
     """Mcycles of compute at most and at least, Mcycles of exposed communication, and GB."""
     with tempfile.TemporaryDirectory() as name:
         folder, environment = pathlib.Path(name), os.environ | WITHOUT_TPU
@@ -86,17 +86,17 @@ def main() -> None:
     find = "import maxtext; print(maxtext.__path__[0] + '/configs/base.yml')"
     base = subprocess.check_output([options.maxtext, "-c", find], text=True).strip()
     lines = []
-    for model, topology, slice_, chips, rows, length in PROGRAMS:
+    for model, topology, slice_, count, rows, length in PROGRAMS:
         if model not in options.models.split(","):
             continue
-        chip = devices.CHIPS[topology.split(":")[0]]
+        chip = chips.CHIPS[topology.split(":")[0]]
         size = yaml.safe_load((ROOT / f"configs/model/{model}.yaml").read_text())["model"]
-        same = devices.COMPILER_OPTIONS[chip.kind].items()
+        same = chips.COMPILER_OPTIONS[chip.kind].items()
         flags = [WHOLE_PRODUCTS, *(f"--{name}={str(value).lower()}" for name, value in same)]
         ours = compiled(sys.executable, "tools.compile", [
             "--config-name=pretrain", f"model={model}", f"topology={topology}",
-            f"mesh={{d: {chips}, t: 1}}",
-            f"training.tokens={{batch: {rows * chips}, len: {length}}}", *further,
+            f"mesh={{d: {count}, t: 1}}",
+            f"training.tokens={{batch: {rows * count}, len: {length}}}", *further,
         ], chip)  # fmt: skip
         theirs = compiled(options.maxtext, "maxtext.trainers.pre_train.train_compile", [
             base, *MAXTEXT.split(), f"compile_topology={slice_}",

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from omegaconf import MISSING
 
-from runtime import hlo
+from runtime import chips, hlo
 from runtime.checkpoint import CheckpointsConfig
 from runtime.config import (
     ROOT,
@@ -88,7 +88,7 @@ class RunConfig(Section):
     hang_ends: bool  # a hung step ends the run; false: it is only reported
     profile: bool  # trace a few steps into profile/
     hlo_svg: bool  # draw the compiled step
-    compiler_options: bool  # pass devices.COMPILER_OPTIONS to the compiler
+    compiler_options: bool  # pass chips.COMPILER_OPTIONS to the compiler
     deterministic: bool  # on GPUs: only kernels whose results are the same each time
     num_hosts: PositiveInt
     coordinator: str  # address:port of the first host; "": JAX detects the cluster
@@ -136,9 +136,9 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
 def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program with the compiler options for the mesh's chips."""
     kind = jax.sharding.get_mesh().devices.flat[0].device_kind
-    options = devices.compiler_options(kind) if config.compiler_options else {}
+    options = chips.compiler_options(kind) if config.compiler_options else {}
     if config.deterministic and jax.sharding.get_mesh().devices.flat[0].platform == "gpu":
-        options |= devices.DETERMINISTIC
+        options |= chips.DETERMINISTIC
     return lowered.compile(compiler_options=options)
 
 
@@ -440,7 +440,7 @@ class Run:
         if "validation_loss" in row:
             parts.append(f"validation loss {row['validation_loss']:.4f}")
         parts.append(f"{self.tokens / typical:,.0f} tokens/s")
-        if devices.find_chip(jax.devices()[0].device_kind):
+        if chips.find_chip(jax.devices()[0].device_kind):
             parts.append(f"MFU {self._mfu(typical)}")
         say("  ".join([*parts, f"{left} left"]))
 
@@ -448,7 +448,7 @@ class Run:
         if compute.dtype.itemsize > 2:
             return "unknown in f32"  # chips are listed with their rates in bf16
         kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
-        return devices.mfu(kind, count, self.flops / seconds)
+        return chips.mfu(kind, count, self.flops / seconds)
 
 
 def origin() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Meshes, simulated CPU devices, the probe mesh, and a table of chips."""
+"""Meshes, simulated CPU devices, and the probe mesh."""
 
 import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -126,116 +126,3 @@ def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, 
     above = [prime for prime in PRIMES if prime > 100]
     sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
     return abstract_mesh(axis_sizes), sizes
-
-
-# --- Chips ----------------------------------------------------------------------------------------
-
-GIB = 2**30
-
-
-class Chip(NamedTuple):
-    kind: str  # a substring of JAX's `device.device_kind`
-    flops: float  # FLOP/s, dense bf16
-    memory: float  # bytes, as CUDA reports them, or as the TPU's compiler does
-    bandwidth: float  # of the memory, bytes/s
-    links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
-    near: float = math.inf  # devices that the fastest links connect
-
-    @property
-    def usable(self) -> float:
-        """The bytes that JAX takes: on GPUs three quarters, or XLA_CLIENT_MEM_FRACTION, or by its
-        old name XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError unless that is a number."""
-        names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-        name, share = next(((n, os.environ[n]) for n in names if os.environ.get(n)), ("", "0.75"))
-        try:
-            return self.memory if "TPU" in self.kind else float(share) * self.memory
-        except ValueError:
-            raise UserError(f"{name}={share} in the environment isn't a number") from None
-
-    def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """The kind of link that each axis of a mesh goes over. The innermost axes are those of
-        neighbors, if these don't straddle two groups of them."""
-        fast, *slow = self.links
-        kinds, size, count = {}, 1, math.prod(axes.values())
-        for axis in reversed([*axes]):
-            size *= axes[axis]
-            among_neighbors = size <= self.near and (count <= self.near or self.near % size == 0)
-            kinds[axis] = fast if among_neighbors else slow[-1]
-        return kinds
-
-
-# The first entry whose kind matches a device applies.
-# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that those from Hopper
-# on quote; nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400
-# Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis.
-CHIPS = {
-    "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
-    "a100pcie_40gb": Chip(
-        "A100-PCIE-40GB", 312e12, 42.3e9, 1.555e12, {"pcie": 32e9, "ib": 25e9}, 8
-    ),
-    "a100": Chip("A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
-    "h100pcie": Chip("H100 PCIe", 756e12, 84.9e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
-    "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
-    "h200": Chip("H200", 989e12, 151e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
-    "b200": Chip("B200", 2250e12, 191e9, 7.7e12, {"nvlink": 900e9, "ib": 50e9}, 8),
-    "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
-    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
-    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
-    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}),
-}
-
-
-# Compiler options by kind of chip, so that more communication overlaps with compute;
-# docs/performance.md has the figures with and without them. The names come from
-# https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
-# https://github.com/openxla/xla, docs/flags_guidance.md. GPUs have none: what has been tried there
-# costs memory, and its gain can only be measured.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    # Overlaps all-reduces with compute, as is the default for all-gathers. Only v5e has this.
-    "TPU v5 lite": {
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-        "xla_enable_async_all_reduce": True,
-    },
-    "TPU v5": {
-        # The SparseCore carries out collectives while the TensorCore computes.
-        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
-        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
-        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
-        # Keeps reduce-scatters that would otherwise become all-reduces, at twice the bytes.
-        "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
-        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
-        # The scheduler assumes higher latencies, and so starts collectives earlier.
-        "xla_tpu_sparse_core_all_gather_latency_multiplier": "2",
-        "xla_tpu_sparse_core_all_reduce_latency_multiplier": "4",
-        "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "4",
-    },
-}
-
-# For GPUs: no sums in the order in which threads come, and no choice of kernels by their time. What
-# Triton makes of a matmul is always chosen by time.
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
-
-
-def find_chip(kind: str) -> Chip | None:
-    """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""
-    return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
-
-
-def mfu(kind: str, count: int, flops: float) -> str:
-    """Model FLOPs utilization as text: `flops` per second on `count` devices, as a fraction of
-    their peak. `kind` is JAX's `device.device_kind`."""
-    chip = find_chip(kind)
-    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown on {kind}"
-
-
-def compiler_options(kind: str) -> dict[str, Any]:
-    """Compiler options for `jax.stages.Lowered.compile` on a `device.device_kind`, without those
-    that XLA_FLAGS or LIBTPU_INIT_ARGS set."""
-    chip = find_chip(kind)
-    flags = os.environ.get("XLA_FLAGS", "") + " " + os.environ.get("LIBTPU_INIT_ARGS", "")
-    set_by_user = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
-    options = COMPILER_OPTIONS.get(chip.kind, {}) if chip else {}
-    return {name: value for name, value in options.items() if name not in set_by_user}

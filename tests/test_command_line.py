@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import train
-from runtime import checks
+from runtime import checks, chips
 from runtime.run import open_folder
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -229,7 +229,7 @@ def test_bad_input_gets_one_message(message, tmp_path):
 
 def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
-    axes, kind = config.mesh.axes, chip and devices.CHIPS[chip].kind
+    axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
     jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
 
@@ -241,8 +241,8 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     streamed = name.startswith(("local_stream", "fineweb_edu"))
     where = "hf_dataset.path=x" if streamed else "flat_tokens.filespec=x.zarr"
     config = compose_config(name, "paths.model_name=x", where)
-    chips = [name for name in ("v5e", "a100", "h100") if name in text.splitlines()[0].lower()]
-    (chip,) = chips or [""]
+    named = [name for name in ("v5e", "a100", "h100") if name in text.splitlines()[0].lower()]
+    (chip,) = named or [""]
     needed = needed_by(config, chip)
     stated = re.search(r"each (chip|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
     assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated

@@ -16,9 +16,8 @@ import jax
 import pytest
 
 import train
-from runtime import checks
+from runtime import checks, chips
 from runtime.checkpoint import Checkpoints
-from shardlib import devices
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
@@ -349,7 +348,7 @@ def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
         *("flat_tokens.filespec=x", f"training.microbatches={microbatches}"),
         f"training.tokens={{batch: {2**18 // length}, len: {length}}}",
     )
-    chip = devices.CHIPS["h200"]
+    chip = chips.CHIPS["h200"]
     result = audit.audit_step(config, audit.probe(config), chip)
     flops = audit.total_of(result["products"])
     seconds = flops / RATE

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import train
-from runtime import checks
+from runtime import checks, chips
 from runtime.run import compile_step
 from shardlib import audit, devices, kernels
 from tests import compiled
@@ -88,7 +88,7 @@ def built(program, **options):
 
 
 def chip_of(program):
-    return devices.CHIPS[program.topology.partition(":")[0]]
+    return chips.CHIPS[program.topology.partition(":")[0]]
 
 
 @pytest.mark.parametrize("program", ALL)

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from runtime import checks
+from runtime import checks, chips
 from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
@@ -30,7 +30,7 @@ def built(program):
     config, module = program.build()
     axes = config.mesh.axes
     on = tpu_mesh(program.topology, axes, program.slices)
-    options = devices.compiler_options(on.devices.flat[0].device_kind)
+    options = chips.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
     jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
@@ -38,7 +38,7 @@ def built(program):
 
 
 def chip_of(program):
-    return devices.CHIPS[program.topology.split(":")[0]]
+    return chips.CHIPS[program.topology.split(":")[0]]
 
 
 def predicted(program):
@@ -136,7 +136,7 @@ def test_the_matmuls_of_the_estimate_are_those_of_the_ledger(program):
 @pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("size", [(4096, 4096, 4096), (8192, 8192, 1024)])
 def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):
-    on, chip = tpu_mesh(slice_, {"d": 4}), devices.CHIPS[slice_.split(":")[0]]
+    on, chip = tpu_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
     whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
     n, m, k = size
     a, b = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=whole) for s in ((n, k), (k, m)))
@@ -151,13 +151,13 @@ KERNEL = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from shardlib import devices
+from runtime import chips
 from tools import cycles
 from tools.compile import tpu_mesh
 from tools.ledger import ledger
 
 folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
-mesh, chip = tpu_mesh(slice_, {"d": 4}), devices.CHIPS[slice_.split(":")[0]]
+mesh, chip = tpu_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
 whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 heads = jax.ShapeDtypeStruct((2, 8, length, 128), jnp.bfloat16, sharding=whole)
 mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * 8)

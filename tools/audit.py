@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import train
-from runtime import checks
+from runtime import checks, chips
 from runtime.config import ROOT
 from runtime.program import program
 from shardlib import audit, devices
@@ -39,7 +39,7 @@ class AuditOptions:
     json: str = ""  # file for the ledger as JSON
     html: str = ""  # file for the source as a page with the ledger's amounts beside its lines
     against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it
-    chip: str = ""  # a key of devices.CHIPS, for a roofline
+    chip: str = ""  # a key of chips.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
 
@@ -87,7 +87,7 @@ def probe(config: train.Config) -> Probed:
     return Probed(axes, sizes, saved)
 
 
-def audit_step(config: train.Config, probed: Probed, chip: devices.Chip | None) -> dict[str, Any]:
+def audit_step(config: train.Config, probed: Probed, chip: chips.Chip | None) -> dict[str, Any]:
     """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
     split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
@@ -197,7 +197,7 @@ def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
     return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items() if amount)
 
 
-def summary(result: dict[str, Any], chip: devices.Chip | None) -> list[str]:
+def summary(result: dict[str, Any], chip: chips.Chip | None) -> list[str]:
     """Sentences about the mesh and the memory of each device, and the table of its terms."""
     room, host = "", result["host"]
     if chip:
@@ -221,7 +221,7 @@ def terms_table(result: dict[str, Any]) -> str:
     return table(("held at the peak", "a device"), rows)
 
 
-def report(result: dict[str, Any], chip: devices.Chip | None = None) -> str:
+def report(result: dict[str, Any], chip: chips.Chip | None = None) -> str:
     """The result of `audit_step` as text."""
     count, peak, terms, note = summary(result, chip)
     sent, products = result["transfers"], result["products"]
@@ -253,7 +253,7 @@ MARGIN = [("saved", "")] + [
 ]
 
 
-def page(result: dict[str, Any], chip: devices.Chip | None) -> str:
+def page(result: dict[str, Any], chip: chips.Chip | None) -> str:
     """train.py as HTML, and each file of variants/ that the step calls, with what each line saves,
     receives and computes beside it. What precedes the model is folded away."""
     at: dict[tuple[str, str, str], list[dict[str, Any]]] = collections.defaultdict(list)
@@ -316,16 +316,16 @@ def check_rates(config: train.Config) -> None:
     config.require(config.dtype == "bf16", "dtype", "rates of chips are known in bf16 alone")
 
 
-def chip_of(config: AuditConfig) -> devices.Chip | None:
-    """The chip that audit.chip names, if any. Raises UserError if devices.CHIPS lacks it, or if it
+def chip_of(config: AuditConfig) -> chips.Chip | None:
+    """The chip that audit.chip names, if any. Raises UserError if chips.CHIPS lacks it, or if it
     lacks a link in audit.links."""
     name, links = config.audit.chip, config.audit.links
     if not name and not links:
         return None
-    if name not in devices.CHIPS:
-        raise UserError(f"audit.chip={name!r}: choose one of {', '.join(devices.CHIPS)}")
+    if name not in chips.CHIPS:
+        raise UserError(f"audit.chip={name!r}: choose one of {', '.join(chips.CHIPS)}")
     check_rates(config)
-    chip, axes = devices.CHIPS[name], config.mesh.axes
+    chip, axes = chips.CHIPS[name], config.mesh.axes
     for axis, link in links.items():
         if axis not in axes or link not in chip.links:
             choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
@@ -333,7 +333,7 @@ def chip_of(config: AuditConfig) -> devices.Chip | None:
     return chip
 
 
-def roofline(config: AuditConfig, probed: Probed, chip: devices.Chip) -> str:
+def roofline(config: AuditConfig, probed: Probed, chip: chips.Chip) -> str:
     """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
     are replicas, up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh

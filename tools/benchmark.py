@@ -27,7 +27,7 @@ import numpy as np
 
 import train
 from data.sources import open_batches
-from runtime import checks
+from runtime import checks, chips
 from runtime.config import ROOT
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
@@ -115,8 +115,8 @@ def show(
         "step": f"{median:.4f} s ({spread})",
         "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": devices.mfu(kind, count, all_flops / median),
-        "MFU, projections only": devices.mfu(kind, count, projections / median),
+        "MFU, causal attention included": chips.mfu(kind, count, all_flops / median),
+        "MFU, projections only": chips.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
     if start:

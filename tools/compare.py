@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from runtime import chips
 from runtime.config import ROOT
-from shardlib import devices
 from shardlib.errors import UserError
 from tools.roofline import bound
 from tools.tables import show, table
@@ -60,7 +60,7 @@ def _check_out(revision: str, folder: str) -> None:
 Amounts = Iterator[tuple[tuple[str, ...], float]]  # labels, amount
 
 
-def report(before: Result, after: Result, chip: devices.Chip | None, links: dict[str, str]) -> str:
+def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[str, str]) -> str:
     """Tables of what differs. `links` overrides the chip's links by axis. Raises UserError if the
     earlier audit lacks what later ones have."""
     if lacking := after.keys() - before.keys() - {"chip"}:

@@ -21,6 +21,7 @@ import jax
 from jax.experimental import topologies
 
 import train
+from runtime import chips
 from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
@@ -80,7 +81,7 @@ def main(config: CompileConfig) -> None:
     traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     bundles = cycles.dump_bundles()
     name = config.topology.partition(":")[0]
-    names = [*gpus.known(), *(name for name, c in devices.CHIPS.items() if "TPU" in c.kind)]
+    names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
     if name in gpus.known():
@@ -90,7 +91,7 @@ def main(config: CompileConfig) -> None:
     else:
         mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
-    is_tpu, chip = kind.startswith("TPU"), devices.find_chip(kind)
+    is_tpu, chip = kind.startswith("TPU"), chips.find_chip(kind)
     predicted = audit_step(config, probed, chip)
     held = predicted["peak"]
 

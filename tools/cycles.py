@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from runtime.chips import Chip
 from runtime.hlo import Instruction, Program, parse, tracebacks
 from shardlib.audit import phase
-from shardlib.devices import Chip
 from shardlib.errors import UserError, source_line
 from tools.tables import show, table
 

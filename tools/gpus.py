@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 from omegaconf import OmegaConf
 
+from runtime import chips
 from runtime.hlo import Instruction, parse
 from shardlib import devices
 from shardlib.errors import UserError
@@ -31,10 +32,10 @@ NCCL's buffers and CUDA's context. What is beside a matmul may still take longer
 
 @functools.cache
 def known() -> dict[str, Any]:
-    """Returns what the compiler is told of each GPU, by its name in `devices.CHIPS`."""
+    """Returns what the compiler is told of each GPU, by its name in `chips.CHIPS`."""
     file = OmegaConf.load(pathlib.Path(__file__).with_name("gpus.yaml"))
     found: Any = OmegaConf.to_container(file)
-    return {name: found[name] for name in devices.CHIPS if name in found}
+    return {name: found[name] for name in chips.CHIPS if name in found}
 
 
 def as_proto(fields: dict[str, Any]) -> str:
@@ -169,7 +170,7 @@ class Read(NamedTuple):
     unknown: list[str]  # loops
 
 
-def read(text: str, chip: devices.Chip) -> Read:
+def read(text: str, chip: chips.Chip) -> Read:
     """Reads a GPU's scheduled program."""
     program = parse(text)
     found = Read([], [], [])
@@ -210,7 +211,7 @@ def read(text: str, chip: devices.Chip) -> Read:
     return found
 
 
-def report(step: Read, chip: devices.Chip) -> str:
+def report(step: Read, chip: chips.Chip) -> str:
     """Formats what `read` returns as tables."""
     groups: dict[tuple[str, int], list[Sent]] = collections.defaultdict(list)
     for row in step.sent:

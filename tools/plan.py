@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import train
+from runtime import chips
 from runtime.program import program
 from shardlib import devices
 from shardlib.errors import UserError
@@ -39,7 +40,7 @@ ROOM = 0.9
 
 @dataclasses.dataclass(unsafe_hash=True)
 class PlanConfig(train.Config):
-    chips: str = ""  # a key of devices.CHIPS and how many: h100:64, v5p:4x4x8
+    chips: str = ""  # a key of chips.CHIPS and how many: h100:64, v5p:4x4x8
 
 
 class Plan(NamedTuple):
@@ -56,22 +57,22 @@ class Plan(NamedTuple):
         return float(f"{max(seconds):.3g}"), sum(seconds)
 
 
-def chips_of(written: str) -> tuple[devices.Chip, int]:
+def chips_of(written: str) -> tuple[chips.Chip, int]:
     """The kind and the number of chips. Raises UserError if they aren't written like h100:64."""
     name, _, count = written.partition(":")
-    if name not in devices.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
+    if name not in chips.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
         raise UserError(
             f"chips={written!r}: write a kind and a number, such as h100:64 or v5p:4x4x8; the "
-            f"kinds are {', '.join(devices.CHIPS)}"
+            f"kinds are {', '.join(chips.CHIPS)}"
         )
-    return devices.CHIPS[name], math.prod(map(int, count.split("x")))
+    return chips.CHIPS[name], math.prod(map(int, count.split("x")))
 
 
 def divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def meshes(chip: devices.Chip, count: int) -> Iterator[dict[str, int]]:
+def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
     """Yields the meshes of `count` chips with t within fast links, and with either no replicas or
     as many as there are groups of chips with fast links."""
     replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
@@ -94,7 +95,7 @@ def smaller(plan: Plan) -> PlanConfig | None:
     return None
 
 
-def plans(config: PlanConfig, chip: devices.Chip, count: int) -> Iterator[Plan]:
+def plans(config: PlanConfig, chip: chips.Chip, count: int) -> Iterator[Plan]:
     """Yields for each mesh the fastest plan that fits, fastest first. More parts never take less
     time, so a plan is yielded as soon as none that is still to be tried can be faster. Raises
     UserError if there is no plan."""

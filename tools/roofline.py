@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from shardlib import devices
+from runtime import chips
 from tools.tables import show
 
 
@@ -24,12 +24,12 @@ class Bound(NamedTuple):
         return (show(self.peak), *times, self.longest, f"{self.mfu:.0%}")
 
 
-def bound_head(chip: devices.Chip) -> tuple[str, ...]:
+def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     """The headings of `Bound.cells`."""
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def bound(result: dict[str, Any], chip: devices.Chip, links: dict[str, str]) -> Bound:
+def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bound:
     """The least time that a step needs of each resource, if what runs "at most" so often runs as
     rarely as it may. `links` has the link of each axis. Memory traffic counts what matmuls, ops
     with a kernel, and the optimizer read and write. A collective over several axes takes their

@@ -5,27 +5,12 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from shardlib import devices
-from shardlib.devices import find_chip
 from shardlib.errors import UserError
 from tests import golden
 from tests.helpers import ROOT
-
-
-@pytest.mark.parametrize(
-    "axes, links",
-    [
-        ({"r": 4, "s": 4, "t": 2}, ["ib", "nvlink", "nvlink"]),
-        ({"r": 1, "s": 16, "t": 2}, ["ib", "ib", "nvlink"]),
-        ({"r": 1, "s": 8, "t": 3}, ["ib", "ib", "ib"]),  # every third group is on two hosts
-        ({"r": 1, "s": 2, "t": 3}, ["nvlink", "nvlink", "nvlink"]),
-    ],
-)
-def test_axes_within_a_host_have_fast_links(axes, links):
-    assert devices.CHIPS["h100"].links_of(axes) == dict(zip(axes, links, strict=True))
 
 
 class FakeDevice:
@@ -47,18 +32,6 @@ def test_slices_split_the_outermost_axis():
     golden.check("functions.txt", "slices without replicas", str(error.value))
     hosts = [FakeDevice(i, i // 4, "NVIDIA H100") for i in range(8)]
     assert devices.mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
-
-
-@pytest.mark.parametrize(
-    "kind, peak",
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
-     ("NVIDIA A100-SXM4-40GB", 312e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
-     ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("TPU v4", 275e12), ("cpu", None),
-     ("NVIDIA GeForce RTX 4090", None)],
-)  # fmt: skip
-def test_known_chips_and_unknown_ones(kind, peak):
-    chip = find_chip(kind)
-    assert (chip and chip.flops) == peak
 
 
 SCRIPT = """
@@ -85,20 +58,6 @@ def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, c
         [sys.executable, "-c", SCRIPT], env=env, cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.split() == [str(count), "True", "True"], done.stderr
-
-
-def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
-    all_of_them = devices.compiler_options("TPU v5 lite")
-    assert all_of_them == devices.COMPILER_OPTIONS["TPU v5 lite"]
-    assert len(devices.compiler_options("TPU v5")) > len(all_of_them)
-    assert devices.compiler_options("cpu") == devices.compiler_options("TPU v4") == {}
-    on_gpus = devices.compiler_options("NVIDIA H100 80GB HBM3")
-    assert jax.jit(jnp.sin).lower(0.0).compile(compiler_options=on_gpus)(0.0) == 0
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_enable_async_all_reduce=false")
-    name = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
-    assert devices.compiler_options("TPU v5 lite") == {name: True}
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=true")
-    assert devices.compiler_options("TPU v5 lite") == {}
 
 
 def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):

@@ -8,8 +8,7 @@ import re
 import pytest
 
 import train
-from runtime import checks
-from shardlib import devices
+from runtime import checks, chips
 from tests import golden
 from tests.helpers import ROOT, compose_config, edited, train_here
 from tools import audit, memory, roofline, tables
@@ -22,7 +21,7 @@ def audited(*options, chip=None):
     """The config with these options, and its audit."""
     names = "paths.model_name=x", "flat_tokens.filespec=x"
     config = compose_config("c4_h100x8_1b", *names, *options)
-    return config, audit.audit_step(config, audit.probe(config), chip and devices.CHIPS[chip])
+    return config, audit.audit_step(config, audit.probe(config), chip and chips.CHIPS[chip])
 
 
 def test_the_sums_are_those_of_the_model():
@@ -143,7 +142,7 @@ ATTENTION = 11 * TOKENS * HEADS * 2
 
 
 def test_attentions_scores_are_no_memory_traffic():
-    (_, result), chip = audited(*CONFIG[1:]), devices.CHIPS["v5p"]
+    (_, result), chip = audited(*CONFIG[1:]), chips.CHIPS["v5p"]
     links = dict.fromkeys("rsct", next(iter(chip.links)))
     moved = roofline.bound(result, chip, links).seconds["memory"] * chip.bandwidth
     expected = memory_traffic(ATTENTION)
@@ -167,7 +166,9 @@ def test_the_page_shows_each_file_that_the_step_calls(tmp_path, capsys, monkeypa
     train_here(capsys, monkeypatch, *options, program=audit.main)
     ids = rows_of(page := file.read_text())
     files = {name.partition(":")[0] for name in ids}
-    assert files == {"train.py", "experts.py", "muon.py"} and "variants/muon.py" in page
+    assert (
+        files == {"train.py", "experts.py", "dropless.py", "muon.py"} and "variants/muon.py" in page
+    )
     links = re.findall(r'href="#([^"]*)"', page)
     assert {link.partition(":")[0] for link in links} == files and {*links} <= {*ids}
 

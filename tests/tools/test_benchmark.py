@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import train
-from shardlib import devices
+from runtime import chips
 from tests.helpers import SMALL, mesh, small_config, train_here
 from tools import benchmark
 
@@ -15,8 +15,8 @@ from tools import benchmark
 def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
     monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
-    chip = devices.CHIPS["h200"]._replace(flops=1e9)
-    monkeypatch.setattr(devices, "find_chip", lambda kind: chip)
+    chip = chips.CHIPS["h200"]._replace(flops=1e9)
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chip)
     out, message = train_here(
         capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL,
         "training.grad_clip=inf", f"paths.root_working_dir={tmp_path}", program=benchmark.main,

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from shardlib import devices
+from runtime import chips
 from shardlib.errors import UserError
 from tools import cycles
 
-V5E = devices.CHIPS["v5e"]
+V5E = chips.CHIPS["v5e"]
 
 SCHEDULED = """HloModule jit_step, is_scheduled=true
 
@@ -176,9 +176,9 @@ def kernel_cycles(folder, dumped, chip="v5e", **options):
     (folder / "17-attention_forward.1-05-final_bundles.txt").write_text(dumped)
     (folder / "17-attention_forward.1-04-schedule-analysis_final_bundles.txt").write_text("?")
     text = ENTRY.format(calls=call(**options))
-    (row,), _ = cycles.estimate(text, devices.CHIPS[chip], folder)
+    (row,), _ = cycles.estimate(text, chips.CHIPS[chip], folder)
     assert row.kind == "kernels" and row.most == row.least
-    return row.most * cycles.CLOCKS[devices.CHIPS[chip].kind][0]
+    return row.most * cycles.CLOCKS[chips.CHIPS[chip].kind][0]
 
 
 @pytest.mark.parametrize("chip, cores, number", [("v5e", 1, 1), ("v5p", 2, 3)])

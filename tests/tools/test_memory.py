@@ -4,7 +4,7 @@ check the sum against compilers."""
 import pytest
 
 import train
-from runtime import checks
+from runtime import checks, chips
 from shardlib import devices
 from tests import mutations, tpu_programs
 from tests.helpers import ROOT, compose_config, slow_but_for
@@ -27,7 +27,7 @@ def held(*options, module=train, chip=KERNELS):
     names = "paths.model_name=x", "flat_tokens.filespec=x"
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
-    axes, kind = config.mesh.axes, devices.CHIPS[chip].kind
+    axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
     jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 

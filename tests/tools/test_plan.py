@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from shardlib import devices
+from runtime import chips
 from tests import golden
 from tests.helpers import compose_config, train_here
 from tools import audit, plan, roofline
@@ -16,9 +16,7 @@ def test_it_finds_what_trying_everything_finds():
     for each mesh the fastest that fits."""
     count, memory = 4, 24e6
     config = compose_config(*CONFIG, schema=plan.PlanConfig)
-    chip = devices.Chip(
-        "small", 1e9, memory / 0.75, 1e9, {"near": 1e6, "far": 1e5}, near=count // 2
-    )
+    chip = chips.Chip("small", 1e9, memory / 0.75, 1e9, {"near": 1e6, "far": 1e5}, near=count // 2)
     expected, probed, tried = {}, {}, 0
     for d, t, r, c in itertools.product([1, 2, 4], repeat=4):
         if d * t * c != count or t > chip.near or r not in (1, 2) or d % r:
@@ -49,7 +47,7 @@ def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
     experts = "model.experts={count: 4, per_token: 2, d_ff: 8192}", "model.d_ff=0"
     options = *experts, "training.routing.balance_cost=1", "training.loss_chunks=64"
     config = compose_config(*CONFIG[:3], *options, schema=plan.PlanConfig)
-    chip = devices.Chip("small", 1e9, 480e6, 1e9, {"near": 1e6, "far": 1e5}, near=2)
+    chip = chips.Chip("small", 1e9, 480e6, 1e9, {"near": 1e6, "far": 1e5}, near=2)
     (one,) = plan.plans(config, chip, 2)
     assert one.config.mesh.t == 2 and one.config.training.microbatches == 1
 

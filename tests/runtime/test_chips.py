@@ -1,0 +1,46 @@
+"""Tests the table of chips, and the compiler's options for them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from runtime import chips
+
+
+@pytest.mark.parametrize(
+    "axes, links",
+    [
+        ({"r": 4, "s": 4, "t": 2}, ["ib", "nvlink", "nvlink"]),
+        ({"r": 1, "s": 16, "t": 2}, ["ib", "ib", "nvlink"]),
+        ({"r": 1, "s": 8, "t": 3}, ["ib", "ib", "ib"]),  # every third group is on two hosts
+        ({"r": 1, "s": 2, "t": 3}, ["nvlink", "nvlink", "nvlink"]),
+    ],
+)
+def test_axes_within_a_host_have_fast_links(axes, links):
+    assert chips.CHIPS["h100"].links_of(axes) == dict(zip(axes, links, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind, peak",
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+     ("NVIDIA A100-SXM4-40GB", 312e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
+     ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("TPU v4", 275e12), ("cpu", None),
+     ("NVIDIA GeForce RTX 4090", None)],
+)  # fmt: skip
+def test_known_chips_and_unknown_ones(kind, peak):
+    chip = chips.find_chip(kind)
+    assert (chip and chip.flops) == peak
+
+
+def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
+    all_of_them = chips.compiler_options("TPU v5 lite")
+    assert all_of_them == chips.COMPILER_OPTIONS["TPU v5 lite"]
+    assert len(chips.compiler_options("TPU v5")) > len(all_of_them)
+    assert chips.compiler_options("cpu") == chips.compiler_options("TPU v4") == {}
+    on_gpus = chips.compiler_options("NVIDIA H100 80GB HBM3")
+    assert jax.jit(jnp.sin).lower(0.0).compile(compiler_options=on_gpus)(0.0) == 0
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_enable_async_all_reduce=false")
+    name = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
+    assert chips.compiler_options("TPU v5 lite") == {name: True}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=true")
+    assert chips.compiler_options("TPU v5 lite") == {}
