@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
-from shardlib import kernels, ops
+from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
+from variants import dropless
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -106,7 +107,7 @@ def mixture(
     w_gate = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_gate)
     w_up = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_up)
     w_down = ops.all_gather("E/t M/c/s G -> E/t M G", w.e_down)
-    y = kernels.experts(
+    y = dropless.experts(
         "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
         h, chosen, score, w_gate, w_up, w_down,
     )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Tests the op that computes experts against NumPy, token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib import ops
+from shardlib.types import ShardTypeError, f32, i32, make_shapes, typed_shard_map
+from tests import golden
+from tests.helpers import assert_close, mesh
+from variants import dropless
+
+EXPERTS = "B/s S M, B/s S k, B/s S k, E/t M G, E/t M G, E/t M G -> B/s S M {U:t}"
+
+
+@pytest.mark.parametrize("rows, axes", [(1, (2, 4)), (3, (1, 4)), (512, (2, 1))])
+def test_experts_and_their_gradients(rows, axes, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 4, 5, 6))
+    w_gate, w_up, w_down = rng.normal(size=(3, 4, 6, 3))
+    chosen = np.argsort(rng.normal(size=(4, 5, 4)), axis=-1)[:, :, :2]
+    chosen[0] = [0, 1]  # so that a device may have all choices, or none
+    score = rng.random((4, 5, 2))
+    monkeypatch.setattr(dropless, "ROWS", rows)
+
+    def by_hand(x, score, w_gate, w_up, w_down):
+        out = np.zeros_like(x)
+        for row, token, i in np.ndindex(chosen.shape):
+            e, h = chosen[row, token, i], x[row, token]
+            gate, up = h @ w_gate[e], h @ w_up[e]
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[row, token] += score[row, token, i] * (w_down[e] @ hidden)
+        return out
+
+    @jax.jit
+    @typed_shard_map
+    def both(
+        arrays: tuple[f32["B/s S M"], f32["B/s S k"], *[f32["E/t M G"]] * 3],
+        chosen: i32["B/s S k"],
+        weight: f32["B/s S M"],
+    ) -> tuple[f32["B/s S M"], tuple[f32["B/s S M"], f32["B/s S k"], *[f32["E/t M G"]] * 3]]:
+        def mix(x, score, *weights):
+            x, score = (ops.varying(part, ("t",)) for part in (x, score))
+            weights = (ops.varying(part, ("s",)) for part in weights)
+            y = dropless.experts(EXPERTS, x, chosen, score, *weights)
+            return ops.psum("B/s S M {U:t} -> B/s S M", y)
+
+        out, pull = jax.vjp(mix, *arrays)
+        return out, pull(weight)
+
+    arrays = x, score, w_gate, w_up, w_down
+    with jax.set_mesh(mesh(*axes)):
+        placed = jax.tree.map(jnp.float32, arrays), jnp.int32(chosen), jnp.float32(weight)
+        out, grads = jax.device_get(both(*placed))
+    assert_close(out, by_hand(*arrays), 1e-5)
+    for i, (array, grad) in enumerate(zip(arrays, grads, strict=True)):
+        change = rng.normal(size=array.shape) * 1e-5
+        ends = [by_hand(*arrays[:i], array + c, *arrays[i + 1 :]) for c in (change, -change)]
+        slope = np.sum((ends[0] - ends[1]) / 2 * weight)
+        np.testing.assert_allclose(np.sum(grad * change), slope, rtol=1e-4, atol=1e-9)
+
+
+MISUSES = {
+    "no sum owed": EXPERTS.replace(" {U:t}", ""),
+    "weights that aren't gathered": EXPERTS.replace("E/t M G", "E/t M/s G"),
+    "choices of other tokens": EXPERTS.replace("B/s S k", "B/s L k"),
+    "an expert's other matrix": EXPERTS.replace("E/t M G ->", "E/t G M ->"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_experts_refuse(case):
+    parts = [part.strip() for part in MISUSES[case].split("->")[0].split(",")]
+    sizes = {"B": 4, "S": 8, "L": 8, "M": 8, "G": 4, "E": 4, "k": 2}
+    kinds = tuple[*((i32 if i == 1 else f32)[part] for i, part in enumerate(parts))]
+
+    @typed_shard_map
+    def fn(operands: kinds) -> f32[""]:
+        dropless.experts(MISUSES[case], *operands)
+        return jnp.float32(0)
+
+    with jax.set_mesh(mesh(2, 2)), pytest.raises(ShardTypeError) as error:
+        jax.eval_shape(fn, make_shapes(kinds, sizes))
+    golden.check("ops.txt", f"experts with {case}", str(error.value))

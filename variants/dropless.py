@@ -1,0 +1,180 @@
+"""The op that computes experts without dropping a choice, as a loop over blocks of their tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+from shardlib.ops import Call, define_op, einsum, varying
+from shardlib.types import Dim, Spec
+
+ROWS = 512  # tokens of an expert that are computed at a time
+
+
+@define_op
+def experts(
+    call: Call, x: jax.Array, chosen: jax.Array, score: jax.Array,
+    w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The sum, weighted by scores, of what the chosen k of E experts make of each token. An expert
+    is a SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+
+        dropless.experts(
+            "B/d L/c M, B/d L/c k, B/d L/c k, E/t M G, E/t M G, E/t M G -> B/d L/c M {U:t}",
+            x, chosen, score, w_gate, w_up, w_down,
+        )
+
+    Experts may be split; then each device does its own, and the result is unreduced. Communicates
+    nothing and saves nothing: the backward pass recomputes. The choices are sorted by expert, and a
+    loop runs over blocks of up to ROWS of them, of one expert each, as many blocks as there may be:
+    all choices may be of one device's experts, and the last block of each expert isn't full. Raises
+    ShardTypeError unless the operands have these dimensions in this order, with only E split among
+    the weights', and `x` and weights the same dtype.
+    """
+    tokens, choices, _, weight, *_ = call.operands
+    call.require(choices.dims and len(weight.dims) == 3, "the docstring has an example")
+    number, model, width = weight.dims
+    tokens = Spec((*tokens.dims[:-1], Dim(model.name)))
+    chosen_of = Spec((*tokens.dims[:-1], Dim(choices.dims[-1].name)))
+    weight = Spec((number, Dim(model.name), Dim(width.name)))
+    wanted = [tokens, *[chosen_of] * 2, *[weight] * 3]
+    result = Spec(tokens.dims, number.over)
+    right = f"{', '.join(map(str, wanted))} -> {result}"
+    fits = [*call.operands, call.result] == [*wanted, result]
+    call.require(fits, f"for these tokens and experts the string is `{right}`")
+    same = x.dtype == w_gate.dtype == w_up.dtype == w_down.dtype
+    call.require(same, "tokens and weights have different dtypes")
+    axes = {axis for x in (x, w_gate) for axis in jax.typeof(x).manual_axis_type.varying}
+    x, chosen, score, *weights = (
+        varying(x, tuple(axes)) for x in (x, chosen, score, w_gate, w_up, w_down)
+    )
+    if number.axes:  # a device's own experts count from 0
+        chosen = chosen - lax.axis_index(number.axes) * w_gate.shape[0]
+    flat = (rearrange(x, "... last -> (...) last") for x in (x, chosen, score))
+    y = by_expert(*flat, *weights).reshape(x.shape)
+    return lax.pcast(y, number.axes, to="unreduced") if number.axes else y
+
+
+class Block(NamedTuple):
+    """Up to ROWS choices of one expert."""
+
+    expert: jax.Array
+    first: jax.Array  # of its choices, in the order by expert
+    own: jax.Array  # how many
+    begins: jax.Array  # whether it is its expert's first
+
+
+def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, Block]:
+    """The numbers of choices [T, k] in the order by expert, those of none of the experts last, and
+    then zeros, for one block; the place in this order of each choice; and the blocks, as many as
+    there may be, the empty ones last."""
+    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
+    most = chosen.shape[0] * min(chosen.shape[1], experts)  # as a token's choices differ
+    size, number = min(ROWS, math.ceil(most / experts)), lax.iota(jnp.int32, chosen.size)
+    _, order = lax.sort((chosen.ravel(), number), num_keys=1)
+    _, place = lax.sort((order, number), num_keys=1)
+    load = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    blocks = -(-load // size)
+    load_before, blocks_before = (jnp.cumsum(x) - x for x in (load, blocks))
+    number = jnp.arange(most // size + experts)
+    expert = jnp.searchsorted(blocks_before, number, side="right") - 1
+    row = (number - blocks_before[expert]) * size
+    # The first row of an empty block may be beyond the end, where dynamic_slice moves it back.
+    own = jnp.clip(load[expert] - row, 0, size)
+    each = Block(expert, load_before[expert] + row, own, row == 0)
+    return jnp.pad(order, (0, size)), place.reshape(chosen.shape), each
+
+
+def picked(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], for valid indices. JAX's own takes i64 for sizes like those of the probe mesh."""
+    kept = tuple(range(index.ndim, index.ndim + x.ndim - 1))
+    dims = lax.GatherDimensionNumbers(kept, collapsed_slice_dims=(0,), start_index_map=(0,))
+    sizes = (1, *x.shape[1:])
+    return lax.gather(x, index[..., None], dims, sizes, mode="promise_in_bounds")
+
+
+def swiglu(
+    x: jax.Array, score: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
+) -> jax.Array:
+    gate, up = (einsum("tm,mg->tg", x, w).astype(jnp.float32) for w in (w_gate, w_up))
+    hidden = (jax.nn.silu(gate) * up * score[:, None]).astype(x.dtype)
+    return einsum("tg,mg->tm", hidden, w_down)
+
+
+def over_blocks(
+    inputs: tuple[jax.Array, ...], add: Callable[..., Any], start: Callable[[int], Any]
+) -> tuple[Any, jax.Array]:
+    """The totals after `add(totals, block, token, own, operands)` for each block, with `swiglu`'s
+    operands, of which some rows may not be the block's own; and each choice's place in the order by
+    expert. Totals begin as `start(rows)`."""
+    x, chosen, score, *weights = inputs
+    choices, place, blocks = sorted_by_expert(chosen, len(weights[0]))
+    size = choices.size - chosen.size
+
+    def step(totals: Any, block: Block) -> tuple[Any, tuple[()]]:
+        choice = lax.dynamic_slice_in_dim(choices, block.first, size)
+        token, own = choice // chosen.shape[1], jnp.arange(size)[:, None] < block.own
+        operands = (
+            picked(x, token),
+            picked(score.ravel(), choice),
+            *(w[block.expert] for w in weights),
+        )
+        return add(totals, block, token, own, operands), ()
+
+    return lax.scan(step, start(choices.size), blocks)[0], place
+
+
+@jax.custom_vjp
+def by_expert(*inputs: jax.Array) -> jax.Array:
+    """Computes `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G]."""
+
+    def start(rows: int) -> jax.Array:
+        return jnp.zeros_like(inputs[0], shape=(rows, inputs[0].shape[1]))
+
+    def add(ys: jax.Array, block: Block, _: Any, own: jax.Array, operands: Any) -> jax.Array:
+        y = jnp.where(own, swiglu(*operands), 0)
+        return lax.dynamic_update_slice_in_dim(ys, y, block.first, axis=0)
+
+    ys, place = over_blocks(inputs, add, start)
+    return picked(ys, place).sum(1, dtype=jnp.float32).astype(ys.dtype)
+
+
+def _save(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return by_expert(*inputs), inputs
+
+
+def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...]:
+    x, _, score, *weights = inputs
+
+    def start(rows: int) -> Any:
+        of_rows = jnp.zeros_like(x, shape=(rows, x.shape[1])), jnp.zeros_like(score, shape=rows)
+        sums = [jnp.zeros_like(w, jnp.float32, shape=w.shape[1:]) for w in weights]
+        return *of_rows, sums, [jnp.zeros_like(w) for w in weights]
+
+    def add(totals: Any, block: Block, token: jax.Array, own: jax.Array, operands: Any) -> Any:
+        xs, scores, sums, by_weights = totals
+        _, pull = jax.vjp(swiglu, *operands)
+        by_x, by_score, *of_block = pull(jnp.where(own, picked(grad, token), 0))
+        xs = lax.dynamic_update_slice_in_dim(xs, by_x, block.first, axis=0)
+        scores = lax.dynamic_update_slice_in_dim(scores, by_score, block.first, axis=0)
+        # An expert's blocks follow each other, so the sum of the one at hand is enough in f32.
+        sums = [
+            jnp.where(block.begins, 0, so_far) + new
+            for so_far, new in zip(sums, of_block, strict=True)
+        ]
+        by_weights = [
+            lax.dynamic_update_index_in_dim(w, so_far.astype(w.dtype), block.expert, axis=0)
+            for w, so_far in zip(by_weights, sums, strict=True)
+        ]
+        return xs, scores, sums, by_weights
+
+    (xs, scores, _, by_weights), place = over_blocks(inputs, add, start)
+    by_x = picked(xs, place).sum(1, dtype=jnp.float32).astype(x.dtype)
+    return by_x, None, picked(scores, place), *by_weights
+
+
+by_expert.defvjp(_save, _gradients)
