@@ -95,7 +95,7 @@ from shardlib.types import (
     u32,
 )
 from variants import experts, families, muon
-from variants.experts import Experts, ExpertsConfig, RoutingConfig
+from variants.experts import Experts, ExpertsConfig, Routing, RoutingConfig
 from variants.families import QKV, RopeScalingConfig
 
 # --- Model ----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
 @typechecked
 def forward(
     weights: Weights, batch: TokenBatch, config: ModelConfig
-) -> tuple[compute["B/d L/c M/t"], Any]:
+) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Routing | None]]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
     and row."""
@@ -289,8 +289,7 @@ def forward(
     # attention's scores, the product of gate and up, and the gathers of x and of weights.
     @explicit_activation_checkpointing
     @typechecked
-    def block(x: compute["B/d L/c M/t"], w: Any) -> tuple[compute["B/d L/c M/t"], Any]:
-        # w is a Layer, as the type of `weights` says. Here it could have no scalars: they vary.
+    def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
         h = enter(x, w.attention_norm, config)
         w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
@@ -310,14 +309,14 @@ def forward(
             q, k, v, start, batch.position, key_position,
         )  # fmt: skip
         w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
-        y: Any = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
+        y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
         x = save_for_backward(leave(x, y, w.attention_norm, config))
 
         h = enter(x, w.mlp_norm, config)
-        y, routed = (swiglu(h, w.mlp) if w.mlp else None), None
+        output, routed = swiglu(h, w.mlp) if w.mlp else None, None
         if w.experts and config.experts:
-            y, routed = experts.mixture(h, w.experts, y, config.experts)
-        return leave(x, y, w.mlp_norm, config), routed
+            output, routed = experts.mixture(h, w.experts, output, config.experts)
+        return leave(x, output, w.mlp_norm, config), routed
 
     return lax.scan(block, x, weights.layers)
 
@@ -530,7 +529,7 @@ def total_loss(
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
-    if config.model.experts:
+    if routed:
         cost, more = experts.costs(routed, count, config.training)
         return objective + cost, sums | more
     return objective, sums

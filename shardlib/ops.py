@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from shardlib.types import (
     Dim,
@@ -31,8 +30,8 @@ from shardlib.types import (
     Spec,
     axes_problem,
     check,
+    check_replicated,
     check_tree,
-    f32,
     inside_shard_map,
     mesh_shape,
     named,
@@ -198,27 +197,6 @@ def split(call: Call, x: jax.Array) -> jax.Array:
 
 
 @define_op
-def rotate(call: Call, x: jax.Array) -> jax.Array:
-    """Sends each device's part of the first dimension to the next device along its axis, and the
-    last one's to the first.
-
-        ops.rotate("P/d L M/t -> P/d L M/t", x)     jnp.roll(x, 1, axis=0), if P is the size of d
-
-    Forward: a permute. Backward: a permute the other way.
-    Raises ShardTypeError unless the first dimension is split over one axis, and both sides are the
-    same, and for an unreduced operand.
-    """
-    (given,), wanted = call.operands, call.result
-    call.require(given == wanted, "both sides must be the same, as it keeps the layout")
-    call.require(not given.owed, "reduce it first")
-    over, axes = (given.dims[0].over, given.dims[0].axes) if given.dims else ((), ())
-    call.require(over and len(axes) < 2, "the first dimension must be split over one axis")
-    for count in (mesh_shape()[axis] for axis in axes):
-        x = lax.ppermute(varying(x, axes), axes, [(i, (i + 1) % count) for i in range(count)])
-    return x
-
-
-@define_op
 def all_to_all(call: Call, x: jax.Array) -> jax.Array:
     """Splits other dimensions over the same axes.
 
@@ -278,41 +256,6 @@ def broadcast(call: Call, x: jax.Array) -> jax.Array:
     (given,), wanted = call.operands, call.result
     call.require(given == wanted and not given.owed, "both sides must be the same, reduced")
     return varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
-
-
-@define_op
-def scale(call: Call, x: jax.Array, *, by: ArrayLike) -> jax.Array:
-    """Multiplies a value, which may be unreduced, by a number or an array.
-
-        ops.scale("B/d L M {U:t} -> B/d L M {U:t}", y, by=0.5)
-
-    Communicates nothing. JAX refuses `y * 0.5` for an unreduced y. Raises ShardTypeError if `by`
-    differs between devices that hold partial sums of a value, or needs a gradient there, and if
-    `x` holds integers.
-    """
-    call.require(jnp.issubdtype(x.dtype, jnp.floating), f"it scales floats, not {x.dtype}")
-    factor = jnp.asarray(by, x.dtype)
-    if not call.result.unreduced:
-        return x * factor
-    varying = jax.typeof(factor).manual_axis_type.varying
-    axes = ", ".join(axis for axis in call.result.unreduced if axis in varying)
-    call.require(not axes, f"`by` varies along {axes}: partial sums need the same factor")
-
-    @jax.custom_vjp
-    def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-        kind = jax.typeof(x).manual_axis_type
-        axes = (*kind.unreduced, *kind.reduced)  # the factor needs JAX's counterpart of the type
-        return x * (lax.pcast(factor, axes, to="reduced") if axes else factor)
-
-    def forward(x: Any, by: Any) -> tuple[jax.Array, jax.Array]:
-        call.require(not by.perturbed, "`by` has no gradient here: apply lax.stop_gradient to it")
-        return scaled(x.value, by.value), by.value
-
-    def backward(by: jax.Array, grad: Any) -> tuple[Any, None]:
-        return (scaled(grad, by) if isinstance(grad, jax.Array) else grad), None
-
-    scaled.defvjp(forward, backward, symbolic_zeros=True)
-    return scaled(x, factor)
 
 
 def _reduced_axes(call: Call) -> tuple[str, ...]:
@@ -592,9 +535,7 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
     totals: dict[tuple[str, ...], jax.Array] = {}
     for over, square in _squares(hint, tree, "sum_of_squares"):
         totals[over] = totals[over] + square if over in totals else square
-    total = sum((_total(over, x) for over, x in totals.items()), start=jnp.float32(0))
-    check(total, f32[""], "the result of ops.sum_of_squares")
-    return total
+    return sum((_total(over, x) for over, x in totals.items()), start=jnp.float32(0))
 
 
 @jax.named_scope("sums_of_squares")
@@ -623,8 +564,7 @@ def _squares(
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
-        if kind.spec.owed:
-            raise ShardTypeError(f"{path} is {kind}: reduce it first")
+        check_replicated(path, kind, x)
         kept = 1 if _names(kind.spec)[:1] == [each] else 0
         square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
         if kept and (axes := kind.spec.dims[0].axes):  # puts the others' sums in, as zeros

@@ -373,13 +373,6 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
                 "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
             )
         return problem
-    # Of an op's result only the layout is known, and that of ops.broadcast may vary.
-    if isinstance(expected, ArrayType) and not spec.dims and kind.varying:
-        return (
-            "a scalar is the same on every device or unreduced, but this one varies along "
-            f"{','.join(axis for axis in mesh_shape() if axis in kind.varying)}\n"
-            "    call ops.reduce_sum before ops.all_gather: JAX treats a gathered value as varying"
-        )
     return None
 
 
@@ -695,12 +688,11 @@ def typed_shard_map(fn: F) -> F:
                         raise
                     raise ShardTypeError(
                         "an unreduced value, {U:...}, is used before its partial sums are added "
-                        "up: reduce it with ops.psum or ops.psum_scatter first (only ops.scale may "
-                        "come before)\n"
+                        "up: reduce it with ops.psum or ops.psum_scatter first\n"
                         f"    JAX says: {error}"
                     ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in checked.check_result(result):
-                    _check_replicated(path, kind, leaf)
+                    check_replicated(path, kind, leaf)
                 return result
 
             kinds = {name: type_tree(checked.hints[name], x) for name, x in arrays.items()}
@@ -724,14 +716,15 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
     return PartitionSpec() if whole else make_partition_specs(known.get(hint, hint))
 
 
-def _check_replicated(path: str, kind: ArrayType, value: Any) -> None:
-    """Raises ShardTypeError unless a result is replicated over the axes its type doesn't name."""
+def check_replicated(path: str, kind: ArrayType, value: Any) -> None:
+    """Raises ShardTypeError unless an array is reduced, and the same on all devices along each axis
+    that its type doesn't name."""
     if kind.spec.owed:
-        raise ShardTypeError(f"{path}: {kind} is unreduced; reduce it before returning it")
+        raise ShardTypeError(f"{path}: {kind} is unreduced: reduce it first")
     varying = jax.typeof(value).manual_axis_type.varying
     if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
         raise ShardTypeError(
             f"{path} varies along {', '.join(undeclared)}, but {kind} declares it replicated: "
-            "return it split, or reduced with ops.psum (JAX treats a gathered value as varying, so "
-            "it can't be returned)"
+            "declare it split, or sum with ops.reduce_sum and ops.psum, before ops.all_gather: JAX "
+            "treats a gathered value as varying"
         )

@@ -124,7 +124,7 @@ BUGS: dict[str, Edit] = {
             "[V/t] M, B/d L/c -> B/d L/c M {U:t}",
             """
             rows = embed.shape[0]
-            local = inputs.astype(jnp.int32) - lax.axis_index("t") * rows
+            local = batch.inputs.astype(jnp.int32) - lax.axis_index("t") * rows
             missing = (local < 0) | (local > rows)
             x = jnp.where(missing[:, :, None], 0, embed[jnp.clip(local, 0, rows - 1)])
             x = lax.pcast(x, "t", to="unreduced")
@@ -183,8 +183,8 @@ BUGS: dict[str, Edit] = {
             "B/d L/c M/t -> B/d L/c M",
             """
             whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
-            start = lax.axis_index("t") * x.shape[-1]
-            h = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
+            own = lax.axis_index("t") * x.shape[-1]
+            h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
             """,
         ),
     ),
@@ -195,8 +195,8 @@ BUGS: dict[str, Edit] = {
             "enter(x, w.mlp_norm, config)",
             """
             whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
-            start = lax.axis_index("t") * x.shape[-1]
-            h = lax.dynamic_update_slice_in_dim(whole, x, start, axis=-1)
+            own = lax.axis_index("t") * x.shape[-1]
+            h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
             h = rms_norm(h, ops.all_gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
             """,
         ),

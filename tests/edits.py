@@ -206,7 +206,7 @@ EMBEDDED = "x"  # the residual stream before the first layer
 ROTATED = "rope(q, k, sin, cos)"
 ATTENDED = "mixed"
 OUTPUT = "swiglu(h, w.mlp)"
-RETURNED = "leave(x, y, w.mlp_norm, config), routed"
+RETURNED = "leave(x, output, w.mlp_norm, config), routed"
 
 WRONG: dict[str, Edit] = {
     "softmax_neurons_first_part": neurons(
@@ -719,7 +719,7 @@ WRONG_WITH_VARIANTS: dict[str, Edit] = {
         "an expert of another device",
         before(
             "mixture",
-            "kernels.experts",
+            "dropless.experts",
             "w_up = lax.ppermute(w_up, 't', [(i, (i + 1) % 3) for i in range(3)])",
         ),
     ),
@@ -769,7 +769,7 @@ RIGHT_WITH_VARIANTS: dict[str, Edit] = {
     "relu_in_experts": edit(
         "an expert",
         swap("swiglu", "jax.nn.silu(gate)", "jax.nn.relu(gate)"),
-        file="shardlib/kernels.py",
+        file="variants/dropless.py",
     ),
     "bias_in_proportion": of_experts(
         "the bias",
