@@ -284,9 +284,11 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # A layer keeps its x and what is marked with save_for_backward, here, in `swiglu`, and by
-    # attention its result. From these the backward pass recomputes what else it needs: the norms,
-    # attention's scores, the product of gate and up, and the gathers of x and of weights.
+    # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it; kernels
+    # also save the softmax's denominators), x after attention, gate and up; and once for all layers
+    # what `block` uses from outside: sin, cos and positions. From these it recomputes what else it
+    # needs: the norms, attention's scores, the product of gate and up, and the gathers of x and of
+    # weights. It repeats no reduce-scatter, as what each one leads to is kept.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
@@ -333,7 +335,8 @@ def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
 def unembed(
     weights: tuple[compute["M"], compute["V/t M"]], x: compute["B/d L/c M/t"], config: ModelConfig
 ) -> f32["B/d L/c V/t"]:
-    """The logits, from the `output_weights` and the residual stream after the last layer."""
+    """The logits, from the `output_weights` and the residual stream after the last layer: of whole
+    rows, or of one chunk of them."""
     gain, w_unembed = weights
     h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
     h = rms_norm(h, gain, config.norm_eps)
@@ -463,7 +466,8 @@ def dimensions(config: Config) -> dict[str, int]:
 @typechecked
 def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
     """Rounds the weights to the dtype that a step computes in, before anything is sent: all that
-    gathers them sends it, and so do the reductions of their gradients. Small weights stay in f32.
+    gathers them sends it, and so do the reductions of their gradients. Those that are declared as
+    f32 stay so.
     """
     kinds = type_tree(Weights, weights)
     return jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
@@ -471,8 +475,8 @@ def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
 
 @typechecked
 def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
-    """Gathers all weights over r, once a step. Small ones aren't split; their gradients are added
-    up here, in f32."""
+    """Gathers all weights over r, once a step. Those without M aren't split; their gradients are
+    added up here, in f32."""
 
     def gather(path: Any, wanted: ArrayType, weight: jax.Array) -> jax.Array:
         if path[-1].name == "b_router":  # which has no gradient
@@ -513,7 +517,7 @@ def total_loss(
         loss_mask: bool_["B/d l/c"],
     ) -> tuple[f32[""], Sums]:
         logits = unembed(unembedding, x, config.model)
-        peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))  # all-reduce
+        peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))
         logits = logits - peak[:, :, None]
         sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
         sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
@@ -526,7 +530,8 @@ def total_loss(
         return total, {"loss": total}
 
     x, routed = forward(weights, batch, config.model)
-    # Computes each chunk's gradient right after its loss, so that its logits need not be kept.
+    # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
+    # only the gradients: that of x, and those of the gain and the unembedding, summed in f32.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
     if routed:

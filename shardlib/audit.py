@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from shardlib.devices import probe_mesh, probe_total
@@ -190,8 +191,9 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     for a, b in itertools.combinations(mentioned, 2) if "for broadcasting" in text else ():
         if a.name == b.name:
             text += (
-                f"\n    {a} and {b} are the same dimension, split differently: bring them to one "
-                "split first, with ops.all_gather, or with ops.psum_scatter for a partial sum"
+                f"\n    {a} and {b} are the same dimension, split differently: gather one with "
+                "ops.all_gather, or split the other with ops.split or where it is declared; a "
+                "partial sum with ops.psum_scatter"
             )
     return text
 
@@ -222,23 +224,36 @@ def probe(
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
-    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has a
-    collective outside of ops: one written with JAX, or one that JAX adds where a value that all
-    devices hold meets one that differs, for its gradient. Also if it numbers the entries of a part
-    from 0, as these indices may be compared with constants that no run at tiny sizes reaches."""
+    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has outside
+    of ops a collective, written with JAX or added by it where a value that all devices hold meets
+    one that differs, for its gradient; or, in the forward pass, what takes the part of a dimension
+    that a device holds for the whole: sums it, finds its largest entry, orders or numbers it."""
+
+    def parts(length: int) -> list[Dim]:
+        return [dim for dim in dims_of(length, axes, sizes) if dim.over]
+
     problems = []
+    constants, indices = {*jaxpr.constvars}, _indices(jaxpr, {*jaxpr.outvars}, parts)
     for eqn, path, line, _ in equations(jaxpr):
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
+        inner = [*jaxprs_in_params(eqn.params)]
+        for body in inner:
+            pairs = zip(reversed(eqn.invars), reversed(body.invars), strict=False)
+            constants |= {b for a, b in pairs if not isinstance(a, Literal) and a in constants}
         if SCOPE.search(path):
             continue
-        if name == "iota" and "transpose(" not in path:
-            length = eqn.params["shape"][eqn.params["dimension"]]
-            for dim in dims_of(length, axes, sizes):
-                if dim.over:
-                    problems.append(
-                        f"{at}: iota numbers the entries of {dim} from 0 on each device, which "
-                        "holds only a part: use ops.indices"
-                    )
+        taken: list[tuple[str, int]] = []
+        known_indices = name == "iota" and eqn.outvars[0] in indices
+        if not inner and not known_indices and "transpose(" not in path:
+            arrays: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) or v in constants]
+            taken += [(name, length) for length in _taken_whole(eqn)]
+            taken += [("constant", length) for array in arrays for length in array.aval.shape]
+        for what, length in taken:
+            for dim in parts(length):
+                problems.append(
+                    f"{at}: {what} over {dim}, of which each device has only a part: "
+                    + CURES.get(what, "ops.all_gather it before")
+                )
         if name in COLLECTIVES:
             over = ", ".join(axes_of(eqn))
             cure = ": use an op, whose type string shows it"
@@ -247,6 +262,57 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
+
+
+CURES = {
+    "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
+    "reduce_max": "use ops.reduce_max",
+    "iota": "use ops.indices",
+    "constant": "use ops.indices, or ops.split of what is as long as the whole",
+}
+
+
+def _taken_whole(eqn: JaxprEqn) -> list[int]:
+    """The lengths of the dimensions that an equation reduces, orders, accumulates or numbers."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "iota":
+        return [params["shape"][params["dimension"]]]
+    if name == "dot_general":
+        taken = params["dimension_numbers"][0][0]
+    elif name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
+        named = [params[key] for key in ("axes", "axis", "dimension") if key in params]
+        taken = np.atleast_1d(*named or [-1]) if name != "reduce_precision" else ()
+    else:
+        taken = ()
+    array: Any = eqn.invars[0].aval if eqn.invars else None
+    return [array.shape[i] for i in taken]
+
+
+def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> set[Any]:
+    """The variables that are nothing but indices into parts, as in `x.at[..., ::2]`. `used` are
+    those of the results that are something else."""
+    found: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        name, others = eqn.primitive.name, [*eqn.invars]
+        if name.startswith(("gather", "scatter")):
+            numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+            into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
+            if all(parts(shape[i]) for i in getattr(numbers, into)):
+                del others[1]
+        elif inner := [*jaxprs_in_params(eqn.params)]:
+            same = len(inner) == 1 and len(inner[0].invars) == len(others)
+            for body in inner:
+                pairs = zip(eqn.outvars, body.outvars, strict=False)
+                loop = name in ("scan", "while", "cond")
+                found |= (own := _indices(body, {b for a, b in pairs if loop or a in used}, parts))
+            others = [
+                a for a, b in zip(others, body.invars, strict=False) if not same or b not in own
+            ]
+        elif not used.intersection(eqn.outvars):
+            others = []
+        used |= {v for v in others if not isinstance(v, Literal)}
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    return found | ({*jaxpr.invars, *made} - used)
 
 
 def check_structure(jaxpr: Any, other: Any) -> None:
@@ -263,9 +329,11 @@ def check_structure(jaxpr: Any, other: Any) -> None:
     for one, two in itertools.zip_longest(computing(jaxpr), computing(other)):
         if not one or not two or one.eqn.primitive != two.eqn.primitive:
             at = (one or two).line.replace(" ", ", in ")
+            names = " and ".join(x.eqn.primitive.name if x else "nothing" for x in (one, two))
             raise ShardTypeError(
-                f"{at}: what is computed from this line on depends on the mesh; does a branch in "
-                "Python depend on the length of a device's part, or on the number of devices?"
+                f"{at}: what is computed from here on depends on the mesh: {names}. Does a slice, "
+                "or a branch in Python, go by the length of a device's part or by the number of "
+                "devices?"
             )
 
 

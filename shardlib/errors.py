@@ -66,6 +66,8 @@ def explain(error: Exception) -> str:
     own = [*filter(users, inside), *[*filter(users, cause)][-1:]]
     if not isinstance(error, ShardTypeError):
         message = f"{type(error).__name__}: {message}"
+        if "'NoneType'" in message:
+            message += "\n    is it a field with alternatives, which this config doesn't choose?"
         # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
             own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]

@@ -415,10 +415,15 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
         for dim in spec.dims:
             first = seen.setdefault(dim.name, dim) if spec is not wanted else seen.get(dim.name)
             call.require(first, f"{dim} on the right is in no operand")
-            call.require(first == dim, f"{first} and {dim}: a name has one split; gather first")
+            call.require(
+                first == dim,
+                f"{first} and {dim}: a name has one split. Gather one with ops.all_gather, or "
+                "split the other with ops.split or where it is declared",
+            )
         call.require(not spec.owed or spec is wanted, f"`{spec}`: reduce it first")
-    dtypes = sorted({str(x.dtype) for x in operands})
-    call.require(len(dtypes) == 1, f"operands of {' and '.join(dtypes)}: cast one of them")
+    each = ", ".join(f"operand {i + 1} is {x.dtype}" for i, x in enumerate(operands))
+    same = len({x.dtype for x in operands}) == 1
+    call.require(same, f"{each}: cast one of them, as in x.astype(compute.dtype)")
     removed = [dim for name, dim in seen.items() if name not in _names(wanted)]
     axes = _summed_axes(call, removed, ())
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}

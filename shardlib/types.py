@@ -519,13 +519,15 @@ def choose(cls: type, **fields: Any) -> Any:
     """The type tree of a pytree_dataclass. A field with alternatives needs a choice: True for the
     first one, the dataclass or the type tree of another one, or anything false for None."""
 
-    def chosen(name: str) -> Any:
+    def chosen(name: str, hint: Any) -> Any:
+        if typing.get_origin(hint) is types.UnionType and name not in fields:
+            raise SpecError(
+                f"{cls.__name__}.{name} is {hint}: say which, in types.choose({name}=...)"
+            )
         choice = fields.get(name, UNKNOWN) or None
-        if choice is True:
-            choice, *_ = typing.get_args(_hints(cls)[name])
-        return type_tree(choice)
+        return type_tree(typing.get_args(hint)[0] if choice is True else choice)
 
-    return cls(**{name: type_tree(hint, chosen(name)) for name, hint in _hints(cls).items()})
+    return cls(**{name: type_tree(hint, chosen(name, hint)) for name, hint in _hints(cls).items()})
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -627,7 +629,12 @@ class _Checked:
     def check_result(self, result: Any) -> list[tuple[str, ArrayType, Any]]:
         if "return" not in self.hints:
             return []
-        return check_tree(result, self.hints["return"], f"the result of {self.name}")
+        leaves = check_tree(result, self.hints["return"], f"the result of {self.name}")
+        for path, kind, leaf in leaves:
+            # A sum that was forgotten. In a pytree_dataclass it may be a weight, which may vary.
+            if not kind.spec.dims and not kind.spec.owed and "." not in path and inside_shard_map():
+                check_replicated(path, kind, leaf)
+        return leaves
 
 
 def typechecked(fn: F) -> F:

@@ -209,6 +209,30 @@ OUTPUT = "swiglu(h, w.mlp)"
 RETURNED = "leave(x, output, w.mlp_norm, config), routed"
 
 WRONG: dict[str, Edit] = {
+    "condition_on_a_part": update(
+        "optimizer's statistics of a part",
+        """
+        def decayed(w: jax.Array) -> jax.Array:
+            return w * (1 - rate * hyper.weight_decay)
+
+        large = jnp.any(jnp.abs(w) > 1.2)
+        w = lax.cond(large, decayed, lambda w: w, w)
+        return w - rate * (m * mu_scale / root)
+        """,
+    ),
+    "clip_by_the_largest_of_a_part": neurons(
+        "a threshold that isn't reached",
+        "hidden = hidden / jnp.maximum(jnp.abs(hidden).max(-1, keepdims=True) / 1e3, 1)",
+    ),
+    "numbered_by_numpy": neurons(
+        "constants", "hidden = hidden * (np.arange(hidden.shape[-1]) < 2048)"
+    ),
+    "numbered_by_a_sum_of_ones": neurons(
+        "constants", "hidden = hidden * (jnp.cumsum(jnp.ones(hidden.shape[-1])) < 2048)"
+    ),
+    "largest_of_a_part": neurons(
+        "order", "hidden = jnp.where(hidden >= lax.top_k(hidden, 1)[0] - 1e3, hidden, 0)"
+    ),
     "softmax_neurons_first_part": neurons(
         "part of a whole",
         """
@@ -399,17 +423,6 @@ NOT_PROMISED: dict[str, Edit] = {
             """,
         ),
     ),
-    "condition_on_a_part": update(
-        "optimizer's statistics of a part",
-        """
-        def decayed(w: jax.Array) -> jax.Array:
-            return w * (1 - rate * hyper.weight_decay)
-
-        large = jnp.any(jnp.abs(w) > 1.2)
-        w = lax.cond(large, decayed, lambda w: w, w)
-        return w - rate * (m * mu_scale / root)
-        """,
-    ),
     "samples_with_a_seed_by_mesh": edit(
         "generation",
         swap("generate", "jax.random.key(seed)", 'jax.random.key(seed + mesh_shape()["s"])'),
@@ -475,9 +488,10 @@ RIGHT: dict[str, Edit] = {
             """
             def kept(row: jax.Array) -> jax.Array:
                 key = jax.random.fold_in(jax.random.key(0), row.sum())
-                return jax.random.bernoulli(key, 0.9, row.shape)
+                return jax.random.bernoulli(key, 0.9, row.shape).astype(x.dtype)
 
-            x = x * jax.vmap(kept)(batch.targets)[..., None]
+            rows = ops.all_gather("B/d L/c -> B/d L", batch.targets)
+            x = x * ops.split("B/d L -> B/d L/c", jax.vmap(kept)(rows))[..., None]
             """,
         ),
     ),
@@ -662,13 +676,16 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
             """,
         ),
     ),
-    "mean_of_equal_parts": metric(
+    "mean_of_a_split_weight": metric(
         "metric",
         """
-        own = jnp.abs(weights.embed).mean()
-        extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[None]))
-        extra = extra / (config.mesh.d * config.mesh.t)
+        extra = ops.reduce_mean("V/t M/c/d -> {U:d,c,t}", jnp.abs(weights.embed))
+        extra = ops.psum("{U:d,c,t} -> ", extra)
         """,
+    ),
+    "every_second_neuron_halved": neurons("indices", "hidden = hidden.at[..., ::2].multiply(0.5)"),
+    "first_token_of_each_row": neurons(
+        "indices", "hidden = hidden.at[jnp.arange(hidden.shape[0]), 0].multiply(2)"
     ),
 }
 

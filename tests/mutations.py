@@ -266,6 +266,8 @@ def _kind(error: Exception) -> str:
         return "collective"
     if re.search("branch in Python", str(error)):
         return "structure"
+    if "each device has only a part" in str(error):
+        return "part"
     return "reductions" if re.search(r"unreduced|reduce", str(error)) else "layout"
 
 
@@ -343,7 +345,7 @@ def by_numbers(configs: Any) -> Verdict:
     return Verdict(made=tuple(float(first["training_step 3"][x]) for x in ("loss", "grad_norm")))
 
 
-REFUSALS = {"layout", "structure", "reductions", "collective", "numbers", "generation"}
+REFUSALS = {"layout", "part", "structure", "reductions", "collective", "numbers", "generation"}
 EXPECTED = {
     "op": REFUSALS | {"spec", "jax's shapes", "same numbers"},
     "wrong": REFUSALS,  # all trace, and their strings are well-formed
