@@ -197,10 +197,10 @@ def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 READERS = {"json": json_rows, "parquet": parquet_rows, "text": text_rows}
-READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that the readers don't know
+READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
 
 
-def file_rows(builder: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
+def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, or of the files in an archive."""
     import datasets
     from datasets.utils.file_utils import xopen
@@ -209,12 +209,7 @@ def file_rows(builder: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
     manager = datasets.StreamingDownloadManager(download_config=options)
     for part in manager.iter_files(manager.extract(file)):
         with xopen(part, "rb", download_config=options) as opened:
-            yield from READERS[format_of(builder)](opened, column, builder.config)
-
-
-def format_of(builder: Any) -> str:
-    """Returns the name of the module of `datasets` that reads the files."""
-    return type(builder).__module__.rpartition(".")[2]
+            yield from reader(opened, column, builder.config)
 
 
 # --- The dataset ----------------------------------------------------------------------------------
@@ -268,10 +263,11 @@ class Source:
             splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
             self._check_splits(splits)
             chosen = [splits[name] for name in self.split.split("+")] if splits else []
-            ours = format_of(builder) in READERS and not READ_BY_DATASETS & {*self.load_dataset}
+            reader = READERS.get(type(builder).__module__.rpartition(".")[2])
+            ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
             shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
-                rows = functools.partial(file_rows, builder, self.column)
+                rows = functools.partial(file_rows, builder, reader, self.column)
                 names = itertools.chain(*chosen)
                 shards = [(name, functools.partial(rows, name)) for name in names]
             else:

@@ -98,7 +98,7 @@ def test_the_order_does_not_depend_on_threads_or_units(folder):
 
 @pytest.mark.parametrize("hosts", [1, 3, 4, 6])
 def test_each_document_on_one_host_from_any_position_on(folder, hosts):
-    """With fewer shards than hosts, too."""
+    """Covers fewer shards than hosts, which then read all of them."""
     source, read = (
         text.Source({"path": str(folder)}, "train", "text", "bytes_utf8", documents=4),
         [],
@@ -110,6 +110,15 @@ def test_each_document_on_one_host_from_any_position_on(folder, hosts):
             assert list(source.read(position, host, hosts)) == units[i + 1 :]
         read += [document for unit, _ in units for document in unit]
     assert sorted(read) == sorted(itertools.chain(*documents(folder)))
+
+
+def test_a_unit_ends_by_its_length(tmp_path, monkeypatch):
+    """However short the documents before were."""
+    monkeypatch.setattr(text, "UNIT_BYTES", 1000)
+    texts = ["short"] * 64 + ["x" * 600] * 9
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in texts))
+    source = text.Source({"path": str(tmp_path)}, "train", "text", "bytes_utf8")
+    assert [len(unit) for unit, _ in source.read({})] == [66, 2, 2, 2, 1]
 
 
 def test_it_goes_on_after_any_batch_as_if_it_had_not_stopped(folder):

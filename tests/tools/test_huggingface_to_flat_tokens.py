@@ -455,7 +455,7 @@ NOT_TEXT = ["NaN", "5", "[1]", '{"a": 1}', "true", '"\\ud800"']
 
 @pytest.mark.parametrize("value", NOT_TEXT)
 def test_a_value_that_is_not_text(folder, run_here, value):
-    """It is named, or left out, and the texts before and after it stay as they are."""
+    """Names it, or leaves it out; the texts before and after it stay as they are."""
     texts = [json.dumps({"text": text}) for text in (HI, "123", '{"a": 1}', HI)]
     (folder / "x.jsonl").write_text("\n".join([*texts[:3], f'{{"text": {value}}}', texts[3]]))
     _, message = converted(run_here, folder)
