@@ -57,7 +57,7 @@ def data(config: train.Config, folder: pathlib.Path, texts: list[str], bpe: Any)
         rows = pyarrow.table({"text": texts[i::8]})
         pyarrow.parquet.write_table(rows, text.replace("*", str(i)), row_group_size=1000)
     bpe.save(tokenizer)
-    settings = tokenizer, False, "train", None, 0.001, None, None, output
+    settings = tokenizer, False, False, "train", None, 0.001, None, output
     conversion = ConvertConfig({"path": "parquet", "data_files": text}, "text", *settings)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as a conversion sets it, if nothing else did
     yield "conversion, tokens"

@@ -1,8 +1,8 @@
 """Makes batches directly from a streamed Hugging Face dataset, without converting it first.
 
-Each host reads its own lanes (see text.py), one per worker, and fills its rows of every batch with
-their tokens, packed end to end, so that no token is dropped. To resume, it needs a *place*, which
-is JSON: the position in its lanes, how many of the tokens after that position are already used, the
+Each host reads its own part of the dataset (see text.py) and fills its rows of every batch with the
+tokens, packed end to end, so that no token is dropped. To resume, it needs a *place*, which is
+JSON: the position in its part, how many of the tokens after that position are already used, the
 last of these, and how many batches were made.
 """
 
@@ -19,6 +19,7 @@ from data import text
 from data.flat_tokens import FILL, checked, decode
 from data.loader import Batches, BatchSpec
 from runtime.config import Name, PositiveInt, Section
+from runtime.run import say
 from shardlib.errors import UserError
 
 
@@ -34,10 +35,11 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     validation_split: str | None
     column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
-    num_workers: PositiveInt  # per host: lanes that are read in turn, and tokenizing processes
-    sequences_packed_per_batch: PositiveInt  # documents read from a lane in its turn
-    # As for the converter. Checkpoints of earlier versions don't have it.
+    num_workers: PositiveInt | None  # threads that tokenize, on each host; null: one per core
+    sequences_packed_per_batch: PositiveInt  # documents tokenized at a time, at most
+    # As for the converter. Checkpoints of earlier versions don't have them.
     end_token: bool = False
+    skip_not_text: bool = False
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Returns the batches of a split, train or validation, for the mesh in context."""
@@ -59,8 +61,7 @@ def rows_of(
 class StreamLoader(Batches):
     """The batches of a streamed split, resumed from `position`. The stream starts over at its end.
 
-    Raises StreamError if the dataset, its column or its tokenizer can't be opened, or if it has
-    fewer shards than there are workers on all hosts.
+    Raises StreamError if the dataset, its column or its tokenizer can't be opened.
     """
 
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
@@ -70,31 +71,26 @@ class StreamLoader(Batches):
         if not (name := splits[split]):
             raise StreamError("training.validation_interval needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
-        self.workers, host = config.num_workers, jax.process_index()
         load = {"path": config.path, "name": config.name}
-        settings = config.column, config.tokenizer, config.end_token
-        documents = config.sequences_packed_per_batch
-        self.source = text.Source(load, name, *settings, documents)
-        lanes = jax.process_count() * self.workers
+        settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
+        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
         try:
-            shards = self.source.check()[1]["shards"]
+            found = self.source.check()
         except (UserError, OSError) as error:
             raise StreamError(f"hf_dataset: {error}") from None
-        if shards < lanes:
-            raise StreamError(
-                f"{self.name} has {shards} shards, fewer than num_hosts={jax.process_count()} "
-                f"times hf_dataset.num_workers={self.workers}"
-            )
-        self.lanes = range(host * self.workers, (host + 1) * self.workers)
-        self.start = text.start(lanes)
+        say(f"{self.name} has {found['files']:,} files")
         if len(self.local_rows) * jax.process_count() != spec.rows:
             raise StreamError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
-        """Yields the units of this host's lanes from a position on, endlessly."""
+        """Yields the units of this host from a position on, endlessly."""
+        threads, part = (
+            self.config.num_workers or text.cores(),
+            (jax.process_index(), jax.process_count()),
+        )
         while True:
             has_text = False
-            for unit in text.units(self.source, self.lanes, position, self.workers):
+            for unit in text.units(self.source, position, threads, *part):
                 largest = int(unit.tokens.max(initial=0)) >> 1
                 if largest >= self.spec.vocab:
                     raise StreamError(
@@ -103,11 +99,9 @@ class StreamLoader(Batches):
                     )
                 has_text = has_text or len(unit.tokens) > 0
                 yield unit
-            if not has_text and position == self.start:
-                raise StreamError(
-                    f"{self.name} has no text in the shards of host {jax.process_index()}"
-                )
-            position = self.start
+            if not has_text and not position:
+                raise StreamError(f"{self.name} has no text for host {jax.process_index()}")
+            position = {}
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
         """Yields `count` encoded tokens at a time from a place on, after the one before them, and
@@ -134,13 +128,7 @@ class StreamLoader(Batches):
         return f"{self.name} batch {number} of the stream, counted from 0"
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        place: Any = self.position or {"position": self.start, "used": 0, "batches": 0}
-        lanes, wanted = len(place["position"]["lanes"]), len(self.start["lanes"])
-        if lanes != wanted:
-            raise StreamError(
-                f"the checkpoint was written with {lanes} stream workers in total, not {wanted}; "
-                "set hf_dataset.num_workers to its earlier value"
-            )
+        place: Any = self.position or {"position": {}, "used": 0, "batches": 0}
         count, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
             if number < count:

@@ -1,25 +1,25 @@
-"""Reads and tokenizes a dataset that Hugging Face `datasets` opens, in a reproducible order.
+"""Reads and tokenizes a dataset that Hugging Face `datasets` opens, in the order of its files.
 
-The dataset's shards (usually its files) are divided into contiguous *lanes*. Each lane is read in
-*units* of some documents, and the overall order takes one unit from each lane in turn. A single
-thread reads, so the order does not depend on how many threads or processes tokenize. A *position*
-in that order is JSON and holds everything needed to resume from there, with a *fingerprint* of the
-source: a position means nothing in a source that has changed.
+A single thread reads documents and gathers them in *units*, which several threads tokenize; the
+order doesn't depend on their number. A *position* in that order is JSON and holds everything needed
+to resume from there: the state of the `datasets.IterableDataset`, and a *fingerprint* of the
+source, because a position means nothing in a source that has changed.
 """
 
 import array
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
-import multiprocessing
+import json
 import os
-import signal
-import threading
+import pathlib
+import reprlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import fsspec
@@ -31,16 +31,17 @@ from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 T = TypeVar("T")
-LANES = 8  # of the converter, at most: each lane keeps a file open
 DOCUMENTS = 256  # in a unit, at most
-UNIT_BYTES = 2**21  # approximate limit of a unit's text: several units are in memory
+ROWS = 16  # of a parquet file that are in memory as objects
+UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
+TEXT_SUFFIXES = {".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt", ".xml"}
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The tokens of some consecutive documents of a lane."""
+    """The tokens of some consecutive documents."""
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
     lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
@@ -60,6 +61,10 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
 def digest(value: Any) -> str:
     """Returns a short hash of a value whose repr says all about it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+# Of some documents: their tokens, end to end, and the number of tokens of each.
+Tokens = tuple[UInt32[np.ndarray, " tokens"], Int64[np.ndarray, " documents"]]
 
 
 class Tokenizer:
@@ -109,9 +114,8 @@ class Tokenizer:
             raise UserError(problem.split("\n")[0]) from None
 
     @checked
-    def __call__(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        """Returns the tokens of all documents of an Arrow array, end to end, and the length of each
-        in tokens. Null counts as an empty text."""
+    def __call__(self, texts: list[str]) -> Tokens:
+        """Returns the tokens of all documents, end to end, and the length of each in tokens."""
         ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
@@ -132,14 +136,13 @@ class Tokenizer:
         return digest((does, self.end) if self.end else does)
 
     @checked
-    def _ids(self, texts: Any) -> tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        strings = [text or "" for text in texts.to_pylist()]
+    def _ids(self, texts: list[str]) -> Tokens:
         lists: Iterable[Any]
         if self.fast:
-            encoded = self.fast.encode_batch_fast(strings, add_special_tokens=False)
+            encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
             lists = (part.ids for part in encoded)
         else:
-            lists = self.slow(strings, add_special_tokens=False, verbose=False)["input_ids"]
+            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
         # Converts one list at a time: Python integers take ten times the memory of their values.
         parts = [array.array("I", part) for part in lists]
         for part in filter(None, parts):  # an empty document stays empty
@@ -149,18 +152,67 @@ class Tokenizer:
 
     @staticmethod
     @checked
-    def _bytes(texts: Any) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        """Returns each byte plus 1 and the lengths, read directly from Arrow's buffers."""
-        import pyarrow
-
-        column = texts.combine_chunks().cast(pyarrow.large_string()).fill_null("")
-        _, offsets, values = column.buffers()
-        ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-        text = np.frombuffer(values or b"", np.uint8)[ends[0] : ends[-1]]
-        return np.add(text, 1, dtype=np.uint16), np.diff(ends)
+    def _bytes(texts: list[str]) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
+        parts = [text.encode() for text in texts]
+        lengths = np.array([len(part) for part in parts], np.int64)
+        return np.add(np.frombuffer(b"".join(parts), np.uint8), 1, dtype=np.uint16), lengths
 
 
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
+
+
+# --- Rows of a file -------------------------------------------------------------------------------
+
+# These readers take the place of those of `datasets`, which infer one type for all values of a
+# column, recode the values of other types, and name neither file nor row if they fail. Each takes
+# an open file, the column that holds the text, and the settings of `datasets` for the format.
+
+
+def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
+        first = next(lines, "").removeprefix("\ufeff")
+        rows: Iterable[Any]
+        if config.field or first.lstrip().startswith("["):
+            whole = json.loads(first + lines.read())
+            rows = whole[config.field] if config.field else whole
+        else:
+            rows = (json.loads(line) for line in itertools.chain([first], lines) if line.strip())
+        for row in rows:
+            yield row if isinstance(row, dict) else {"text": row}
+
+
+def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    # With pre_buffer, all of a file that has been read would stay in memory.
+    parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
+    columns = [column] if column in parquet.schema_arrow.names else None
+    for batch in parquet.iter_batches(ROWS, columns=columns):
+        yield from batch.to_pylist()
+
+
+def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as text:
+        yield {"text": text.read()}
+
+
+READERS = {"json": json_rows, "parquet": parquet_rows, "text": text_rows}
+READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
+
+
+def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file, or of the files in an archive."""
+    import datasets
+    from datasets.utils.file_utils import xopen
+
+    options = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
+    manager = datasets.StreamingDownloadManager(download_config=options)
+    for part in manager.iter_files(manager.extract(file)):
+        with xopen(part, "rb", download_config=options) as opened:
+            yield from reader(opened, column, builder.config)
+
+
+# --- The dataset ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,35 +224,23 @@ class Source:
     column: str  # that holds the text
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
-    documents: int = DOCUMENTS  # in a unit
+    skip_not_text: bool = False  # takes a value that isn't text for an empty one
+    documents: int = DOCUMENTS  # in a unit, at most
 
     def open_tokenizer(self) -> Tokenizer:
         return tokenizer(self.tokenizer, self.end_token)
 
-    def check(self) -> tuple["Source", dict[str, Any]]:
-        """Returns the source, with smaller units if its first documents are long, and its
-        fingerprint, which has the number of its shards. Raises UserError or OSError if the split,
-        the column or the tokenizer can't be opened."""
+    def check(self) -> dict[str, Any]:
+        """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
+        the tokenizer can't be opened."""
         self.open_tokenizer()
-        self._check_files()
-        dataset, found = self._open()
-        try:
-            rows = list(itertools.islice(dataset, 64))
-        except Exception as error:  # the libraries below raise errors of many types
-            raise OSError(f"the split {self.split} can't be read: {error}") from error
-        if not rows:
-            raise UserError(f"the split {self.split} has no documents")
-        given = [row for row in rows if row.get(self.column) is not None]
-        wrong = [row for row in given if not isinstance(row[self.column], str)]
-        if wrong or not given:
-            types = ", ".join(f"{k}: {type(v).__name__}" for k, v in (wrong or rows)[0].items())
-            raise UserError(f"column={self.column} is not a text column; the columns are {types}")
-        size = sum(len(row[self.column]) for row in given)
-        fit = 1 + UNIT_BYTES * len(rows) // max(size, 1)
-        source = dataclasses.replace(self, documents=min(self.documents, fit))
-        return source, found | {"documents at a time": source.documents}
+        self._check_patterns()
+        for texts, position in self.read({}):
+            if any(texts):
+                return position["source"]
+        raise UserError(f"the split {self.split} has no text")
 
-    def _check_files(self) -> None:
+    def _check_patterns(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
         ignores a pattern without matches."""
         files: Any = self.load_dataset.get("data_files") or []
@@ -214,45 +254,109 @@ class Source:
                 raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
-        """Returns the split and its fingerprint."""
+        """Returns an IterableDataset of the split's texts, and its fingerprint."""
         import datasets  # takes two seconds
-        from pyarrow.dataset import ParquetFragmentScanOptions
+        from datasets.iterable_dataset import ExamplesIterable
 
-        # Without these options, all of a parquet file that has been read stays in memory.
-        unbuffered = ParquetFragmentScanOptions(pre_buffer=False)
-        options = {"fragment_scan_options": unbuffered, "batch_size": self.documents}
-        load = dict(self.load_dataset)
-        streams, processes = load.pop("streaming", True), load.pop("num_proc", None)
         try:
-            try:
-                builder = datasets.load_dataset_builder(**load, **options)
-            except (TypeError, ValueError) as error:  # other formats don't have these options
-                if not any(name in str(error) for name in options):
-                    raise
-                builder = datasets.load_dataset_builder(**load)
-            if streams:
-                dataset = builder.as_streaming_dataset(self.split)
+            builder = datasets.load_dataset_builder(**self.load_dataset)
+            splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
+            self._check_splits(splits)
+            chosen = [splits[name] for name in self.split.split("+")] if splits else []
+            reader = READERS.get(type(builder).__module__.rpartition(".")[2])
+            ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
+            shards: list[tuple[str, Callable[[], Any]]]
+            if ours and self.load_dataset.get("sample_by", "document") == "document":
+                rows = functools.partial(file_rows, builder, reader, self.column)
+                names = itertools.chain(*chosen)
+                shards = [(name, functools.partial(rows, name)) for name in names]
             else:
-                builder.download_and_prepare(num_proc=processes)
-                dataset = builder.as_dataset(self.split)
-                dataset = dataset.to_iterable_dataset(max(1, min(LANES, len(dataset))))
+                whole = builder.as_streaming_dataset(self.split)
+                part = functools.partial(whole.shard, whole.num_shards)
+                shards = [
+                    (f"{self.split}, shard {i}", functools.partial(part, i))
+                    for i in range(whole.num_shards)
+                ]
         except ValueError as error:
             raise UserError(str(error)) from None
-        except StopIteration:  # an empty JSON file
-            raise UserError(f"the split {self.split} has no documents") from None
         except Exception as error:  # the libraries below raise errors of many types
             raise UserError(f"load_dataset: {error}") from None
-        return dataset, self._fingerprint(builder, dataset.num_shards)
+        dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
+        return dataset, self._fingerprint(chosen, len(shards))
 
-    def _fingerprint(self, builder: Any, shards: int) -> dict[str, Any]:
+    def _check_splits(self, splits: dict[str, Any]) -> None:
+        """Raises UserError if one that is wanted isn't there, or if a local folder, whose files
+        `datasets` sorts by their names, has a file of text that is in none."""
+        from datasets.data_files import resolve_pattern
+
+        def listed(files: Iterable[str]) -> str:
+            return reprlib.repr(sorted(map(os.path.basename, files)))
+
+        found = "; ".join(f"{name} has {listed(files)}" for name, files in splits.items())
+        missing = {*self.split.split("+")} - {*splits}
+        if splits and missing:
+            raise UserError(
+                f"there is no split {missing.pop()}: {found}. Choose one of these, or rename the "
+                "files, as in train-1.jsonl"
+            )
+        load = self.load_dataset
+        path = "" if load["path"] in FILE_FORMATS else load["path"]
+        folder = pathlib.Path(path, load.get("data_dir") or "").absolute()
+        card = folder / "README.md"  # may say itself what is in a split
+        if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
+            return
+        files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
+        taken = {*itertools.chain(*splits.values())}
+        of_text = (file for file in files if TEXT_SUFFIXES & {*pathlib.Path(file).suffixes})
+        if left := [file for file in of_text if file not in taken]:
+            raise UserError(
+                f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
+                "them, as in train-1.jsonl, or move them elsewhere"
+            )
+
+    def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
+        """Yields the text of each row, after the name of its shard."""
+        for name, rows in shards:
+            number, columns = 0, dict[str, None]()
+            try:
+                for number, row in enumerate(rows(), 1):
+                    columns |= dict.fromkeys(row)
+                    yield name, self._text(f"{name}, row {number}", row.get(self.column))
+            except UserError:
+                raise
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name} isn't {error.encoding}: {error.reason} at byte {error.start}. Save it "
+                    "as UTF-8, or convert it with +load_dataset.encoding=latin-1, or whatever it "
+                    "is, or with +load_dataset.encoding_errors=replace"
+                ) from None
+            except Exception as error:  # the libraries below raise errors of many types
+                raise OSError(f"{name}, row {number + 1} can't be read: {error}") from error
+            if number and self.column not in columns:
+                raise UserError(
+                    f"{name} has no column={self.column}; the columns are {', '.join(columns)}"
+                )
+
+    def _text(self, place: str, value: Any) -> str:
+        """Returns the text of a row. A null counts as an empty text."""
+        with contextlib.suppress(UnicodeEncodeError):  # JSON can spell half of a character
+            if isinstance(value, str):
+                value.encode()
+                return value
+        if value is None or self.skip_not_text:
+            return ""
+        raise UserError(
+            f"{place}: column={self.column} is {reprlib.repr(value)}, which is no text. Correct "
+            "the row, or set skip_not_text=true to leave out such rows"
+        )
+
+    def _fingerprint(self, splits: list[Any], shards: int) -> dict[str, Any]:
         from datasets import config
 
-        lists: Any = builder.config.data_files or {}
-        lists = [lists[self.split]] if self.split in lists else lists.values()
         hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
         # The folder differs between copies of local files, and between revisions on the hub.
         files: list[Any] = []
-        pairs = (zip(part, part.origin_metadata, strict=False) for part in lists)
+        pairs = (zip(part, part.origin_metadata, strict=False) for part in splits)
         for name, origin in itertools.chain(*pairs):
             info: dict[str, Any] = {"size": 0, "blob_id": origin}  # in a bucket: an ETag
             if name.startswith("hf://") or "://" not in name:  # its folder was just listed
@@ -263,101 +367,62 @@ class Source:
             "bytes": sum(size for _, size, _ in files),
             "names and sizes": digest(files),
             "shards": shards,
-            "documents at a time": self.documents,
             "tokenizer": self.open_tokenizer().digest,
         }
 
     def read(
-        self, lanes: Sequence[int], position: dict[str, Any]
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yields the texts of each unit of `lanes` from a position on, and the position after."""
+        self, position: dict[str, Any], host: int = 0, hosts: int = 1
+    ) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """Yields the texts of each unit of a host from a position on, and the position after. The
+        position {} is before the first unit, whatever the source."""
+        from datasets.distributed import split_dataset_by_node
+
         dataset, found = self._open()
-        before = position.get("source", {})
-        differ = [f"{k} {v}, now {found.get(k)}" for k, v in before.items() if v != found.get(k)]
-        if differ:
-            raise UserError(
-                f"the split {self.split} has changed since the part before was read: "
-                f"{'; '.join(differ)}. Restore it, or begin anew: delete an unfinished "
-                "conversion, or clone a run's weights into a new one"
-            )
-        dataset = dataset.select_columns([self.column]).with_format("arrow")
-        states = list(position["lanes"])  # of each lane; None at its end
-
-        def read_lane(lane: int) -> Iterator[Any]:
-            part = dataset.shard(len(states), lane)
-            if states[lane]:
-                part.load_state_dict(states[lane])
-            for table in part.iter(self.documents):
-                states[lane] = part.state_dict()
-                # Copied, because pickling a slice would send all of the underlying buffer.
-                yield table[self.column].take(np.arange(len(table)))
-            states[lane] = None
-
-        def turn(lane: int) -> int:
-            return (lane - position["turn"]) % len(states)
-
-        unfinished = [lane for lane in lanes if states[lane] is not None]
-        readers = deque((lane, read_lane(lane)) for lane in sorted(unfinished, key=turn))
-        while readers:
-            lane, reader = readers.popleft()
-            try:
-                texts = next(reader, None)
-            except Exception as error:  # the libraries below raise errors of many types
-                raise OSError(f"the split {self.split} can't be read: {error}") from error
-            if texts is not None:
-                readers.append((lane, reader))
-                turn_after = (lane + 1) % len(states)
-                yield texts, {"turn": turn_after, "lanes": list(states), "source": found}
-
-
-def start(lanes: int, fingerprint: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the position before the first unit, of any source if there is no fingerprint."""
-    return {"turn": 0, "lanes": [{}] * lanes, "source": fingerprint or {}}
+        found |= {"hosts": hosts}
+        if position:
+            before = position.get("source", {})
+            pairs = [(key, before.get(key), found.get(key)) for key in {**found, **before}]
+            if differ := [f"{key} {then}, now {now}" for key, then, now in pairs if then != now]:
+                raise UserError(
+                    f"the split {self.split} has changed since the part before was read: "
+                    f"{'; '.join(differ)}. Restore it, or begin anew: delete an unfinished "
+                    "conversion, or clone a run's weights into a new one"
+                )
+        # Each host has shards of its own, if there are enough; else it reads all, and skips some.
+        by = "shards" if dataset.num_shards >= hosts else "examples"
+        dataset = split_dataset_by_node(dataset, host, hosts, by)
+        if "state" in position:
+            dataset.load_state_dict(position["state"])
+        texts: list[str] = []
+        size = 0
+        for text in dataset:
+            texts.append(text)
+            size += len(text)
+            if len(texts) == self.documents or size >= UNIT_BYTES:
+                yield texts, {"state": dataset.state_dict(), "source": found}
+                texts, size = [], 0
+        if texts:
+            yield texts, {"state": dataset.state_dict(), "source": found}
 
 
 def units(
-    source: Source, lanes: Sequence[int], position: dict[str, Any], processes: int
+    source: Source, position: dict[str, Any], threads: int, host: int = 0, hosts: int = 1
 ) -> Iterator[Unit]:
-    """Yields the tokenized units of `lanes` from a position on.
+    """Yields the tokenized units of a host from a position on. Raises UserError or OSError if
+    something can't be read or tokenized."""
+    tokenizer = source.open_tokenizer()
 
-    Tokenizes in `processes` worker processes of one thread each, or, if that is 1, in this process
-    with a thread per core. Raises UserError or OSError if something can't be read or tokenized.
-    """
-    pool: Executor
-    workers = cores() if processes == 1 else processes
-    if processes == 1:
-        pool = ThreadPoolExecutor(workers)
-    else:
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+    def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
+        return Unit(*tokenizer(texts), after)
+
     upcoming: deque[Future[Unit]] = deque()
-    with pool:
-        try:
-            for texts, after in ahead(source.read(lanes, position)):
-                upcoming.append(pool.submit(_unit, source, texts, after))
-                if len(upcoming) > workers + 1:
-                    yield upcoming.popleft().result()
-            for unit in upcoming:
-                yield unit.result()
-        except BrokenProcessPool:
-            raise OSError("a tokenizer process died") from None
-
-
-def _unit(source: Source, texts: Any, position: dict[str, Any]) -> Unit:
-    return Unit(*source.open_tokenizer()(texts), position)
-
-
-def _begin_worker() -> None:
-    """Makes a worker ignore Ctrl-C, which the main process handles, and exit when the main process
-    does, even if that is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent, "this is a worker"
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    with ThreadPoolExecutor(threads) as pool:
+        for texts, after in ahead(source.read(position, host, hosts)):
+            upcoming.append(pool.submit(tokenize, texts, after))
+            if len(upcoming) > threads + 1:
+                yield upcoming.popleft().result()
+        for unit in upcoming:
+            yield unit.result()
 
 
 def cores() -> int:

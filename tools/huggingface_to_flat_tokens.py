@@ -36,11 +36,11 @@ class ConvertConfig(Section):
     column: Name  # that holds the text
     tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
     end_token: bool  # append the tokenizer's end-of-text token to each document
+    skip_not_text: bool  # leave out values that aren't text, and count them as empty
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Bound(0, below=1)]
     max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
-    processes: PositiveInt | None  # that tokenize; null: only this one, with a thread per core
     output: Annotated[Path, NOT_EMPTY] = MISSING
 
     def __post_init__(self) -> None:
@@ -77,12 +77,12 @@ class Conversion:
     """The output and the progress of a conversion. From the first commit on, the output's attribute
     `conversion` records the progress and, once complete, how the output was made."""
 
-    def __init__(self, config: ConvertConfig, starts: list[dict[str, Any]]):
+    def __init__(self, config: ConvertConfig):
         self.config = config
         with storage.opening(config.output):
             self.root: Any = zarr.open_group(config.output, mode="a")
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
-        settings = {k: v for k, v in settings.items() if k not in ("output", "processes")}
+        settings = {k: v for k, v in settings.items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         self.provenance = {"settings": settings, "versions": versions}
         saved: Any = self.root.attrs.get("conversion", {})
@@ -97,7 +97,8 @@ class Conversion:
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
                     f"{value}; choose another output, or delete it"
                 )
-        self.positions = saved.get("positions", starts)
+        # Of train_split and validation_split. Nothing more is read after null.
+        self.positions: list[Any] = saved.get("positions", [{}, {}])
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
         self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
@@ -147,14 +148,12 @@ def convert(config: ConvertConfig) -> None:
     """Converts a dataset, or continues its conversion. Raises UserError or OSError if something
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
+    settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
+    sources = [Source(config.load_dataset, name, *settings) for name in names]
     # Finds most mistakes before anything is written.
-    settings = config.column, config.tokenizer, config.end_token
-    checked = [Source(config.load_dataset, name, *settings).check() for name in names]
-    starts = [text.start(min(text.LANES, found["shards"]), found) for _, found in checked]
-    conversion = Conversion(config, starts)
-    for i, (source, _) in enumerate(checked):
-        position = conversion.positions[i]
-        lanes = range(len(position["lanes"]))
+    files = sum(source.check()["files"] for source in sources)
+    conversion = Conversion(config)
+    for i, source in enumerate(sources):
         bar = tqdm(
             desc=names[i],
             total=config.max_tokens,
@@ -164,18 +163,19 @@ def convert(config: ConvertConfig) -> None:
             mininterval=0.5 if sys.stderr.isatty() else 60,  # in a log file each is a line
             delay=1,
         )
+        position = conversion.positions[i]
         with bar:
-            for unit in text.units(source, lanes, position, config.processes or 1):
+            for unit in text.units(source, position, text.cores()) if position is not None else ():
                 more = conversion.add(unit, i)
                 bar.update(len(unit.tokens))
                 if not more:
                     break
         has_both = all(writer.sequence_count for writer in conversion.writers.values())
-        if i == len(checked) - 1 and not has_both:
+        if i == len(sources) - 1 and not has_both:
             raise UserError(
                 "one document is too few for two splits; add another, or name a validation_split"
             )
-        conversion.positions[i] = text.start(0)  # resuming reads no more of this source
+        conversion.positions[i] = None
         conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
@@ -183,6 +183,8 @@ def convert(config: ConvertConfig) -> None:
             f"{writer.name}: {writer.sequence_count:,} sequences, "
             f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
         )
+    documents = sum(writer.sequence_count for writer in conversion.writers.values())
+    print(f"read {files:,} files, {documents + conversion.empty:,} documents")
     if conversion.empty:
         print(f"skipped {conversion.empty:,} empty documents")
 

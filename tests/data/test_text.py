@@ -1,7 +1,6 @@
 """Texts as tokens: the end token, special tokens, and what a tokenizer is known by."""
 
 import numpy as np
-import pyarrow
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -35,7 +34,7 @@ def write_tokenizer(folder, **named):
 
 def tokenized(opened, documents):
     """Returns the ids of each document."""
-    flat, lengths = opened(pyarrow.chunked_array([documents]))
+    flat, lengths = opened(documents)
     ids, is_start = decode(flat)
     ends = np.cumsum(lengths)
     assert np.flatnonzero(is_start).tolist() == (ends - lengths)[lengths > 0].tolist()

@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import gzip
 import json
-import multiprocessing
-import pathlib
 import random
 import shutil
 import signal
@@ -15,6 +14,7 @@ import time
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import zarr
 from tokenizers import processors
@@ -35,8 +35,8 @@ PROGRAM = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-n
 @functools.cache
 def defaults():
     given = "load_dataset.data_files=x", "output=x", "column=body", "validation_share=0.2"
-    folder, one = "configs/convert", "processes=1"
-    return compose_config("json_files", *given, one, folder=folder, schema=ConvertConfig)
+    folder = "configs/convert"
+    return compose_config("json_files", *given, folder=folder, schema=ConvertConfig)
 
 
 def settings(files, output, **changes):
@@ -120,13 +120,6 @@ def all_texts(path):
     return sorted(texts_of(path, "train") + texts_of(path, "validation"))
 
 
-def test_a_dataset_that_is_not_streamed(shards, whole, tmp_path):
-    load = {"path": "json", "data_files": str(shards), "streaming": False}
-    load["cache_dir"] = str(tmp_path / "cache")
-    tool.convert(settings(shards, tmp_path / "x.zarr", load_dataset=load))
-    assert all_texts(tmp_path / "x.zarr") == all_texts(whole)
-
-
 WAITING = """
 import time
 from tools import huggingface_to_flat_tokens as tool
@@ -158,13 +151,11 @@ def waiting(*arguments):
 
 @pytest.mark.slow
 def test_killed_it_goes_on_where_it_was(shards, whole, tmp_path, run_here):
-    """Kills it with SIGKILL. Its workers exit by themselves. That it had any doesn't show."""
     wanted = [*arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
-    run = waiting(*wanted, "processes=2")
-    workers = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    run = waiting(*wanted)
     run.kill()
-    run.communicate(timeout=60)  # returns when the workers, who share the pipes, are gone, too
-    assert run.returncode == -signal.SIGKILL and len(workers) >= 2
+    run.communicate(timeout=60)
+    assert run.returncode == -signal.SIGKILL
     with pytest.raises(ValueError, match=r"validation_share=0.2, not 0.3; choose another"):
         tool.convert(settings(shards, tmp_path / "x.zarr", validation_share=0.3))
     assert run_here("--config-name=json_files", *wanted)[1] == ""
@@ -300,25 +291,16 @@ def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
     shutil.copytree(shards.parent, tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "08.jsonl"
     damaged.write_text(damaged.read_text()[:9000] + '"}]\n')
-    problem = r"the split train can't be read: .*JSON"
-    with pytest.raises((OSError, ValueError), match=problem):
-        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr", processes=2))
-    assert not multiprocessing.active_children()
+    number = damaged.read_text().count("\n")
+    problem = rf"/08.jsonl, row {number} can't be read: .* line 1 column"
+    with pytest.raises(OSError, match=problem):
+        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr"))
     with pytest.raises(ValueError, match="its conversion is unfinished"):
         FlatTokens(str(tmp_path / "x.zarr"), "train")
 
 
-def test_a_worker_that_is_killed(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        tool.Conversion, "add", lambda *_: [p.kill() for p in multiprocessing.active_children()]
-    )
-    with pytest.raises(OSError, match="a tokenizer process died"):
-        tool.convert(settings(shards, tmp_path / "x.zarr", processes=2))
-    assert not multiprocessing.active_children()
-
-
 def test_ctrl_c(shards, tmp_path):
-    run = waiting(*arguments(shards, tmp_path / "x.zarr"), "processes=1")
+    run = waiting(*arguments(shards, tmp_path / "x.zarr"))
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     message = "interrupted; run the same command again to continue\n"
@@ -395,11 +377,11 @@ def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
 
 
 MISTAKES = {
-    "column=nothing": "the columns are body: str",
+    "column=nothing": "has no column=nothing; the columns are body",
     "validation_share=2": "validation_share=2",
     "validation_share=0": "a dataset needs both splits",
     "max_tokens=0": "max_tokens=0: it must be at least 1 and below 2147483648",
-    "validation_split=missing": "Bad split: missing. Available splits: ['train']",
+    "validation_split=missing": "no split missing: train has ['texts.jsonl']. Choose one of these",
     "+load_dataset.nonsense=1": "nonsense",
     "+speed=fast": "speed",
     "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
@@ -445,21 +427,112 @@ def test_the_standard_library_is_its_sources_without_tests():
     assert not any("/test/" in file or "site-packages" in file for file in files)
 
 
+def converted(run_here, folder, *more, config="json_files"):
+    """Returns what a conversion of a folder to x.zarr printed, and its error message."""
+    shutil.rmtree(folder.parent / "x.zarr", ignore_errors=True)
+    files = (
+        [] if any("load_dataset" in x for x in more) else [f"load_dataset.data_files={folder}/*"]
+    )
+    return run_here(f"--config-name={config}", *files, f"output={folder.parent}/x.zarr", *more)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
+HI = 'say "hi"\né'
+
+
+def test_files_without_texts(folder, run_here):
+    (folder / "x.jsonl").write_text("")
+    assert converted(run_here, folder)[1] == "error: the split train has no text"
+
+
+NOT_TEXT = ["NaN", "5", "[1]", '{"a": 1}', "true", '"\\ud800"']
+
+
+@pytest.mark.parametrize("value", NOT_TEXT)
+def test_a_value_that_is_not_text(folder, run_here, value):
+    """Names it, or leaves it out; the texts before and after it stay as they are."""
+    texts = [json.dumps({"text": text}) for text in (HI, "123", '{"a": 1}', HI)]
+    (folder / "x.jsonl").write_text("\n".join([*texts[:3], f'{{"text": {value}}}', texts[3]]))
+    _, message = converted(run_here, folder)
+    assert message.startswith(f"error: {folder}/x.jsonl, row 4: column=text is ")
+    assert message.endswith("skip_not_text=true to leave out such rows")
+    out, message = converted(run_here, folder, "skip_not_text=true")
+    assert message == "" and "read 1 files, 5 documents\nskipped 1 empty documents" in out
+    assert all_texts(folder.parent / "x.zarr") == sorted([HI, "123", '{"a": 1}', HI])
+
+
+def test_nulls_first_and_columns_that_vary(folder, run_here):
+    rows = [{"text": None}] * 300 + [{"text": HI, "x": x} for x in (1, "a", [2], None, {"b": 3})]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"y": 1}])))
+    (folder / "b.jsonl").write_text("\ufeff" + json.dumps([{"text": "last", "z": 1}], indent=1))
+    assert converted(run_here, folder)[1] == ""
+    assert all_texts(folder.parent / "x.zarr") == ["last", *[HI] * 5]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_any_type_that_holds_strings(folder, run_here, kind):
+    of = pyarrow.dictionary("int32", "string") if kind == "dictionary" else getattr(pyarrow, kind)()
+    for i in range(2):  # of different types in the other column
+        table = pyarrow.table(
+            {"text": pyarrow.array([HI, None, f"{i}"], of), "x": [[1], "a"][i] * 3}
+        )
+        pyarrow.parquet.write_table(table, folder / f"{i}.parquet")
+    assert converted(run_here, folder, config="parquet_files")[1] == ""
+    assert all_texts(folder.parent / "x.zarr") == ["0", "1", HI, HI]
+
+
+def test_a_parquet_column_that_is_not_text(folder, run_here):
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), folder / "0.parquet")
+    _, message = converted(run_here, folder, config="parquet_files")
+    assert f"{folder}/0.parquet, row 1: column=text is 1, which is no text" in message
+
+
+def test_a_folder_of_text_files_has_a_document_per_file(folder, run_here):
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"{i}\nline\n")
+    out, message = converted(run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}")
+    assert message == "" and "read 3 files, 3 documents" in out
+    assert all_texts(folder.parent / "x.zarr") == [f"{i}\nline\n" for i in range(3)]
+
+
 @pytest.mark.parametrize(
-    "rows, problem",
-    [
-        ("", "the split train has no documents"),
-        (
-            '{"text": ""}\n{"text": 5}\n',
-            "column=text is not a text column; the columns are text: int",
-        ),
-    ],
+    "names, problem",
+    {
+        "books web train": "in no split, ['books.jsonl', 'web.jsonl']: by their names, train has",
+        "eval-notes unit-test": "no split train: test has ['eval-notes.jsonl', 'unit-test.jsonl']",
+    }.items(),
 )
-def test_files_without_texts(rows, problem, tmp_path, run_here):
-    (tmp_path / "x.jsonl").write_text(rows)
-    files = f"load_dataset.data_files={tmp_path}/x.jsonl"
-    _, message = run_here("--config-name=json_files", files, f"output={tmp_path}/x.zarr")
-    assert message == f"error: {problem}"
+def test_a_folder_with_files_in_no_split(folder, run_here, names, problem):
+    for name in names.split():
+        write_texts(folder / f"{name}.jsonl", [name])
+    _, message = converted(
+        run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}", "column=body"
+    )
+    assert problem in message
+
+
+UNREADABLE = {
+    "latin-1": ("naïve".encode("latin-1"), "isn't utf-8: invalid continuation byte at byte 2."),
+    "cut": (gzip.compress(random.Random(0).randbytes(999).hex().encode())[:-50], "row 1 can't be"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_file_that_can_not_be_decoded_is_named(folder, run_here, kind):
+    content, problem = UNREADABLE[kind]
+    name = "b.txt" + ".gz" * (kind == "cut")
+    (folder / name).write_bytes(content)
+    for other in "ac":
+        (folder / f"{other}.txt").write_text("naïve")
+    _, message = converted(run_here, folder, config="text_files")
+    assert f"{folder}/{name}" in message and problem in message
+    if kind == "latin-1":
+        assert "+load_dataset.encoding_errors=replace" in message
 
 
 def test_an_unfinished_conversion_of_an_earlier_version(shards, whole, tmp_path, monkeypatch):
@@ -473,10 +546,10 @@ def test_an_unfinished_conversion_of_an_earlier_version(shards, whole, tmp_path,
     conversion["settings"]["chat"] = True
     zarr.open_group(output).attrs["conversion"] = conversion
     with pytest.raises(UserError, match="unfinished conversion with chat=True, not False"):
-        tool.Conversion(settings(shards, output), [])
+        tool.Conversion(settings(shards, output))
     conversion["settings"]["chat"] = False
     zarr.open_group(output).attrs["conversion"] = conversion
     with pytest.raises(UserError, match="unfinished conversion with end_token=False, not True"):
-        tool.Conversion(settings(shards, output, end_token=True), [])
+        tool.Conversion(settings(shards, output, end_token=True))
     assert not deadly.convert(settings(shards, output))
     assert same(output, whole)
