@@ -18,7 +18,9 @@ import safetensors.numpy
 import transformers
 import zarr
 
+from runtime import checks
 from shardlib.devices import abstract_mesh, make_mesh
+from shardlib.errors import ShardTypeError, UserError
 from tests import helpers, mutations, oracle, pages
 from tests.helpers import (
     ROOT,
@@ -154,7 +156,7 @@ class Places(NamedTuple):
 @pytest.mark.parametrize(
     "sections, settings",
     [
-        ([*list(SECTION)[:4], "An average of the weights"], PIPELINE),
+        ([*list(SECTION)[:5], "An average of the weights"], PIPELINE),
         (["Places for experts"], EXPERTS),
         (["Two tokens at once"], ("model.layers=1",)),
         (["Gemma 3"], GEMMA),
@@ -260,6 +262,36 @@ def test_a_term_of_the_loss_is_the_oracles(tree):
     (_, expected), gradients = jax.device_get(objective(weights, *rows, max_timescale=100))
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(grads, gradients, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_temperature_is_the_oracles(tree):
+    apply("temperature", tree)
+    queries = "all_queries[:, :, q], position, max_timescale)"
+    warm = (queries, f'{queries} * layer["heat_norm"][q][:, None]')
+    assert_equals(edited("tests/oracle.py", warm), *loss_and_grads(tree))
+
+
+@pytest.mark.parametrize(
+    "line, mistaken",
+    [
+        ('    heat_norm: compute["Q K/t"]', "    # "),
+        ("heat_norm", "heat"),
+        ('heat_norm: compute["Q K/t"]', 'heat_norm: compute["Q K"]'),
+        ("w.heat_norm[:, :, None]", "w.heat_norm"),
+    ],
+)
+def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tree):
+    apply("temperature", tree)
+    source = (tree / "train.py").read_text()
+    module = mutations.load(source.replace(line, mistaken))
+    config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
+    with pytest.raises((ShardTypeError, UserError, AttributeError, TypeError, ValueError)) as error:
+        checks.probe(config)
+        with jax.set_mesh(make_mesh(config.mesh.axes)):
+            module.init_weights(config)
+    rows = re.findall(r"^\| .* \| `(.*)` \|$", SECTION["Add a weight"], re.MULTILINE)
+    assert sum(row in str(error.value) for row in rows) == 1
 
 
 @pytest.mark.slow
