@@ -782,10 +782,11 @@ def training_step(
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> f32[""]:
+def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> tuple[f32[""], f32[""]]:
+    """The sum of the losses of all targets, and their number."""
     targets = target_count(batch)
     _, sums = total_loss(gather_replica(cast(weights)), batch, targets, config)
-    return sums["loss"] / targets
+    return sums["loss"], targets
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -845,11 +846,21 @@ def step_flops(config: Config) -> tuple[int, int]:
 
 
 @typechecked
-def validate(config: Config, weights: Stored, data: Batches) -> jax.Array:
-    """The mean of the losses of the validation split's first batches, the same ones each time."""
-    count = config.training.validation_batches
-    losses = [validation_step(weights, batch, config) for _, batch in data.from_step(0, count)]
-    return sum(losses, start=jnp.float32(0)) / count
+def validate(
+    config: Config,
+    weights: Stored,
+    data: Batches,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """The mean loss of all targets in the validation split's first batches, the same ones each
+    time. None if a signal interrupts it, between two batches."""
+    nats = targets = 0.0
+    for number, batch in data.from_step(0, config.training.validation_batches):
+        if number and interrupted():
+            return None
+        total, count = validation_step(weights, batch, config)
+        nats, targets = nats + float(total), targets + float(count)
+    return nats / targets
 
 
 def starting_state(
@@ -916,10 +927,12 @@ def train(
         checkpoints.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
-    at_start: dict[str, jax.Array] = {}
+    at_start: dict[str, float] = {}
     if held_out and hyper.validation_at_start and run.first == 0:
-        at_start["validation_loss_at_start"] = loss = validate(config, state.weights, held_out)
-        say(f"validation loss before the first step: {float(loss):.4f}")
+        loss = validate(config, state.weights, held_out, run.interrupted)
+        if loss is not None:
+            at_start["validation_loss_at_start"] = loss
+            say(f"validation loss before the first step: {loss:.4f}")
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
@@ -927,8 +940,9 @@ def train(
         metrics |= at_start if step == 0 else {}
         run.log(step, metrics, functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
-            run.settle()
-            run.flush(validation_loss=validate(config, state.weights, held_out))
+            run.pause()
+            loss = validate(config, state.weights, held_out, run.interrupted)
+            run.flush(validation_loss=loss)
         if run.saves_after(step):
             run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
             checkpoints.save(step + 1, state, data.position)

@@ -318,8 +318,7 @@ class Run:
         """Context manager for the call of the training step. `waited` is how many seconds the loop
         waited for the batch, which count as part of the step's time. If the next step hasn't begun
         within hang_timeout_seconds, the stacks of all threads go to standard error."""
-        if seconds := self.config.hang_timeout_seconds:
-            faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
+        self._watch()
         if step in self.profiled[:1]:
             self.flush()
             hlo.start_profile(self.profile)
@@ -341,9 +340,13 @@ class Run:
         self.row, self.explain = {"step": step, **values}, explain
         self.row["data_wait_seconds"] = self.waited
 
-    def settle(self) -> None:
+    def pause(self) -> None:
         """Blocks until the last step is done and stops its clock, so that validation isn't counted
-        as part of it."""
+        as part of it, nor compiling it as a hang."""
+        self._settle()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _settle(self) -> None:
         if not self.row or "tokens_per_second" in self.row:
             return
         row: Row = {"step": (step := self.row.pop("step"))}
@@ -361,14 +364,24 @@ class Run:
             say(f"time to first step: {now - IMPORTED:.1f} s (imports not included)")
         self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
 
+    def interrupted(self) -> bool:
+        """Returns whether a signal asks to stop. Call it between parts of what may take longer than
+        a step, such as the batches of a validation. Each part gets hang_timeout_seconds anew."""
+        self._watch()
+        return self.stop.reached()
+
+    def _watch(self) -> None:
+        if seconds := self.config.hang_timeout_seconds:
+            faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
+
     def flush(self, **extra: Any) -> None:
-        """Writes the pending row, if there is one, with the extra values added. The time from
+        """Writes the pending row, if there is one, with the extra values but None. The time from
         here to the next step counts for neither step. Raises UserError after too many consecutive
         skipped updates."""
         if self.row:
-            self.settle()
+            self._settle()
             row, self.row = self.row, {}
-            self.write(row | {name: float(value) for name, value in extra.items()})
+            self.write(row | {name: float(x) for name, x in extra.items() if x is not None})
         if self.saves:  # now, which may take longer than a step, and so may the save before it
             faulthandler.cancel_dump_traceback_later()
 
@@ -396,7 +409,7 @@ class Run:
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint is due after a step, because of the interval, a signal or
         the end of the run. Call it once per step: it also ends the profile."""
-        self.done, self.stopping = step + 1, self.stop.after(step)
+        self.done, self.stopping = step + 1, self.stop.reached()
         self.last = self.stopping or self.done == self.steps
         if step in self.profiled and (self.last or self.done == self.profiled.stop):
             self.flush()

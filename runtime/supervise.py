@@ -25,7 +25,8 @@ class Stop:
     signal = signal.SIGTERM
 
     def __init__(self) -> None:
-        self.requested, self.one_host = False, jax.process_count() == 1
+        self.requested = self.agreed = False
+        self.asked, self.one_host = 0, jax.process_count() == 1
 
     def __enter__(self) -> "Stop":
         handled = [signal.SIGINT, *([signal.SIGTERM] if self.one_host else [])]
@@ -66,9 +67,13 @@ class Stop:
         if not self.one_host:  # JAX handles SIGTERM then, and tells the other hosts
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def after(self, step: int) -> bool:
-        """Returns whether to stop after this step: the same on all hosts."""
-        return self.requested if self.one_host else reached_preemption_sync_point(step)
+    def reached(self) -> bool:
+        """Returns whether to stop now: the same on all hosts, which all call it as often."""
+        if self.one_host:
+            return self.requested
+        self.asked += 1
+        self.agreed = self.agreed or reached_preemption_sync_point(self.asked)
+        return self.agreed
 
 
 @contextlib.contextmanager

@@ -249,6 +249,42 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     np.testing.assert_allclose(actual, np.mean(losses), rtol=1e-6)
 
 
+class Given:
+    """Batches of these."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def from_step(self, first, last):
+        yield from enumerate(self.batches[first:last])
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_validation_is_the_mean_over_targets_not_over_batches(rows, in_f32):
+    """The last rows are almost all padding, as where short documents aren't packed."""
+    config = small_config(f"training.validation_batches={32 // rows}")
+    config.training.tokens.batch = rows
+    rng = np.random.default_rng(0)
+    targets = rng.integers(1, config.model.vocab, (32, config.training.tokens.len))
+    targets[8:, 3:], targets[24:], is_start = 0, 0, np.zeros(targets.shape, bool)
+    with jax.set_mesh(mesh(4, 2)):
+        weights = in_f32.init_state(config).weights
+        parts = [targets[i : i + rows] for i in range(0, 32, rows)]
+        batches = [token_batch(train.TokenBatch, x, is_start[: len(x)]) for x in parts]
+        actual = in_f32.validate(config, weights, Given(*batches))
+        weights = plain(jax.device_get(weights))
+    np.testing.assert_allclose(actual, oracle.mean_loss(weights, targets, is_start, 100), rtol=1e-6)
+
+
+def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
+    config, asked = small_config("training.validation_batches=4"), iter([False, True])
+    batch = token_batch(train.TokenBatch, *random_rows())
+    with jax.set_mesh(mesh(4, 2)):
+        weights, seen = train.init_state(config).weights, Given(*[batch] * 4)
+        assert train.validate(config, weights, seen, lambda: next(asked)) is None
+    assert next(asked, "both were asked") == "both were asked"
+
+
 def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
     module = edited("train.py", ('w_up: compute["M/c/s F/t"]', 'w_up: compute["M/c/s G/t"]'))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]

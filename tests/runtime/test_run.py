@@ -73,7 +73,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
                 pass
             run.log(step, metrics(Later(step, lambda: advance(2))))
             if step == 1:
-                run.settle()
+                run.pause()
                 advance(30)
                 run.flush(validation_loss=Later(9, lambda: advance(20)))
             if run.saves_after(step):

@@ -70,6 +70,12 @@ with begun(root, *settings, steps=3) as run:
             if step == 2:
                 stuck()
         run.log(step, metrics())
+        if step == 0:
+            run.pause()
+            time.sleep(1)  # as compiling a validation might, and each of its batches a bit less
+            for _ in range(2):
+                run.interrupted()
+                time.sleep(0.5)
         if run.saves_after(step):  # steps 1 and 2
             run.flush()
             time.sleep(1)  # as a save might
@@ -80,7 +86,7 @@ print("over")
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["true", "false"])
 def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
-    """A save may take any time."""
+    """A save and a validation may take any time."""
     command, pipe = [sys.executable, "-c", HANGS, str(tmp_path), ends], subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
