@@ -1,4 +1,4 @@
-"""What is known of accelerators: speeds, memory, links, and the compiler's options."""
+"""A table of accelerators: speeds, memory, links, and the compiler's options for them."""
 
 import math
 import os

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from omegaconf import MISSING
 
 from runtime import chips, hlo
@@ -35,6 +37,8 @@ from runtime.config import (
     PositiveInt,
     Seconds,
     Section,
+    flat,
+    plain,
 )
 from runtime.errors import tell
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
@@ -130,7 +134,30 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
+    if config.num_hosts > 1:
+        check_hosts_agree(config)
     return devices.make_mesh(axes)
+
+
+def check_hosts_agree(config: RunConfig) -> None:
+    """Raises UserError on all hosts if their settings or their source differ. Each would train on
+    with its own, or wait for the others without end."""
+    own = flat(plain(config.to_yaml())) | {"jax": jax.__version__}
+    own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
+    files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
+    own |= {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    lengths = process_allgather(np.array(len(text)))
+    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
+    hosts = [json.loads(bytes(row[:n])) for row, n in zip(texts, lengths, strict=True)]
+    for name in sorted(set().union(*hosts)):
+        each = [str(host.get(name)) for host in hosts]
+        other = next((i for i, value in enumerate(each) if value != each[0]), 0)
+        if other:
+            raise UserError(
+                f"hosts differ in {name}: {each[0]} on host 0, {each[other]} on host {other}. "
+                "Start all with the same settings and the same source"
+            )
 
 
 def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:

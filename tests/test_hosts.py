@@ -14,7 +14,7 @@ import pytest
 from runtime.run import make_mesh
 from shardlib.errors import UserError
 from tests.helpers import ROOT, arrays, is_free, rows, small_config
-from tests.torture import ARGUMENTS, ENDS, LIMIT, NEVER, Hosts, complete
+from tests.torture import ARGUMENTS, ENDS, LIMIT, NEVER, QUICK, Hosts, complete, start_hosts
 
 # A run saves only when it stops; the number of steps is chosen after that.
 SETTINGS = [*ARGUMENTS, "checkpoint_interval=0"]
@@ -106,7 +106,7 @@ def test_a_process_has_all_gpus_of_its_host(cluster):
         )
         processes.append(started)
     printed = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in printed] == ["8 0,1,2,3\n"] * 2, printed
+    assert [out.splitlines()[-1] for out, _ in printed] == ["8 0,1,2,3"] * 2, printed
 
 
 @pytest.fixture
@@ -213,3 +213,18 @@ def test_a_port_in_use_gets_one_message():
             make_mesh(config, {"d": 2, "t": 1})
     message = f"num_hosts=2 coordinator={address}: [Errno 98] Address already in use"
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.slow
+def test_hosts_that_differ_do_not_start(tmp_path):
+    def command(i):
+        name = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
+        return ["-m", "train", *SETTINGS, *name, f"training.learning_rate={[1e-3, 1e-2][i]}"]
+
+    processes = start_hosts(2, 2, command, str(tmp_path / "out"), **QUICK)
+    assert [process.wait(LIMIT) for process in processes] == [1, 1]
+    message = (
+        "error: hosts differ in training.learning_rate: 0.001 on host 0, 0.01 on host 1. Start all "
+        "with the same settings and the same source\n"
+    )
+    assert all((tmp_path / f"out.{i}").read_text().endswith(message) for i in range(2))
