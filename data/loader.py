@@ -288,7 +288,8 @@ class Batches(abc.ABC):
     def number(self, step: int) -> int:
         """Returns the number of a step's batch."""
         for skipped in sorted({*self.spec.skip}):
-            step += skipped <= step
+            if skipped <= step:
+                step += 1
         return step
 
     @abc.abstractmethod

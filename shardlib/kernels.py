@@ -94,7 +94,7 @@ def attention(
     parts = k.shape[1] // q.shape[1]
     fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
     fits = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
-    with_kernel = ["tpu"] * fits + ["gpu"] * (fits and parts == 1)
+    with_kernel = ("tpu", "gpu") if fits and parts == 1 else ("tpu",) if fits else ()
     device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
     if device and device.platform in with_kernel:
         if device.platform == "tpu":

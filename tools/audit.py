@@ -39,6 +39,7 @@ class AuditOptions:
     json: str = ""  # file for the ledger as JSON
     html: str = ""  # file for the source as a page with the ledger's amounts beside its lines
     against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it
+    least: float = 1e-3  # the part of a table's total that a row needs to be listed
     chip: str = ""  # a key of chips.CHIPS, for a roofline
     links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
 
@@ -156,8 +157,8 @@ class Table(NamedTuple):
     def head(self) -> tuple[str, ...]:
         return (*self.columns, "each", "count", "total")
 
-    def text(self, rows: list[dict[str, Any]]) -> str:
-        least = total_of(rows) / 1000
+    def text(self, rows: list[dict[str, Any]], share: float) -> str:
+        least = total_of(rows) * share
         cells = [self.cells(row) for row in rows if row["total"] > least]
         if small := [row for row in rows if 0 < row["total"] <= least]:
             blank = [""] * (len(self.columns) + 1)
@@ -221,7 +222,9 @@ def terms_table(result: dict[str, Any]) -> str:
     return table(("held at the peak", "a device"), rows)
 
 
-def report(result: dict[str, Any], chip: chips.Chip | None = None) -> str:
+def report(
+    result: dict[str, Any], chip: chips.Chip | None = None, least: float = AuditOptions.least
+) -> str:
     """The result of `audit_step` as text."""
     count, peak, terms, note = summary(result, chip)
     sent, products = result["transfers"], result["products"]
@@ -233,10 +236,10 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None) -> str:
     return "\n".join(
         [
             f"{count}\n\n{peak}\n\n{terms}\n\n{note}\n",
-            TABLES["saved"].text(result["saved"]),
+            TABLES["saved"].text(result["saved"], least),
             f"\nA device receives {show_total(sent, 'B')} a step"
             + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
-            TABLES["transfers"].text(sent),
+            TABLES["transfers"].text(sent, least),
             f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
             f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half.",
         ]
@@ -373,7 +376,7 @@ def main(config: AuditConfig) -> None:
         before = compare.earlier(config.audit.against)
         print(compare.report(before, result, chip, config.audit.links))
         return
-    print(report(result, chip))
+    print(report(result, chip, config.audit.least))
     if chip:
         print(f"\n{roofline(config, probed, chip)}")
 
