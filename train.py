@@ -63,7 +63,7 @@ from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
 from runtime.program import program
-from runtime.run import Run, RunConfig, due, make_mesh, say
+from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, say
 from shardlib import kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -393,23 +393,6 @@ class TrainingConfig(Section, key="training"):
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
         problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
         self.require(fits, "cooldown_steps", problem)
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class MeshConfig(Section, key="mesh"):
-    d: PositiveInt  # the group of r and s, which data/loader.py declares
-    t: PositiveInt
-    r: PositiveInt = 1
-    c: PositiveInt = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.d % self.r == 0, "r", f"it must divide mesh.d={self.d}")
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The sizes of the mesh axes, outermost first."""
-        return {"r": self.r, "s": self.d // self.r, "c": self.c, "t": self.t}
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)

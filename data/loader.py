@@ -52,7 +52,6 @@ from runtime.config import (
 from shardlib.errors import UserError
 from shardlib.kernels import balanced
 from shardlib.types import (
-    axis_group,
     bool_,
     make_shardings,
     mesh_shape,
@@ -98,9 +97,6 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         paths = [self.filespec or "", *(dataset.filespec for dataset in self.mixture)]
         local = (path for path in paths if path and not ("://" in path or "::" in path))
         return next(filter(None, map(tokenizer_of, local)), None)
-
-
-axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
 
 
 @pytree_dataclass

@@ -45,7 +45,7 @@ from runtime.sinks import SINKS, Row, check_sinks, json_lines
 from runtime.supervise import Stop, locked
 from shardlib import devices
 from shardlib.errors import UserError
-from shardlib.types import compute
+from shardlib.types import axis_group, compute
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
@@ -105,6 +105,26 @@ class RunConfig(Section):
         _, colon, port = self.coordinator.rpartition(":")
         valid = not self.coordinator or (colon and port.isdecimal() and 0 < int(port) < 2**16)
         self.require(valid, "coordinator", "it must be ADDRESS:PORT of the first host")
+
+
+axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class MeshConfig(Section, key="mesh"):
+    d: PositiveInt  # the group of r and s
+    t: PositiveInt
+    r: PositiveInt = 1
+    c: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.d % self.r == 0, "r", f"it must divide mesh.d={self.d}")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes, outermost first."""
+        return {"r": self.r, "s": self.d // self.r, "c": self.c, "t": self.t}
 
 
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:

@@ -157,7 +157,7 @@ class Table(NamedTuple):
     def head(self) -> tuple[str, ...]:
         return (*self.columns, "each", "count", "total")
 
-    def text(self, rows: list[dict[str, Any]], share: float) -> str:
+    def text(self, rows: list[dict[str, Any]], share: float = AuditOptions.least) -> str:
         least = total_of(rows) * share
         cells = [self.cells(row) for row in rows if row["total"] > least]
         if small := [row for row in rows if 0 < row["total"] <= least]:

@@ -276,3 +276,11 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
         assert re.search(f"^{name} +{tables.show(size)}$", out, re.MULTILINE)
     listed = sum(row["total"] for row in result["saved"] if row["memory"] == "device")
     assert listed == result["held"][memory.SAVED]
+
+
+def test_the_text_can_list_every_collective():
+    _, result = audited(*CONFIG[1:])
+    moving = [row for row in result["transfers"] if row["total"]]
+    listed = audit.report(result, least=0).partition("sent at")[2].partition("\n\n")[0]
+    assert len(listed.splitlines()) == 1 + len(moving)
+    assert "smaller" in audit.report(result) and "smaller" not in audit.report(result, least=0)
