@@ -426,5 +426,7 @@ def units(
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Returns the number of cores that this process may use, or, on macOS, of all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
