@@ -881,9 +881,9 @@ def train(
     wait_for_check: Callable[[], str],
 ) -> None:
     """Trains until the last step, or until a signal asks the run to stop."""
-    hyper = config.training
+    hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
     checkpoints = Checkpoints(
-        run.checkpoints, state_type(config), dimensions(config), config.to_yaml(),
+        run.checkpoints, kinds, sizes, config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
@@ -891,8 +891,7 @@ def train(
         return
     source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
     tokens = hyper.tokens.batch * hyper.tokens.len
-    weights = make_shapes(weights_type(config.model), dimensions(config))
-    parameters = sum(x.size for x in jax.tree.leaves(weights))
+    parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
     step_once = run.compile(lower_step(config))
     state, origin = starting_state(config, checkpoints, source, data)
