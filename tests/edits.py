@@ -684,8 +684,8 @@ RIGHT_WITH_BROADCAST: dict[str, Edit] = {
         """,
     ),
     "every_second_neuron_halved": neurons("indices", "hidden = hidden.at[..., ::2].multiply(0.5)"),
-    "first_token_of_each_row": neurons(
-        "indices", "hidden = hidden.at[jnp.arange(hidden.shape[0]), 0].multiply(2)"
+    "each_row_halved": neurons(
+        "indices", "hidden = hidden.at[jnp.arange(hidden.shape[0])].multiply(0.5)"
     ),
 }
 
