@@ -6,6 +6,7 @@ import functools
 import operator
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from runtime.errors import user_errors
 from shardlib.errors import UserError
 
 C = TypeVar("C")
+OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
 
 
 def program(
@@ -66,6 +68,8 @@ def program(
             composed: list[tuple[DictConfig, Any]] = []  # each config with Hydra's own
             jobs: list[tuple[C, Any]] = []  # the same, checked
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
+            # argparse wants all overrides together.
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: bool(re.match(OVERRIDE, a)))
             sys.argv = [f"++{a}" if re.match(rf"({added})[.=]", a) else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
@@ -81,7 +85,8 @@ def program(
                     for config, hydra_config in composed:  # in compose Hydra would print errors
                         jobs.append((typed(config, hydra_config), hydra_config))
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
-                    raise UserError(_message(error, schema, folder)) from error
+                    message = re.sub(rf"\+\+(?=({added})[.=])", "", _message(error, schema, folder))
+                    raise UserError(message) from error
                 if not jobs:  # with --help
                     return
                 first, hydra_config = jobs[0]
@@ -102,7 +107,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     for number, (config, hydra_config) in enumerate(jobs):
         arguments = [f"--config-name={hydra_config.job.config_name}", *hydra_config.overrides.task]
         if names:
-            arguments.append(f"{names}='{operator.attrgetter(names)(config)}/{number}'")
+            arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{number}"))
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         with subprocess.Popen([*program, *arguments]) as process:
             signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
@@ -114,6 +119,11 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
             failed.append(str(number))
     if failed:
         raise UserError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
+
+
+def _quoted(key: str, value: str) -> str:
+    """An override that Hydra takes literally, whatever is in the value."""
+    return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
 
 
 def _names(folder: str) -> list[str]:
@@ -145,7 +155,11 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         name, options = error.missing_cfg_file, error.options or _names(folder)
         return f"no config {name}; choose from {', '.join(options)}"
     if isinstance(error, OverrideParseException):
-        return f"can't parse {error.override}: {' '.join(str(error).split())}"
+        problem = " ".join(str(error).split()).partition(" See https")[0]
+        problem = re.sub("LexerNoViable.*", "it has a character that needs quotes", problem)
+        key, equals, value = str(error.override).lstrip("+").partition("=")
+        cure = f"; if it is text, quote it: {shlex.quote(_quoted(key, value))}"
+        return f"can't parse {error.override}: {problem}" + (cure if equals else "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key, known = getattr(cause, "full_key", None) or "", list(dict(_keys(schema)))
     section, _, last = key.rpartition(".")
@@ -171,7 +185,11 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         cure = f"; choose another config with --config-name=NAME: {names}" if names else ""
         return f"this config has no choice of {group[1]}{cure}"
     problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
+    if "Config' to string" in problem:
+        problem += f"; quote text: '{key}=\"...\"'"
     # Hydra names no key when a whole section or config group is wrong, nor when a flag is.
     if not key and " --" not in problem:
-        key = ", ".join(arg for arg in sys.argv[1:] if re.match(r"\+*\w+=", arg))
+        values = {*known} - {name.partition(".")[0] for name in known if "." in name}
+        words = [arg for arg in sys.argv[1:] if re.match(r"\+*\w+=", arg)]
+        key = ", ".join(arg for arg in words if arg.lstrip("+").split("=")[0] not in values)
     return f"{key}: {problem}" if key else problem

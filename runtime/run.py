@@ -286,7 +286,8 @@ class Run:
         self.stop = Stop()
         self.stopping = self.last = self.saves = False
         self.unlogged = ""  # why metrics can't be written any more
-        self.loggers: list[Callable[[Row], None]] = []  # one per sink, on the first host
+        # On the first host, of each sink: its function, and the rows that it hasn't taken yet.
+        self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
         self.row: dict[str, Any] = {}  # the last step's, until it is written
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
@@ -353,7 +354,7 @@ class Run:
         if self.first_host:
             to, config = self.config.metrics.to, self.config.to_yaml()
             try:
-                self.loggers = open_folder(self.folder, to, config, first)
+                self.loggers = [(log, []) for log in open_folder(self.folder, to, config, first)]
             except OSError as error:  # such as a full disk
                 file = error.filename or self.folder
                 raise UserError(f"{file} can't be written: {error.strerror}") from None
@@ -434,12 +435,9 @@ class Run:
 
     def write(self, row: Row) -> None:
         """Logs a row, prints progress, and ends the run after too many skipped updates."""
-        try:
-            for log in self.loggers:
-                log(row)
-        except Exception as error:  # sinks raise errors of many types
-            self.unlogged = self.unlogged or f"step {row['step']} can't be logged: {error}"
-            self.stop.ask()
+        for _, rows in self.loggers:
+            rows.append(row)
+        self._write_pending()
         self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
@@ -452,6 +450,18 @@ class Run:
                     "batch with training.skip_steps, or raise training.max_skipped_updates"
                 )
             say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
+
+    def _write_pending(self) -> None:
+        """Gives each sink the rows that it hasn't taken yet. An error stops the run."""
+        for log, rows in self.loggers:
+            try:
+                while rows:
+                    log(rows[0])
+                    rows.pop(0)
+            except Exception as error:  # sinks raise errors of many types
+                problem = f"step {rows[0]['step']} can't be logged: {error}"
+                self.unlogged = self.unlogged or problem
+                self.stop.ask()
 
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint is due after a step, because of the interval, a signal or
@@ -474,6 +484,9 @@ class Run:
             return 0
         self.flush()
         if self.unlogged:
+            self._write_pending()  # a save may have removed old checkpoints, and so made room
+            for row in self.loggers[0][1] if self.first_host else []:
+                say(f"not in metrics.jsonl: {json.dumps(row)}")
             raise UserError(f"{self.unlogged}; stopped after {self.done} steps, which are saved")
         if self.stopping and self.done < self.steps:
             name = self.stop.signal.name

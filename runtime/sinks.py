@@ -1,9 +1,12 @@
 """Sinks for a run's metrics. A sink is `make(folder, first_step, config) -> log(row)`: `folder` is
 the run's, `config` is YAML text, and a row maps names to numbers."""
 
+import contextlib
+import errno
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import time
 import weakref
@@ -22,24 +25,41 @@ def json_lines(folder: pathlib.Path, first_step: int, config: str) -> Callable[[
 
     def log(row: Row) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        with (folder / "metrics.jsonl").open("a") as metrics:
-            metrics.write(json.dumps(finite) + "\n")
+        with (folder / "metrics.jsonl").open("ab", buffering=0) as metrics:
+            line, end = f"{json.dumps(finite)}\n".encode(), metrics.tell()
+            if metrics.write(line) < len(line):
+                metrics.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return log
 
 
 def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
     """Writes events to tensorboard/, and discards those of earlier starts from `first_step` on."""
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.summary import scalar, text
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step, flush_secs=10)
-    writer.add_text("config", f"```\n{config}\n```", first_step)
+    # SummaryWriter writes in a thread. After an error there it would wait forever.
+    (folder / "tensorboard").mkdir(exist_ok=True)
+    writer = EventsWriter(str(folder / "tensorboard/events"))
+
+    def write(step: float, **content: Any) -> None:
+        writer.write_event(Event(wall_time=time.time(), step=int(step), **content))
+
+    write(first_step, session_log=SessionLog(status=SessionLog.START))
+    write(first_step, summary=text("config", f"```\n{config}\n```"))
 
     def log(row: Row) -> None:
         for name, value in row.items():
-            writer.add_scalar(name, value, row["step"])
+            write(row["step"], summary=scalar(name, value))
+        writer.flush()
 
-    weakref.finalize(log, writer.close)  # close() writes the events still queued
+    def close() -> None:
+        with contextlib.suppress(OSError):  # `log` has raised it
+            writer.close()
+
+    weakref.finalize(log, close)
     return log
 
 

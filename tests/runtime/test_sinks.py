@@ -1,6 +1,7 @@
 """Tests the sinks of metrics: files, TensorBoard, Weights & Biases."""
 
 import json
+import resource
 import sys
 import time
 import types
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import train
+from runtime import sinks
 from runtime.checkpoint import named
 from runtime.run import open_folder
+from shardlib.errors import UserError
 from tests.helpers import SMALL, edited, mesh, rows, small_config, take_step, train_here
 from tests.runtime.test_run import begun, metrics, take
 
@@ -80,6 +83,49 @@ def test_tensorboard_has_each_row_once(tmp_path):
         assert actual == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
     (text,) = [event for event in events.Tensors("config/text_summary") if event.step == 0]
     assert b"d_model: 32" in text.tensor_proto.string_val[0]
+
+
+def test_rows_that_a_sink_refused_come_later_and_others_get_them_at_once(tmp_path, monkeypatch):
+    """The first sink fails from row 1 on, and has recovered when the run ends."""
+    order, full = [], [True]
+
+    def sink(name):
+        def log(row):
+            if name == "a" and row["step"] == 1 and full[0]:
+                raise ValueError("no room")
+            order.append((name, row["step"]))
+
+        return lambda *_: log
+
+    monkeypatch.setattr("runtime.run.SINKS", {"a": sink("a"), "b": sink("b")})
+    monkeypatch.setattr("runtime.run.check_sinks", lambda _: None)
+    with begun(tmp_path, "metrics.to=[a,b]") as run:
+        for step in range(3):
+            take(run, step, metrics())
+        run.flush()
+        full[0] = False
+        with pytest.raises(UserError, match=r"^step 1 can't be logged: no room; stopped after "):
+            run.end()
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("b", 2), ("a", 1), ("a", 2)]
+
+
+@pytest.mark.parametrize("name", ["json_lines", "tensorboard"])
+def test_a_row_that_does_not_fit_on_the_disk_is_refused_whole(name, tmp_path, monkeypatch):
+    """A limit of the size of files stands for a full disk."""
+    log = getattr(sinks, name)(tmp_path, 0, CONFIG)
+    log({"step": 0, "loss": 1.0})
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    before, limits = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 9, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            log({"step": 1, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if name == "json_lines":
+        assert file.read_bytes() == before
+        log({"step": 1, "loss": 2.0})
+        assert file.read_bytes() == before + b'{"step": 1, "loss": 2.0}\n'
 
 
 def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
