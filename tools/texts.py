@@ -69,9 +69,7 @@ class Text:
         return {i for i, token in added.items() if token.special}
 
     def encode(self, prompt: str) -> list[int]:
-        import pyarrow
-
-        stored, _ = self.tokenizer(pyarrow.chunked_array([[prompt]]))
+        stored, _ = self.tokenizer([prompt])
         return flat_tokens.decode(stored)[0].tolist()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
