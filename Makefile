@@ -40,8 +40,8 @@ test-long: $(VENV)/dev
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
-# Under an hour: makes 2,828 edits of ops and tries 118 listed ones, wrong and right; each wrong one
-# that changes the numbers must be refused, and each right one accepted. Goes on where it stopped;
+# Over an hour: makes each likely mistake in each op, and tries listed edits, wrong and right. A wrong
+# one that changes the numbers must be refused, and a right one accepted. Goes on where it stopped;
 # PARTS="dense variants" tries only some.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)

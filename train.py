@@ -843,7 +843,7 @@ def validate(
             return None
         total, count = validation_step(weights, batch, config)
         nats, targets = nats + float(total), targets + float(count)
-    return nats / targets
+    return nats / targets if targets else math.nan
 
 
 def starting_state(

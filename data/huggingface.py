@@ -84,10 +84,8 @@ class StreamLoader(Batches):
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
         """Yields the units of this host from a position on, endlessly."""
-        threads, part = (
-            self.config.num_workers or text.cores(),
-            (jax.process_index(), jax.process_count()),
-        )
+        threads = self.config.num_workers or text.cores()
+        part = jax.process_index(), jax.process_count()
         while True:
             has_text = False
             for unit in text.units(self.source, position, threads, *part):

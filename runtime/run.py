@@ -38,7 +38,6 @@ from runtime.config import (
     Seconds,
     Section,
     flat,
-    plain,
 )
 from runtime.errors import tell
 from runtime.sinks import SINKS, Row, check_sinks, json_lines
@@ -162,7 +161,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
 def check_hosts_agree(config: RunConfig) -> None:
     """Raises UserError on all hosts if their settings or their source differ. Each would train on
     with its own, or wait for the others without end."""
-    own = flat(plain(config.to_yaml())) | {"jax": jax.__version__}
+    own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__}
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
     own |= {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
@@ -364,8 +363,8 @@ class Run:
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
         """Context manager for the call of the training step. `waited` is how many seconds the loop
-        waited for the batch, which count as part of the step's time. If the next step hasn't begun
-        within hang_timeout_seconds, the stacks of all threads go to standard error."""
+        waited for the batch, which count as part of the step's time. If the next step or a pause
+        hasn't begun within hang_timeout_seconds, the stacks of all threads go to standard error."""
         self._watch()
         if step in self.profiled[:1]:
             self.flush()

@@ -233,13 +233,14 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         return [dim for dim in dims_of(length, axes, sizes) if dim.over]
 
     problems = []
-    constants, indices = {*jaxpr.constvars}, _indices(jaxpr, {*jaxpr.outvars}, parts)
+    constants = {*jaxpr.constvars}
+    indices = _indices(jaxpr, _variables(jaxpr.outvars), parts)
     for eqn, path, line, _ in equations(jaxpr):
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
         inner = [*jaxprs_in_params(eqn.params)]
         for body in inner:
             pairs = zip(reversed(eqn.invars), reversed(body.invars), strict=False)
-            constants |= {b for a, b in pairs if not isinstance(a, Literal) and a in constants}
+            constants |= {b for a, b in pairs if _variables([a]) & constants}
         if SCOPE.search(path):
             continue
         taken: list[tuple[str, int]] = []
@@ -288,6 +289,11 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
     return [array.shape[i] for i in taken]
 
 
+def _variables(values: Iterable[Any]) -> set[Any]:
+    """Those of an equation's operands, or of a jaxpr's results, that aren't numbers."""
+    return {value for value in values if not isinstance(value, Literal)}
+
+
 def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> set[Any]:
     """The variables that are nothing but indices into parts, as in `x.at[..., ::2]`. `used` are
     those of the results that are something else."""
@@ -304,13 +310,14 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> s
             for body in inner:
                 pairs = zip(eqn.outvars, body.outvars, strict=False)
                 loop = name in ("scan", "while", "cond")
-                found |= (own := _indices(body, {b for a, b in pairs if loop or a in used}, parts))
+                wanted = _variables(b for a, b in pairs if loop or a in used)
+                found |= (own := _indices(body, wanted, parts))
             others = [
                 a for a, b in zip(others, body.invars, strict=False) if not same or b not in own
             ]
         elif not used.intersection(eqn.outvars):
             others = []
-        used |= {v for v in others if not isinstance(v, Literal)}
+        used |= _variables(others)
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     return found | ({*jaxpr.invars, *made} - used)
 

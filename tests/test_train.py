@@ -276,6 +276,14 @@ def test_validation_is_the_mean_over_targets_not_over_batches(rows, in_f32):
     np.testing.assert_allclose(actual, oracle.mean_loss(weights, targets, is_start, 100), rtol=1e-6)
 
 
+def test_a_validation_without_targets_has_no_loss():
+    config, (targets, is_start) = small_config("training.validation_batches=1"), random_rows()
+    batch = token_batch(train.TokenBatch, 0 * targets, is_start)
+    with jax.set_mesh(mesh(4, 2)):
+        weights = train.init_state(config).weights
+        assert np.isnan(train.validate(config, weights, Given(batch)))
+
+
 def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
     config, asked = small_config("training.validation_batches=4"), iter([False, True])
     batch = token_batch(train.TokenBatch, *random_rows())

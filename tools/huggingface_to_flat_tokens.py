@@ -164,8 +164,9 @@ def convert(config: ConvertConfig) -> None:
             delay=1,
         )
         position = conversion.positions[i]
+        units = () if position is None else text.units(source, position, text.cores())
         with bar:
-            for unit in text.units(source, position, text.cores()) if position is not None else ():
+            for unit in units:
                 more = conversion.add(unit, i)
                 bar.update(len(unit.tokens))
                 if not more:

@@ -100,6 +100,19 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
     assert saved == [((6, 28), 2, 2 * 6 * 28 * 4), ((6, 40), 2, 2 * sums)]
 
 
+def test_a_result_may_be_a_number():
+    @jax.jit
+    @typed_shard_map
+    def counted(x: f32["B"], _: None) -> tuple[f32[""], f32[""]]:
+        return lax.cond(x[0] > 0, lambda: 0.0, lambda: 1.0), jnp.float32(3)
+
+    def trace(mesh, sizes):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return audit.traced(counted, make_shapes(f32["B"], sizes), None)
+
+    assert audit.probe(trace, "dt", "B").eqns
+
+
 def compiled_collectives(function, axes, sizes, *hints):
     with jax.set_mesh(devices.make_mesh(axes)):
         shapes, shardings = make_shapes(tuple[hints], sizes), make_shardings(tuple[hints])
