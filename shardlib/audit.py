@@ -290,7 +290,7 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
 
 
 def _variables(values: Iterable[Any]) -> set[Any]:
-    """Those of an equation's operands, or of a jaxpr's results, that aren't numbers."""
+    """The operands of an equation, or the results of a jaxpr, without those that are numbers."""
     return {value for value in values if not isinstance(value, Literal)}
 
 
