@@ -765,11 +765,11 @@ def training_step(
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
-def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> tuple[f32[""], f32[""]]:
-    """The sum of the losses of all targets, and their number."""
+def validation_step(weights: Stored, batch: TokenBatch, config: Config) -> dict[str, f32[""]]:
+    """The number of targets, and the sum of their losses in nats."""
     targets = target_count(batch)
     _, sums = total_loss(gather_replica(cast(weights)), batch, targets, config)
-    return sums["loss"], targets
+    return {"targets": targets, "nats": sums["loss"]}
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -841,8 +841,8 @@ def validate(
     for number, batch in data.from_step(0, config.training.validation_batches):
         if number and interrupted():
             return None
-        total, count = validation_step(weights, batch, config)
-        nats, targets = nats + float(total), targets + float(count)
+        sums = validation_step(weights, batch, config)
+        nats, targets = nats + float(sums["nats"]), targets + float(sums["targets"])
     return nats / targets if targets else math.nan
 
 

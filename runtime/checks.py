@@ -150,8 +150,11 @@ def tiny(config: Any) -> list[Any]:
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
-    arrays = named(jax.device_get(tree)).items()
-    return {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
+    """Names without the place in a function's results, such as loss for 1/loss."""
+    arrays = named(jax.device_get(tree))
+    short = {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays.items()}
+    assert len(short) == len(arrays)  # else some wouldn't be compared
+    return short
 
 
 def results(config: Any, recorded: str = "", order: int = 0) -> Iterator[tuple[str, Any]]:

@@ -395,7 +395,7 @@ def evaluate(
         encoded = np.pad(encoded, (first == 0, fill), constant_values=flat_tokens.FILL)
         ids = flat_tokens.decode(rows_of(encoded, length))
         batch = TokenBatch.of(*ids, config.model.start_token)
-        nats += float(train.validation_step(weights, batch, config)[0])
+        nats += float(train.validation_step(weights, batch, config)["nats"])
     bits = "bits per byte: name a --tokenizer to compute them"
     # In large parts, whatever the rows: what is cut at their ends is miscounted.
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
