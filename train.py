@@ -945,7 +945,7 @@ def main(config: Config) -> int:
     with run, checks.checked(config) as wait_for_check:
         with jax.set_mesh(mesh), computing_in(config.dtype):
             train(config, data, held_out, run, wait_for_check)
-        return run.end()
+            return run.end()
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ class Stream:
 
 class Batches(abc.ABC):
     """Base class: the batches of a split, sharded over the mesh in context when it was made. Each
-    batch is prepared in a thread while the previous one is in use."""
+    batch is read in a thread while the previous one is in use."""
 
     waited = 0.0  # seconds that the caller waited for the last batch
     position: Any = None  # JSON, of a stream: where it continues after the last batch
@@ -303,20 +303,22 @@ class Batches(abc.ABC):
         number = self.number(step)
         return f"batch {number} is from {self.origin(number)}"
 
-    def _shard(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
-        """Yields the batches of these numbers as sharded arrays, and the position after each."""
+    def _rows(self, numbers: Iterator[int]) -> Iterator[tuple[TokenBatch, Any]]:
+        """Yields this host's rows of each of these batches, and the position after it."""
         for ids, is_start, position in self.make(numbers):
             rows = TokenBatch.of(ids, is_start, self.spec.start_token)
-            rows = jax.tree.map(lambda x: x[:, self.order], rows)
-            yield jax.make_array_from_process_local_data(self.shardings, rows, self.shape), position
+            yield jax.tree.map(lambda x: x[:, self.order], rows), position
 
     def from_step(self, first: int, last: int) -> Iterator[tuple[int, TokenBatch]]:
         """Yields each step from `first` up to but excluding `last`, with its batch."""
         if first == 0:
             self.position = None
         begin = time.perf_counter()
-        batches = ahead(self._shard(map(self.number, range(first, last))))
-        for step, (batch, position) in zip(range(first, last), batches, strict=True):
+        batches = ahead(self._rows(map(self.number, range(first, last))))
+        for step, (rows, position) in zip(range(first, last), batches, strict=True):
+            batch = jax.make_array_from_process_local_data(self.shardings, rows, self.shape)
+            # On GPUs a program's first run fails, in cuDNN, if a batch is copied there meanwhile.
+            jax.block_until_ready(batch)
             self.waited, self.position = time.perf_counter() - begin, position
             yield step, batch
             begin = time.perf_counter()

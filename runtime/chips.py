@@ -95,6 +95,9 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 # Triton makes of a matmul is always chosen by time.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
+# For GPUs: no CUDA graphs, whose kernels a profile shows without the instructions they are from.
+PROFILED = {"xla_gpu_enable_command_buffer": ""}
+
 
 def find_chip(kind: str) -> Chip | None:
     """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""

@@ -181,10 +181,11 @@ def check_hosts_agree(config: RunConfig) -> None:
 
 def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program with the compiler options for the mesh's chips."""
-    kind = jax.sharding.get_mesh().devices.flat[0].device_kind
-    options = chips.compiler_options(kind) if config.compiler_options else {}
-    if config.deterministic and jax.sharding.get_mesh().devices.flat[0].platform == "gpu":
-        options |= chips.DETERMINISTIC
+    device = jax.sharding.get_mesh().devices.flat[0]
+    options = chips.compiler_options(device.device_kind) if config.compiler_options else {}
+    if device.platform == "gpu":
+        options |= chips.DETERMINISTIC if config.deterministic else {}
+        options |= chips.PROFILED if config.profile else {}
     return lowered.compile(compiler_options=options)
 
 
