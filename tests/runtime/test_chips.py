@@ -1,10 +1,13 @@
 """Tests the table of chips, and the compiler's options for them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from runtime import chips
+from tests.helpers import SMALL, train_here
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,13 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
     assert chips.compiler_options("TPU v5 lite") == {name: True}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{name}=true")
     assert chips.compiler_options("TPU v5 lite") == {}
+
+
+def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip("cpu", 1e9, 1e9, 1e9, {}))
+    arguments = "--config-name=local_test_synthetic", *SMALL, "training.steps=2"
+    more = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
+    out, message = train_here(capsys, monkeypatch, *arguments, *more)
+    assert not message
+    for line in r"^step 1/2 .*  MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
+        assert re.search(line, out, re.MULTILINE), out
