@@ -733,12 +733,11 @@ def training_step(
     """One step of the optimizer. Gradients are first clipped by their global norm. A step whose
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
-    tree_map = jax.tree.map
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
     # An all-reduce of a scalar, and another one for biases, which are split over t alone.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
-    grads = tree_map(lambda g: g * clip, raw_grads)
+    grads = jax.tree.map(lambda g: g * clip, raw_grads)
 
     of_muon = functools.partial(muon.update, adamw, state_type(config).weights)
     update = of_muon if config.training.optimizer == "muon" else adamw
@@ -751,12 +750,12 @@ def training_step(
     old = dataclasses.replace(state, step=state.step + 1)
     # Elementwise, so that the new state overwrites the old one, which is donated.
     new = State(old.step, weights, mu, nu)
-    new = tree_map(lambda x, before: jnp.where(finite, x, before), new, old)
+    new = jax.tree.map(lambda x, before: jnp.where(finite, x, before), new, old)
     metrics["learning_rate"] = hyper.learning_rate
     metrics["grad_norm"] = grad_norm
     metrics["skipped"] = 1 - finite.astype(u32.dtype)
     if config.metrics.norms_interval:
-        updates = tree_map(operator.sub, new.weights, state.weights)
+        updates = jax.tree.map(operator.sub, new.weights, state.weights)
         for name, tree in ("grad", raw_grads), ("weight", new.weights), ("update", updates):
             squares = ops.sums_of_squares(Stored, tree, "layers")
             metrics |= {f"{name}_norm/{path}": jnp.sqrt(x) for path, x in squares.items()}
@@ -830,10 +829,7 @@ def step_flops(config: Config) -> tuple[int, int]:
 
 @typechecked
 def validate(
-    config: Config,
-    weights: Stored,
-    data: Batches,
-    interrupted: Callable[[], bool] = lambda: False,
+    config: Config, weights: Stored, data: Batches, interrupted: Callable[[], bool] = lambda: False
 ) -> float | None:
     """The mean loss of all targets in the validation split's first batches, the same ones each
     time. None if a signal interrupts it, between two batches."""
@@ -909,17 +905,12 @@ def train(
         checkpoints.wait()
         return not_finite(config, state.weights, batch, data.origin_of(step))
 
-    at_start: dict[str, float] = {}
     if held_out and hyper.validation_at_start and run.first == 0:
-        loss = validate(config, state.weights, held_out, run.interrupted)
-        if loss is not None:
-            at_start["validation_loss_at_start"] = loss
-            say(f"validation loss before the first step: {loss:.4f}")
+        run.starts_from(validate(config, state.weights, held_out, run.interrupted))
 
     for step, batch in data.from_step(run.first, hyper.steps):
         with run.step(step, data.waited):
             state, metrics = step_once(state, batch, hyper_at(step, hyper))
-        metrics |= at_start if step == 0 else {}
         run.log(step, metrics, functools.partial(describe_failure, step, batch))
         if held_out and due(hyper.validation_interval, step, hyper.steps):
             run.pause()
@@ -941,11 +932,10 @@ def main(config: Config) -> int:
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    # Outside of set_mesh, because the type check traces on a mesh of another size.
-    with run, checks.checked(config) as wait_for_check:
-        with jax.set_mesh(mesh), computing_in(config.dtype):
-            train(config, data, held_out, run, wait_for_check)
-            return run.end()
+    checked = checks.checked(config)  # before set_mesh, as it traces on a mesh of another size
+    with run, checked as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):
+        train(config, data, held_out, run, wait_for_check)
+        return run.end()
 
 
 if __name__ == "__main__":

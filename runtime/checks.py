@@ -36,7 +36,7 @@ from shardlib.devices import (
     make_mesh,
     show_axes,
 )
-from shardlib.errors import UserError, explain
+from shardlib.errors import ShardTypeError, UserError, explain
 from shardlib.types import computing_in, make_shapes, named
 
 # What splits the work of a device into parts.
@@ -56,7 +56,6 @@ TINY = {
     "training.validation_batches": 1,
     "training.validation_at_start": False,
     "training.max_skipped_updates": 0,
-    "metrics.norms_interval": 1,
 }
 
 
@@ -114,8 +113,31 @@ def probe(config: Any) -> Any:
     axes = config.mesh.axes
     probed = audit.probe(trace, axes, program_of(config).dimensions(config))
     if axes != (one := dict.fromkeys(axes, 1)):
-        audit.check_structure(*(trace(abstract_mesh(sizes), {}) for sizes in (axes, one)))
+        traces = (trace(abstract_mesh(sizes), {}) for sizes in (axes, one))
+        if parting := audit.parting(*traces):
+            at, here, there = parting
+            raise ShardTypeError(
+                f"{at}: what is computed from here on depends on the mesh: {here} and {there}. "
+                "Does a slice, or a branch in Python, go by the length of a device's part or by "
+                "the number of devices?"
+            )
     return probed
+
+
+def untried(config: Any) -> str:
+    """A line that says where the config computes something else than its tiny runs, or ""."""
+    both = config, tiny(config)[-1]
+    try:
+        traces = [trace_step(each, abstract_mesh(each.mesh.axes)) for each in both]
+    except Exception:  # at tiny sizes; the tiny runs report it
+        return ""
+    if not (parting := audit.parting(*traces)):
+        return ""
+    at, here, there = parting
+    return (
+        f"note: {at}: this config computes {here}, but its tiny runs {there}. From there on it "
+        "isn't checked whether the mesh changes the numbers"
+    )
 
 
 def check_types(config: Any) -> Any:
@@ -126,7 +148,20 @@ def check_types(config: Any) -> Any:
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
-        raise UserError(f"{problem}\n{explain(error)}") from None
+        more = "" if isinstance(error, ShardTypeError) else _at_own_sizes(config)
+        raise UserError(f"{problem}\n{explain(error)}{more}") from None
+
+
+def _at_own_sizes(config: Any) -> str:
+    """A line to add to an error at probe sizes if there is none at the config's own, or ""."""
+    try:
+        trace_step(config, abstract_mesh(config.mesh.axes))
+    except Exception:  # whatever an edited step raises
+        return ""
+    return (
+        "\n    At the config's sizes, on its mesh, the step can be traced. If it needs sizes like "
+        "these, such as multiples of 32, or axes of size 1, check=none trains without checks"
+    )
 
 
 # --- Numbers --------------------------------------------------------------------------------------
@@ -151,10 +186,10 @@ def tiny(config: Any) -> list[Any]:
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
     """Names without the place in a function's results, such as loss for 1/loss."""
-    arrays = named(jax.device_get(tree))
-    short = {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays.items()}
-    assert len(short) == len(arrays)  # else some wouldn't be compared
-    return short
+    arrays = named(jax.device_get(tree)).items()
+    made = {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
+    assert len(made) == len(arrays)  # else some wouldn't be compared
+    return made
 
 
 def results(config: Any, recorded: str = "", order: int = 0) -> Iterator[tuple[str, Any]]:
@@ -279,8 +314,12 @@ class Numbers:
         except (UserError, TimeoutError):  # callbacks of many devices can block
             return "which op is the first to differ couldn't be found out"
         if not (found := numbers.first_difference(one, other)):
-            parts = "" if whole == config else " with one microbatch and one loss chunk"
-            return f"no op's operand or result differs{parts}"
+            if whole != config:
+                return (
+                    "in one microbatch and one loss chunk no op's operand or result differs: look "
+                    "at how parts are added up"
+                )
+            return f"no op's operand or result differs: look outside of them, in {function}"
         before, first = found
         gradient = "the gradient of " if first.backward else ""
         lines = [f"the first to differ is {gradient}{first.what}"]
@@ -369,7 +408,11 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
             # Numbers are the same on all hosts, so the first one checks for all.
             if mark.said is None and jax.process_index() == 0:
                 running = stack.enter_context(contextlib.closing(Numbers(configs)))
-        if level != "none" and types.said is None:
-            check_types(config)
-            types.write("")
+        if level != "none":
+            if types.said is None:
+                check_types(config)
+                types.said = untried(config)
+                types.write(types.said)
+            if types.said and level == "numbers":
+                say(types.said)
         yield wait

@@ -289,6 +289,7 @@ class Run:
         # On the first host, of each sink: its function, and the rows that it hasn't taken yet.
         self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
         self.row: dict[str, Any] = {}  # the last step's, until it is written
+        self.at_start: Row = {}  # for the row of the first step
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
         self.skipped = 0  # consecutive skipped updates
@@ -377,6 +378,13 @@ class Run:
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
+    def starts_from(self, validation_loss: float | None) -> None:
+        """Prints the validation loss before the first step, for whose row it is, unless a signal
+        interrupted the validation."""
+        if validation_loss is not None:
+            say(f"validation loss before the first step: {validation_loss:.4f}")
+            self.at_start = {"validation_loss_at_start": validation_loss}
+
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
         """Starts the row of a step, and writes the row of the step before: reading metrics blocks,
         so step n is logged while step n+1 runs. `explain` returns details on a loss that isn't
@@ -385,7 +393,8 @@ class Run:
         Each entry of an array is logged by its index, as name/0/1. It and what else has a slash in
         its name is logged every metrics.norms_interval steps."""
         self.flush()
-        self.row, self.explain = {"step": step, **values}, explain
+        self.row, self.explain = {"step": step, **values, **self.at_start}, explain
+        self.at_start = {}
         self.row["data_wait_seconds"] = self.waited
 
     def pause(self) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -198,13 +199,31 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     return text
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    def read(*_: Any, **__: Any) -> Any:
+        raise ShardTypeError(f"jax.{name}() depends on the machine: use the config, as config.mesh")
+
+    return read
+
+
+# What differs between machines that train the same config.
+MACHINE = (
+    *("device_count", "local_device_count", "devices", "local_devices"),
+    *("process_count", "process_index", "default_backend"),
+)
+REFUSED: dict[str, Any] = {name: _refused(name) for name in MACHINE}
+
+
 def traced(function: Any, *args: Any) -> Any:
     """The jaxpr of a jitted function, given the shapes of its arrays and its static last argument.
-    Raises JAX's error for a leaked tracer."""
+    Raises ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
     static = len(args) - 1
+    with mock.patch.multiple(jax, **REFUSED):
+        made = jax.make_jaxpr(function, static_argnums=static)(*args)
+        jaxpr = function.trace(*args).jaxpr.jaxpr
     # JAX takes a leaked tracer for a constant until something reads it.
-    jax.tree.map(jnp.copy, jax.make_jaxpr(function, static_argnums=static)(*args).consts)
-    return function.trace(*args).jaxpr.jaxpr
+    jax.tree.map(jnp.copy, made.consts)
+    return jaxpr
 
 
 def probe(
@@ -322,11 +341,10 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> s
     return found | ({*jaxpr.invars, *made} - used)
 
 
-def check_structure(jaxpr: Any, other: Any) -> None:
-    """Raises ShardTypeError unless two traces of a function, for two meshes, make the same
-    computations between ops: where they part, a branch in Python has taken another way. What only
-    casts or shapes arrays doesn't count, as JAX does that differently where an axis or a length is
-    one."""
+def parting(jaxpr: Any, other: Any) -> tuple[str, str, str] | None:
+    """The place where two traces of a function first compute something else between ops, and what
+    each computes there; None if they compute the same. What only casts or shapes arrays doesn't
+    count, as JAX does that differently where an axis or a length is one."""
 
     def computing(jaxpr: Any) -> Iterator[Equation]:
         for each in equations(jaxpr):
@@ -335,13 +353,9 @@ def check_structure(jaxpr: Any, other: Any) -> None:
 
     for one, two in itertools.zip_longest(computing(jaxpr), computing(other)):
         if not one or not two or one.eqn.primitive != two.eqn.primitive:
-            at = (one or two).line.replace(" ", ", in ")
-            names = " and ".join(x.eqn.primitive.name if x else "nothing" for x in (one, two))
-            raise ShardTypeError(
-                f"{at}: what is computed from here on depends on the mesh: {names}. Does a slice, "
-                "or a branch in Python, go by the length of a device's part or by the number of "
-                "devices?"
-            )
+            one_name, two_name = (x.eqn.primitive.name if x else "nothing" for x in (one, two))
+            return (one or two).line.replace(" ", ", in "), one_name, two_name
+    return None
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

@@ -68,6 +68,8 @@ def explain(error: Exception) -> str:
         message = f"{type(error).__name__}: {message}"
         if "'NoneType'" in message:
             message += "\n    is it a field with alternatives, which this config doesn't choose?"
+        if "jax.lax.pcast(" in message:
+            message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
         # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
             own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]

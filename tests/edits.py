@@ -253,7 +253,7 @@ WRONG: dict[str, Edit] = {
         after(
             "training_step",
             "grads",
-            "grads = tree_map(lambda g: g / jax.device_count() ** 0.5, grads)",
+            "grads = jax.tree.map(lambda g: g / jax.device_count() ** 0.5, grads)",
         ),
     ),
     "few_heads": block(
@@ -375,7 +375,7 @@ WRONG: dict[str, Edit] = {
         def pulled(a: jax.Array, w: jax.Array) -> jax.Array:
             return a + (w - a) / (1 + jnp.sum((w - a) ** 2))
 
-        average = tree_map(pulled, state.average, weights)
+        average = jax.tree.map(pulled, state.average, weights)
         """,
     ),
     "hidden_standardized": neurons(
@@ -601,7 +601,7 @@ RIGHT: dict[str, Edit] = {
         "weights",
         """
         kept = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))
-        average = tree_map(lambda a, w: kept * a + (1 - kept) * w, state.average, weights)
+        average = jax.tree.map(lambda a, w: kept * a + (1 - kept) * w, state.average, weights)
         """,
     ),
     "constant_and_linear_decay": edit(

@@ -51,6 +51,7 @@ SETTINGS = (
     *("paths.model_name=none", "training.microbatches=2", "training.loss_chunks=2"),
     *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 24}", "model.d_model=48"),
     *("model.n_kv=6", "model.d_head=4", "model.d_ff=48", "model.vocab=60"),
+    "metrics.norms_interval=1",
 )
 VARIANTS = (
     *("model.experts={count: 6, per_token: 2, d_ff: 20}", "training.microbatches=1"),

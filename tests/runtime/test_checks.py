@@ -9,14 +9,14 @@ import pytest
 import train
 from runtime import checks
 from shardlib.errors import UserError
-from tests.helpers import small_config
+from tests.helpers import compose_config, edited, small_config
 
 
 class Running:
     """Takes the place of the processes that compute the numbers."""
 
     made: ClassVar[list["Running"]] = []
-    warning = ""
+    warning = note = ""
 
     def __init__(self, configs):
         self.configs, self.closed = configs, False
@@ -40,6 +40,7 @@ def checked(tmp_path, monkeypatch):
     def run(*overrides):
         ran: list[str] = []
         monkeypatch.setattr(checks, "check_types", lambda _: ran.append("types"))
+        monkeypatch.setattr(checks, "untried", lambda _: Running.note)
         Running.made.clear()
         with checks.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
@@ -55,9 +56,8 @@ def test_what_has_passed_is_not_checked_again(checked, tmp_path, monkeypatch):
     assert checked("paths.model_name=other") == []
     for other in "training.learning_rate=0.3", "training.steps=77", "model.d_model=64", "mesh.d=2":
         assert checked(other) == ["types"] and checked(other) == [], other
-    for other in "model.norm_eps=1e-5", "training.weight_decay=0", "training.microbatches=2":
+    for other in "model.norm_eps=1e-5", "training.microbatches=2", "metrics.norms_interval=5":
         assert checked(other) == both and checked(other) == [], other
-    assert checked("metrics.norms_interval=5") == ["types"], "it is in the step's program"
     file = tmp_path / "mine.py"
     file.write_text("WIDTH = 1\n")
     monkeypatch.setitem(sys.modules, "mine", module := types.ModuleType("mine"))
@@ -104,3 +104,37 @@ def test_the_configs_that_are_compared():
     one, in_parts, other = checks.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
     assert in_parts.mesh == train.MeshConfig(1, 1)
+
+
+def test_what_tiny_runs_do_not_try_is_said_at_each_start(checked, capsys, monkeypatch):
+    monkeypatch.setattr(Running, "note", "note: somewhere")
+    assert checked() == ["types", "numbers"] and checked() == []
+    assert capsys.readouterr().out.count("note: somewhere") == 2
+    assert checked("check=types") == [] and "somewhere" not in capsys.readouterr().out
+
+
+ACTIVATION = "hidden = hidden.astype(compute.dtype)"
+BRANCHES = {
+    "h.shape[1] > 40": "training.tokens.len=48",
+    "compute.dtype == jnp.bfloat16": "dtype=bf16",
+    "w.w_up.shape[1] % 64 == 0": "model.d_ff=64",
+    "h.shape[0] == 1": "training.tokens.batch=1",
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
+    code = f"if {branch}:\n        hidden = jnp.tanh(hidden)"
+    module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    {code}"))
+    settings = "paths.model_name=x", "mesh={d: 1, t: 1}", "training.tokens={batch: 6, len: 20}"
+
+    def untried(*overrides):
+        config = compose_config(
+            "local_test_synthetic", *settings, "dtype=f32", "model.d_ff=60", *overrides,
+            schema=module.Config,
+        )  # fmt: skip
+        return checks.untried(config)
+
+    assert untried() == ""
+    found = untried(BRANCHES[branch])
+    assert ", in swiglu: this config computes tanh, but its tiny runs " in found

@@ -16,7 +16,7 @@ PRODUCT = "train.py", "variants", "shardlib", "data", "runtime", "tools", "confi
 LINE = "hidden = hidden.astype(compute.dtype)"
 MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
 EDITS = {
-    "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.device_count())"),
+    "the number of devices": (LINE, f"{LINE} * (1 + 1 / jax.sharding.get_abstract_mesh().size)"),
     "a mean of the means of microbatches": (
         "part = jax.tree.map(lax.optimization_barrier, value_and_grads(rows))",
         "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
