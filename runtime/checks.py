@@ -126,8 +126,8 @@ def probe(config: Any) -> Any:
 
 def untried(config: Any) -> str:
     """A line that says where the config computes something else than its tiny runs, or ""."""
-    both = config, tiny(config)[-1]
     try:
+        both = config, tiny(config)[-1]
         traces = [trace_step(each, abstract_mesh(each.mesh.axes)) for each in both]
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""

@@ -14,6 +14,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
+from urllib.parse import quote
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -47,16 +48,21 @@ def program(
     has values for keys that the user must normally set and that this program doesn't use.
 
     With --multirun each config runs in a process of its own, one after the other, since a process
-    can simulate only one number of devices. The job's number is appended to the value of the key
-    `names`. All configs are checked before the first job starts.
+    can simulate only one number of devices. What only this job sets is appended to the value of the
+    key `names`. All configs are checked before the first job starts.
     """
 
     # Hydra needs a ++ before keys that are in no file: those with a default, and in their sections.
     added = "|".join(key for key, default in _keys(schema) if default)
 
     def typed(composed: DictConfig, hydra_config: Any) -> C:
-        if hydra_config.job.config_name == "base":
+        if (name := hydra_config.job.config_name) == "base":
             raise UserError(f"choose a config with --config-name=NAME: {', '.join(_names(folder))}")
+        choices = [f"{group}/{choice}" for group, choice in hydra_config.runtime.choices.items()]
+        for file in (f"{each}.yaml" for each in (name, *choices)):
+            sources = [each.path for each in hydra_config.runtime.config_sources]
+            if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
+                raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
         # Interpolations are resolved first, as OmegaConf doesn't check their types.
         plain = OmegaConf.to_container(composed, resolve=True)
         merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
@@ -101,20 +107,37 @@ def program(
 
 
 def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
-    """Runs this program for each config. If a run is stopped by a signal, the sweep stops too; if
-    one fails, the sweep continues."""
+    """Runs this program for each config. If a signal stops a run, or comes while it starts, the
+    sweep stops too; if one fails, the sweep continues."""
+    flags = [a for a in sys.argv[1:] if a not in ("-m", "--multirun") and not re.match(OVERRIDE, a)]
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
-    for number, (config, hydra_config) in enumerate(jobs):
-        arguments = [f"--config-name={hydra_config.job.config_name}", *hydra_config.overrides.task]
+    overrides = [list(hydra_config.overrides.task) for _, hydra_config in jobs]
+    process: subprocess.Popen[bytes] | None = None
+    signals: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        signals.append(number)
+        if process and number == signal.SIGTERM:  # Ctrl-C reaches both processes
+            process.terminate()
+
+    for each in signal.SIGINT, signal.SIGTERM:
+        signal.signal(each, stop)
+    for number, (config, _) in enumerate(jobs):
+        arguments = [*flags, *overrides[number]]
         if names:
-            arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{number}"))
+            # By its values, so that the same sweep with more of them goes on in the same folders.
+            own = [a for a in overrides[number] if not all(a in others for others in overrides)]
+            folder = quote(",".join(own), safe="=,+~{}[]: ") or "0"
+            arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{folder}"))
         print(f"job {number}: {' '.join(arguments)}", flush=True)
-        with subprocess.Popen([*program, *arguments]) as process:
-            signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches both processes
-            signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-            code = process.wait()
+        process = subprocess.Popen([*program, *arguments])
+        if signals:  # it came before the process was there
+            process.terminate()
+        code = process.wait()
         if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            sys.exit(code)
+            signals.append(code - 128)
+        if signals:
+            sys.exit(128 + signals[0])
         if code:
             failed.append(str(number))
     if failed:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import ClassVar
 
 import jax
 import pytest
@@ -135,6 +136,80 @@ def test_a_sweep_is_checked_before_it_starts(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+class Job:
+    """Takes the place of a sweep's processes: notes their arguments."""
+
+    during: ClassVar[dict[str, int]] = {}  # signals to this process, when a job starts or runs
+
+    def __init__(self, command):
+        self.arguments, self.terminated = command, False
+        self.started.append(self)
+        self.signal("starts")
+
+    def signal(self, when):
+        if when in self.during:
+            os.kill(os.getpid(), self.during[when])
+
+    def wait(self):
+        self.signal("runs")
+        return 0
+
+    def terminate(self):
+        self.terminated = True
+
+
+@pytest.fixture
+def jobs(monkeypatch, capsys):
+    """Returns a function that runs a sweep, and returns its jobs and its exit message."""
+    monkeypatch.setattr("runtime.program.subprocess.Popen", Job)
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
+
+    def run(*arguments):
+        monkeypatch.setattr(Job, "started", [], raising=False)
+        _, message = train_here(capsys, monkeypatch, *arguments)
+        return Job.started, message
+
+    yield run
+    for each, handler in before:
+        signal.signal(each, handler)
+
+
+def test_a_run_of_a_sweep_has_the_folder_of_its_values(jobs):
+    def folders(*values):
+        made, message = jobs(*SWEEP, *values)
+        assert not message
+        return [job.arguments[-1] for job in made]
+
+    few, more = (folders(f"training.seed={values}") for values in ("1,2", "0,1,2"))
+    assert few == [f'paths.model_name="sweep/training.seed={seed}"' for seed in (1, 2)]
+    assert set(few) < set(more) and len(more) == 3
+    grid = folders("training.seed=1,2", "flat_tokens.filespec=a/b,c", "training.steps=5")
+    assert grid[0] == 'paths.model_name="sweep/training.seed=1,flat_tokens.filespec=a%2Fb"'
+    assert len(set(grid)) == 4
+
+
+def test_a_sweep_is_of_the_config_that_was_asked_for(jobs, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [local_test_synthetic]\n")
+    ours = ["--config-dir", str(tmp_path), "--config-name", "mine"]
+    made, message = jobs(*ours, "-m", "paths.model_name=x", "training.seed=1,2")
+    assert not message and len(made) == 2
+    for job in made:
+        at = job.arguments.index("--config-dir")
+        assert job.arguments[at : at + 4] == ours and "-m" not in job.arguments[at:]
+    (tmp_path / "local_test_synthetic.yaml").write_text("")
+    made, message = jobs(*ours[:2], *SWEEP)
+    assert not made and f"is in {ROOT}/configs and in {tmp_path}: rename one of them" in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["starts", "runs"])
+def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
+    monkeypatch.setattr(Job, "during", {when: number})
+    (job,), message = jobs(*SWEEP, "training.seed=1,2")
+    assert message == str(128 + number)
+    assert job.terminated == (when == "starts" or number == signal.SIGTERM)
+
+
 @pytest.mark.slow
 def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
     settings = [f"paths.root_working_dir={tmp_path}", "training.steps=2"]
@@ -180,8 +255,8 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert "\ndone: 2 steps" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
     sweep = tmp_path / "sweep"
-    assert {path.name for path in sweep.iterdir()} == {"1"}
-    assert yaml.safe_load((sweep / "1/config.yaml").read_text())["mesh"] == {
+    assert {path.name for path in sweep.iterdir()} == {"mesh.d=1"}
+    assert yaml.safe_load((sweep / "mesh.d=1/config.yaml").read_text())["mesh"] == {
         "d": 1,
         "t": 2,
         "r": 1,
