@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -43,15 +44,31 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         if damaged:
             print(f"warning: left out {damaged} damaged lines of {folder}", file=sys.stderr)
         run = pandas.DataFrame(map(json.loads, lines), dtype=float)
-        if run.empty:
-            raise ValueError("there are no rows")
-        batch = config["training.tokens.batch"] * config["training.tokens.len"]
-        run["tokens"] = (run["step"] + 1) * batch
-        run["seconds"] = (batch / run["tokens_per_second"]).cumsum()
+        if missing := {"step", "loss", "tokens_per_second"} - {*run}:
+            raise ValueError(f"no row has {' or '.join(sorted(missing))}")
+        steps = run["step"].astype(int)
+        tokens = tokens_of_steps(folder, config, steps.max() + 1)
+        run["tokens"] = np.cumsum(tokens)[steps]
+        run["seconds"] = (tokens[steps] / run["tokens_per_second"]).cumsum()
     except Exception as error:  # of YAML and pandas too
         problem = " ".join(str(error).split())
         raise UserError(f"{folder} has no readable metrics: {problem}") from None
     return config, run
+
+
+def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) -> np.ndarray:
+    """The tokens in the batch of each step: the run may go on with another batch at a start."""
+
+    def tokens(config: dict[str, Any]) -> int:
+        return int(config["training.tokens.batch"] * config["training.tokens.len"])
+
+    file = folder / "starts.jsonl"
+    starts = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    found, first = np.full(steps, tokens(config)), True
+    for start in starts:
+        found[0 if first else start["first_step"] :] = tokens(flat(plain(start["config"])))
+        first = False
+    return found
 
 
 def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -> list[str]:
@@ -79,6 +96,8 @@ def smooth(values: pandas.Series, steps: float) -> pandas.Series:
 def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None) -> None:
     """Draws the runs into one picture, except those that can't be read, which it names. Raises
     UserError if none can, and for an unknown picture format."""
+    if output.is_dir():
+        raise UserError(f"--output={output} is a folder: name a file in it")
     found = []
     for folder in folders:
         try:
@@ -91,20 +110,24 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
     longest = max(run["seconds"].max() for run in runs)
     unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "minutes")
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    texts, columns = labels(folders, configs), min(len(runs), 2)
+    lines = sum(text.count("\n") + 1 for text in texts) / columns
+    figure = Figure(figsize=(12, 8 + lines / 5), layout="constrained")
+    colors = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
     validated = any("validation_loss" in run for run in runs)
     panels = figure.subplot_mosaic("LT;VS" if validated else "LT;SS")
     by_tokens, by_time, speed = (panels[letter] for letter in "LTS")
-    for i, (run, label) in enumerate(zip(runs, labels(folders, configs), strict=True)):
-        color, tokens, loss = f"C{i}", run["tokens"], run["loss"]
+    for i, (run, label) in enumerate(zip(runs, texts, strict=True)):
+        color = colors(i if len(runs) <= 10 else i / (len(runs) - 1))
+        tokens, loss, dot = run["tokens"], run["loss"], "." if len(run) == 1 else None
         for panel, x in (by_tokens, tokens), (by_time, run["seconds"] / SECONDS[unit]):
             panel.plot(x, loss, color=color, alpha=0.25, linewidth=0.7)
-            (line,) = panel.plot(x, smooth(loss, steps), color=color)
+            (line,) = panel.plot(x, smooth(loss, steps), color=color, marker=dot)
         line.set_label(label)
         if "validation_loss" in run:
             rows = run.dropna(subset="validation_loss")
-            panels["V"].plot(rows["tokens"], rows["validation_loss"], f"{color}.-")
-        speed.plot(tokens, smooth(run["tokens_per_second"], steps), color=color)
+            panels["V"].plot(rows["tokens"], rows["validation_loss"], ".-", color=color)
+        speed.plot(tokens, smooth(run["tokens_per_second"], steps), color=color, marker=dot)
     average = f", averaged over {steps:g} steps" if steps > 1 else ""
     for name, panel in panels.items():
         panel.set(title=f"loss{average}", xlabel="tokens", ylabel="nats per token")
@@ -116,7 +139,7 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
     by_time.set(xlabel=f"{unit} of training steps")
     speed.set(title=f"throughput{average}", ylabel="tokens per second", ylim=(0, None))
     speed.yaxis.set_major_formatter(EngFormatter())
-    figure.legend(loc="outside upper center", ncols=min(len(runs), 2))
+    figure.legend(loc="outside upper center", ncols=columns)
     try:
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
             figure.savefig(output, dpi=150)

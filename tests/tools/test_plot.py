@@ -66,6 +66,39 @@ def test_the_picture_of_two_runs(tmp_path, monkeypatch, capsys):
     assert "one, learning_rate=0.1<" in text and "two, learning_rate=0.2<" in text
 
 
+def test_tokens_count_by_the_batch_of_their_start(tmp_path, monkeypatch, capsys):
+    """The run began as a clone at step 0, went on at step 2 with half the batch, then at step 1."""
+    run = make_run(tmp_path, "run", 0.1, [4.0, 3.0, 2.0, 1.0])
+    batches = (0, 8), (2, 2), (1, 4)
+    starts = [
+        {"first_step": step, "config": f"training: {{tokens: {{batch: {batch}, len: 8}}}}"}
+        for step, batch in batches
+    ]
+    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    panels = drawn(tmp_path, monkeypatch, capsys, run, "--output", tmp_path / "curves.svg")
+    assert panels[0][2][1][0].tolist() == [64, 96, 128, 160]
+    assert panels[1][2][1][0] * 60 == pytest.approx([1, 1.5, 2, 2.5])
+
+
+def test_each_of_many_runs_can_be_seen(tmp_path, monkeypatch, capsys):
+    looks = []
+    save = Figure.savefig
+
+    def look(figure, *args, **kwargs):
+        lines = figure.axes[0].get_lines()[1::2]
+        looks.append(
+            (figure.get_figheight(), lines[0].get_marker(), {x.get_color() for x in lines})
+        )
+        save(figure, *args, **kwargs)
+
+    runs = [make_run(tmp_path, f"run{i}", i, [1.0]) for i in range(60)]
+    monkeypatch.setattr(Figure, "savefig", look)
+    monkeypatch.setattr("sys.argv", ["plot", *map(str, runs), "--output", f"{tmp_path}/x.png"])
+    plot.main()
+    ((height, marker, colors),) = looks
+    assert marker == "." and len(colors) == 60 and height == 8 + 30 / 5
+
+
 def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
     one = make_run(tmp_path, "one", 0.1, [1.0] * 300)
     output = tmp_path / "curves.png"
@@ -120,17 +153,26 @@ def test_smoothing_is_a_mean_of_falling_weights():
     [
         ("none", "curves.svg", "none has no readable metrics: [Errno 2] No such file"),
         ("run", "curves.txt", "Format 'txt' is not supported"),
+        ("lossless", "curves.svg", "lossless has no readable metrics: no row has loss"),
     ],
 )
 def test_a_mistake_gets_one_message(run, output, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "run", 0.1, [1.0])
+    (make_run(tmp_path, "lossless", 0.1, []) / "metrics.jsonl").write_text('{"step": 0}\n' * 2)
     monkeypatch.setattr("sys.argv", ["plot", run, "--output", output])
     with pytest.raises(SystemExit) as stopped:
         plot.main()
     message = str(stopped.value)
     assert message.startswith(f"error: {problem}") and "\n" not in message
     assert not pathlib.Path(output).exists()
+
+
+def test_a_folder_is_no_picture(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "run", 0.1, [1.0])
+    monkeypatch.setattr("sys.argv", ["plot", str(run), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match=f"--output={tmp_path} is a folder: name a file in it"):
+        plot.main()
 
 
 ZEROS = b"\0" * 64
