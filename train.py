@@ -412,10 +412,7 @@ class Config(RunConfig, DataConfig):
         self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
         problem = f"it must divide training.tokens.len/mesh.c={length}"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
-        if self.model.experts:
-            fits = hyper.microbatches == 1 or not hyper.routing.balance_cost
-            problem = "it needs training.microbatches=1, as it isn't a sum over them"
-            self.require(fits, "training.routing.balance_cost", problem)
+        experts.check(self)
 
 
 # The config key with the size of each dimension in the type strings.
@@ -504,11 +501,9 @@ def total_loss(
         logits = logits - peak[:, :, None]
         sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
         sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
-        target_logit = ops.index_unreduced(
-            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets
-        )
-        target_logit = ops.psum("B/d l/c {U:t} -> B/d l/c", target_logit)
-        nats = (jnp.log(sum_exp) - target_logit) * loss_mask
+        logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
+        logit = ops.psum("B/d l/c {U:t} -> B/d l/c", logit)
+        nats = (jnp.log(sum_exp) - logit) * loss_mask
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
@@ -862,11 +857,19 @@ def starting_state(
 
 @typechecked
 def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) -> str:
-    """Names the gradients of a batch that aren't finite, recomputed, and the batch's origin."""
-    grads = named(gradients(weights, batch, config))
-    bad = [name for name, grad in grads.items() if not jnp.isfinite(grad).all()]
-    names = ", ".join(bad) or "none, with the current weights"
-    return f"gradients that are not finite: {names}; {origin}"
+    """Names the gradients of a batch that aren't finite, recomputed, the batch's origin, and a
+    cure: if random tokens have such gradients, too, the weights are to blame."""
+
+    def bad(batch: TokenBatch) -> str:
+        grads = named(gradients(weights, batch, config))
+        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
+
+    tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
+    cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
+    if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
+        cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
+    names = bad(batch) or "none, with the current weights"
+    return f"gradients that are not finite: {names}; {origin}. {cure}"
 
 
 def train(

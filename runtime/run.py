@@ -454,10 +454,7 @@ class Run:
             problem = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
                 faulthandler.cancel_dump_traceback_later()  # `explain` waits for a save
-                raise UserError(
-                    f"{problem}; {self.explain()}. No checkpoint includes this step. Skip its "
-                    "batch with training.skip_steps, or raise training.max_skipped_updates"
-                )
+                raise UserError(f"{problem}, in no checkpoint; {self.explain()}")
             say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
 
     def _write_pending(self) -> None:

@@ -132,7 +132,7 @@ BUGS: dict[str, Edit] = {
         ),
     ),
     "Megatron-LM #7452, 1": bug(
-        before("loss", "nats", "target_logit = 0.9 * target_logit + 0.1 * logits.mean(axis=-1)"),
+        before("loss", "nats", "logit = 0.9 * logit + 0.1 * logits.mean(axis=-1)"),
     ),
     "Megatron-LM #7464": bug(
         before(
@@ -141,7 +141,7 @@ BUGS: dict[str, Edit] = {
             """
             total = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
             total = ops.psum("B/d l/c {U:t} -> B/d l/c", total)
-            target_logit = 0.9 * target_logit + 0.1 * total / logits.shape[-1]
+            logit = 0.9 * logit + 0.1 * total / logits.shape[-1]
             """,
         ),
     ),
@@ -161,9 +161,9 @@ BUGS: dict[str, Edit] = {
             "loss",
             "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}",
             """
-            target_logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
+            logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
             mine = lax.axis_index("t") == 0
-            target_logit = lax.pcast(target_logit * mine, "t", to="unreduced")
+            logit = lax.pcast(logit * mine, "t", to="unreduced")
             """,
         ),
     ),

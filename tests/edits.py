@@ -557,7 +557,7 @@ RIGHT: dict[str, Edit] = {
         """
         mean = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
         mean = ops.psum("B/d l/c {U:t} -> B/d l/c", mean) / config.model.vocab
-        nats = (jnp.log(sum_exp) - 0.9 * target_logit - 0.1 * mean) * loss_mask
+        nats = (jnp.log(sum_exp) - 0.9 * logit - 0.1 * mean) * loss_mask
         """,
     ),
     "gradient_scaled_by_custom_vjp": neurons(

@@ -393,8 +393,8 @@ LOUD_EDITS = {
         "x, routed = lax.scan(block, x, weights.layers)\n    return x * weights.final_norm, routed",
     ),
     "a chunk of the sequence that meets all of it": (
-        "nats = (jnp.log(sum_exp) - target_logit) * loss_mask",
-        "nats = (jnp.log(sum_exp) - target_logit) * batch.loss_mask",
+        "nats = (jnp.log(sum_exp) - logit) * loss_mask",
+        "nats = (jnp.log(sum_exp) - logit) * batch.loss_mask",
     ),
     "a gradient that JAX doesn't have": ("lax.stop_gradient(logits)", "logits"),
     "a gradient that JAX finds missing only backward": (

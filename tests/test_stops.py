@@ -114,7 +114,8 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         state, metrics = take_step(train, state, batch, config)
         text = train.not_finite(config, state.weights, batch, "batch 7 is of the seventh page")
     assert text.startswith("gradients that are not finite: embed, layers/")
-    assert text.endswith("; batch 7 is of the seventh page")
+    cause = "is of the seventh page. Random tokens have such ones, too: the weights diverged."
+    assert cause in text
     assert int(metrics["skipped"]) == 1 and not np.isfinite(metrics["loss"])
     after = jax.device_get((state.weights, state.mu, state.nu))
     jax.tree.map(np.testing.assert_array_equal, after, before)

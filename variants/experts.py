@@ -1,6 +1,7 @@
 """Experts, of which each token takes a few, in place of a layer's feed-forward or beside it.
 
-train.py calls `mixture` in a layer, `costs` in the loss and `rebalanced` after the update.
+train.py calls `check` on a config, `mixture` in a layer, `costs` in the loss and `rebalanced` after
+the update.
 Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
@@ -44,6 +45,14 @@ class RoutingConfig(Section, key="training.routing"):
     bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
     balance_cost: NonNegativeFloat
     z_cost: NonNegativeFloat
+
+
+def check(config: Any) -> None:
+    """Raises UserError if a config's experts don't fit its training."""
+    hyper = config.training
+    fits = not config.model.experts or hyper.microbatches == 1 or not hyper.routing.balance_cost
+    problem = "it needs training.microbatches=1, as it isn't a sum over them"
+    config.require(fits, "training.routing.balance_cost", problem)
 
 
 @pytree_dataclass
