@@ -890,6 +890,7 @@ def train(
         checkpoints.check_model()
         return
     source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
+    config.check_tokenizer(source.newest)
     tokens = hyper.tokens.batch * hyper.tokens.len
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")

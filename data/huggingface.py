@@ -45,7 +45,7 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
-    def tokenizer_used(self) -> str:
+    def tokenizer_used(self, remote: bool = False) -> str:
         return self.tokenizer
 
 

@@ -57,7 +57,8 @@ import train
 from data import flat_tokens
 from data.huggingface import rows_of
 from data.loader import TokenBatch
-from runtime.checkpoint import Checkpoints, newest
+from data.sources import check_same_tokenizer, tokenizer_of_model
+from runtime.checkpoint import Checkpoint, Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
 from shardlib import devices, kernels, ops
@@ -80,7 +81,7 @@ from shardlib.types import (
     u32,
 )
 from tools import arguments
-from tools.texts import Continued, Text, kept_by_import, prompts_in
+from tools.texts import Continued, Text, prompts_in
 from variants import families
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -340,11 +341,10 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     ), config
 
 
-def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> Text:
-    """Opens the tokenizer of this name, else the one that an import kept, else that of the run's
-    dataset. Raises UserError if there is none."""
-    named = named or kept_by_import(checkpoint, config.paths.clone_from)
-    if not (named := named or config.source().tokenizer_used()):
+def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
+    """Opens the tokenizer of this name, else that of the model. Raises UserError if there is
+    none."""
+    if not (named := named or tokenizer_of_model(checkpoint)):
         raise UserError(
             "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
             "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
@@ -483,7 +483,8 @@ def run(args: argparse.Namespace) -> None:
         stack.enter_context(computing_in(args.dtype or ("f32" if on_cpu else config.dtype)))
         named = args.tokenizer
         if args.evaluate:
-            named = named or flat_tokens.tokenizer_of(args.evaluate)
+            if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
+                check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             if args.length or config.model.experts:
@@ -491,7 +492,7 @@ def run(args: argparse.Namespace) -> None:
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, codec, config))
         else:
-            codec = open_tokenizer(named, config, checkpoints.newest.path)
+            codec = open_tokenizer(named, checkpoints.newest)
             prompts = prompts_of(args, codec, config)
             weights = lay_out(checkpoints.restore("weights"))
             write(args, weights, prompts, codec, config)

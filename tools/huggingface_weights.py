@@ -46,6 +46,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 import train
+from data.sources import kept_by_import
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, show_entry
 from runtime.config import flat
@@ -55,7 +56,6 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
-from tools.texts import kept_by_import
 
 # The files of a tokenizer, and what generation needs to know.
 SETTINGS = (
@@ -295,10 +295,12 @@ def check_empty(path: str) -> None:
         raise UserError(f"{path} isn't empty: choose a new or empty folder")
 
 
-def copy_settings(name: str, folder: pathlib.Path, *more: str) -> dict[str, Any]:
+def copy_settings(
+    name: str, folder: pathlib.Path, *more: str, vocab: float = math.inf
+) -> dict[str, Any]:
     """Copies the tokenizer's files, chat template and generation_config.json, and what is in
     `more`, from a folder or hub repository. Returns the ids that end a text and that pad a batch.
-    Raises UserError if there is no tokenizer."""
+    Raises UserError if there is no tokenizer, or if it has ids that the model hasn't."""
     import transformers  # takes two seconds
 
     try:
@@ -309,6 +311,11 @@ def copy_settings(name: str, folder: pathlib.Path, *more: str) -> dict[str, Any]
             )
     except Exception as error:  # what tokenizers raises is a plain Exception
         raise UserError(f"{name} has no tokenizer: {error}".split("\n")[0]) from None
+    if (largest := max(tokenizer.get_vocab().values())) >= vocab:
+        raise UserError(
+            f"the tokenizer {name} has ids up to {largest}, but the model's vocabulary ends at "
+            f"{vocab - 1}: choose the tokenizer of the model's dataset"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for file in {
         file for pattern in (*SETTINGS, *more) for file in pathlib.Path(name).glob(pattern)
@@ -384,10 +391,9 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> N
         raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
     if family == "olmoe" and model.d_model != model.d_head * model.n_q_per_kv * model.n_kv:
         raise UserError("OlmoeConfig needs model.d_model to be d_head times the query heads")
-    paths = source.settings.get("paths") or {}
-    kept = tokenizer or kept_by_import(source.path, str(paths.get("clone_from", "")))
+    kept, vocab = tokenizer or kept_by_import(source), model.vocab if tokenizer else math.inf
     folder.mkdir(parents=True, exist_ok=True)
-    ends = copy_settings(kept, folder) if kept else {"eos_token_id": None}
+    ends = copy_settings(kept, folder, vocab=vocab) if kept else {"eos_token_id": None}
     try:
         total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:

@@ -114,7 +114,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             checkpoints, self.config = generate.open_checkpoint(checkpoint)
             self.weights = checkpoints.restore("weights")
         self.path = checkpoints.newest.path
-        self.codec = generate.open_tokenizer(tokenizer, self.config, self.path)
+        self.codec = generate.open_tokenizer(tokenizer, checkpoints.newest)
         self.special = set() if self.codec.is_bytes else self.codec.parse_special_tokens()
         self.dtype, self.room = dtype or self.config.dtype, self.config.training.tokens.len
         self.eot_token_id = self.config.model.start_token

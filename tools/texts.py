@@ -2,7 +2,6 @@
 tools/generate.py."""
 
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -11,15 +10,6 @@ import numpy as np
 from data import flat_tokens
 from data.text import Tokenizer
 from shardlib.errors import UserError
-
-
-def kept_by_import(checkpoint: str, cloned_from: str) -> str | None:
-    """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
-    imported model that a checkpoint is, or that its run started from; None if there is none."""
-    for place in (os.path.dirname(checkpoint), cloned_from, os.path.dirname(cloned_from)):
-        if os.path.isfile(folder := os.path.join(place, "huggingface", "config.json")):
-            return os.path.dirname(folder)
-    return None
 
 
 def prompts_in(path: str) -> dict[str, str]:
