@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import pathlib
 from typing import Any
 
 from data import text
@@ -60,10 +61,15 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
     return None
 
 
+def has_tokenizer(folder: str | pathlib.Path) -> bool:
+    """Returns whether a folder of Hugging Face's has a tokenizer beside its config.json."""
+    return any(pathlib.Path(folder).glob("tokenizer*"))
+
+
 def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
     """Returns the tokenizer that an import kept, else that of the dataset of a checkpoint's run.
     None if neither is on this machine."""
-    if kept := kept_by_import(checkpoint):
+    if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         return kept
     with contextlib.suppress(UserError):
         data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
