@@ -32,7 +32,8 @@ Attention doesn't cross documents. "Nats per token" is the mean loss over all to
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
---length sets another length of the rows.
+--length sets another length of the rows. Logits of at most 1,024 tokens exist at once, or of one in
+each row.
 """
 
 import argparse
@@ -353,16 +354,15 @@ def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
 
 
 def with_rows(config: train.Config, length: int) -> train.Config:
-    """Returns the config with rows of another length, and about as many tokens in a batch."""
+    """Returns the config with rows of another length, about as many tokens in a batch, and logits
+    of at most 1,024 tokens at once, or of one in each row."""
     tokens = config.training.tokens
-    size = {
-        "training.tokens.len": length,
-        "training.tokens.batch": max(1, tokens.batch * tokens.len // length),
-        # Logits of about 1,024 tokens at once, if that divides the row.
-        "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
-    }
-    # These divide the training's rows. Here rows aren't divided.
-    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+    rows = max(1, tokens.batch * tokens.len // length)
+    least = min(length, -(-rows * length // 1024))
+    chunks = next(n for n in range(least, length + 1) if length % n == 0)
+    size = {"tokens": {"batch": rows, "len": length}, "loss_chunks": chunks, "microbatches": 1}
+    # c, as microbatches, divides the training's rows. Here rows aren't divided.
+    return config.changed({"training": size, "mesh.c": 1})
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:
@@ -487,8 +487,7 @@ def run(args: argparse.Namespace) -> None:
                 check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            if args.length or config.model.experts:
-                config = with_rows(config, args.length or config.training.tokens.len)
+            config = with_rows(config, args.length or config.training.tokens.len)
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, codec, config))
         else:

@@ -548,9 +548,7 @@ def import_weights(path: str, output: str, config_file: str = "") -> None:
     model, opened = open_tensors(folder, model)
     wanted = tensors(model)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
-    # tools.generate computes logits in chunks of about 1,024 tokens, as rows may be long.
-    chunks = math.gcd(length, max(1, length // 1024))
-    rows = {"training": {"tokens": {"batch": 1, "len": length}, "loss_chunks": chunks}}
+    rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
     arrays = {}
     for name, entry in entries(model).items():

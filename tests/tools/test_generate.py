@@ -441,6 +441,24 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     assert f", {of_one} tokens: " in part
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "rows", "chunks"),
+    [(1, 512, 16, 8), (1, 8192, 1, 8), (8, 1024, 8, 8), (1, 600, 13, 8), (1, 8, 1024, 8)],
+)
+def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, batch, length, rows, chunks):
+    """Batches have 8,192 tokens. Logits of 1,024, from a vocabulary of 128,256, and what is made of
+    them are two arrays of 0.53 GB."""
+    small = "model.vocab=128256", "model.n_q_per_kv=1", "model.n_kv=1", "model.layers=1"
+    tokens = f"training.tokens={{batch: {batch}, len: {8192 // batch}}}"
+    config = in_f32.with_rows(small_config(*small, tokens), length)
+    assert (config.training.tokens.batch, config.training.loss_chunks) == (rows, chunks)
+    with jax.set_mesh(mesh(1, 1)):
+        hint = train.state_type(config).weights, type_tree(TokenBatch)
+        shapes = make_shapes(hint, train.dimensions(config))
+        compiled = train.validation_step.lower(*shapes, config).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
+
+
 # --- The program ----------------------------------------------------------------------------------
 
 
