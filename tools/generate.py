@@ -7,11 +7,12 @@
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
-of keys and values. A token attends to at most as many tokens as a row had in training, so a text
-may be longer than a row. A text ends after --tokens, or when the model emits the tokenizer's
-end-of-text id, or one of those in a generation_config.json beside it. A model trained on flat
-tokens rarely emits it: the format marks the starts of documents and has no end token. The tokenizer
-bytes_utf8 has no end-of-text id.
+of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
+token attends to at most as many tokens as a row had in training, so a text may be longer than a
+row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id, or one of
+those in a generation_config.json beside it. A model trained on flat tokens rarely emits it: the
+format marks the starts of documents and has no end token. The tokenizer bytes_utf8 has no
+end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
@@ -443,7 +444,7 @@ def write(
     one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
     for first in range(0, len(texts), size):
         part = texts[first : first + size]
-        these = [[config.model.start_token, *text.prompt] for text in part]
+        these = [codec.started(text.prompt, config.model.start_token) for text in part]
         numbers = [text.sample for text in part]
         steps = generate(
             weights, these, numbers, args.tokens, size, args.seed, how, config, longest + 1

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zarr
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import train
 from data.flat_tokens import SPLITS, FlatTokens, Writer
@@ -568,6 +569,32 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
     pieces = shown(capsys, monkeypatch, run, "--prompt=the", f"--tokenizer={name}")
     assert "".join(pieces) == text
     assert pieces.pop() == "" and len(pieces) == len(new) - waiting
+
+
+def test_a_prompt_that_begins_with_the_start_token_gets_no_other(run, capsys, monkeypatch):
+    """The start token is 0, which is special, and in a tokenizer without special tokens "!"."""
+    given, start, new = [], "<|endoftext|>", [np.array([[5]])]
+    monkeypatch.setattr(generate, "generate", lambda _, prompts, *__: given.extend(prompts) or new)
+    plain = Tokenizer(models.WordLevel({"!": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.save(str(run / "plain.json"))
+
+    def asked(prompt, *options):
+        given.clear()
+        assert not call(capsys, monkeypatch, run, "bytes", f"--prompt={prompt}", *options)[2]
+        return given[0]
+
+    parsed = "--tokenizer=special", "--special-tokens"
+    save_special_tokens(run / "special", settings="{}")
+    a = generate.Text(str(run / "special")).encode("a")
+    assert asked("a", *parsed) == [0, *a]
+    assert asked("", *parsed) == asked(start, *parsed) == [0]
+    assert asked(f"{start}a", *parsed) == [0, *a]
+    assert asked(f"{start}{start}a", *parsed) == [0, 0, *a]
+    assert asked(f"a{start}", *parsed) == [0, *a, 0]
+    assert asked("<|im_start|>a", *parsed) == [0, 1, *a]
+    assert len(asked(f"{start}a", parsed[0])) > 3, "text, unless it is to be parsed"
+    assert asked("! a", "--tokenizer=plain.json", "--special-tokens") == [0, 0, 1], "a word"
 
 
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
