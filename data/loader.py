@@ -44,9 +44,9 @@ from data.flat_tokens import (
 from data.text import ahead, difference
 from runtime.config import (
     NOT_EMPTY,
+    Kept,
     NonNegativeFloat,
     NonNegativeInt,
-    Path,
     PositiveInt,
     Section,
 )
@@ -64,7 +64,7 @@ from shardlib.types import (
 
 @dataclasses.dataclass(unsafe_hash=True)
 class WeightedDataset(Section, key="flat_tokens.mixture"):
-    filespec: Annotated[Path, NOT_EMPTY]
+    filespec: Annotated[Kept, NOT_EMPTY]
     weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class WeightedDataset(Section, key="flat_tokens.mixture"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class FlatTokensConfig(Section, key="flat_tokens"):
-    filespec: Annotated[Path, NOT_EMPTY] | None
+    filespec: Annotated[Kept, NOT_EMPTY] | None
     mixture: tuple[WeightedDataset, ...]  # empty, or several datasets instead of `filespec`
     streams: PositiveInt
     read_blocks_per_shuffle_buffer: PositiveInt

@@ -141,7 +141,8 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, m
 
     # A clone of a clone, and of one that was allowed the other.
     configs = []
-    for name, settings in ("clone", ["flat_tokens.filespec=english.zarr"]), ("other", allowed):
+    english = "flat_tokens.filespec=english.zarr", "paths.clone_from=imported"
+    for name, settings in ("clone", english), ("other", allowed):
         source = checkpoint.newest("imported").path
         path = shutil.copytree(source, source.replace("imported", name))
         with monkeypatch.context() as patched:
@@ -155,3 +156,6 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, m
     assert "german" in imported("paths.clone_from=clone", german)
     assert imported("paths.clone_from=other", german) == "it compiles"
     assert kept_by_import(checkpoint.newest("other")) is None
+    monkeypatch.chdir("/")
+    kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
+    assert kept == f"{tmp_path}/imported/huggingface", "from any folder"
