@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,7 +95,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         """Returns the tokenizer that a dataset names, if any. Opens no remote dataset unless told
         to, as the config may be that of somebody else's checkpoint."""
         paths = [self.filespec or "", *(dataset.filespec for dataset in self.mixture)]
-        wanted = (path for path in paths if path and (remote or not re.search("://|::", path)))
+        wanted = (path for path in paths if path and (remote or "://" not in path))
         return next(filter(None, map(tokenizer_of, wanted)), None)
 
 

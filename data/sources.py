@@ -46,7 +46,7 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
     imported model that a checkpoint is, or that its run started from, with other runs in between or
     not. None if there is none, or if a run was allowed another tokenizer."""
     seen = set[str]()
-    with contextlib.suppress(UserError):  # from a checkpoint that is gone or damaged
+    with contextlib.suppress(UserError, OSError):  # of a checkpoint that is gone or damaged
         while checkpoint.path not in seen:
             seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")

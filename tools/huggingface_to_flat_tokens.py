@@ -15,7 +15,6 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-import zarr
 from omegaconf import MISSING, OmegaConf
 from tqdm import tqdm
 
@@ -79,7 +78,7 @@ class Conversion:
     def __init__(self, config: ConvertConfig):
         self.config = config
         with storage.opening(config.output):
-            self.root: Any = zarr.open_group(config.output, mode="a")
+            self.root: Any = storage.group(config.output, "a")
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
         settings = {k: v for k, v in settings.items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
