@@ -746,8 +746,7 @@ def training_step(
     # Elementwise, so that the new state overwrites the old one, which is donated.
     new = State(old.step, weights, mu, nu)
     new = jax.tree.map(lambda x, before: jnp.where(finite, x, before), new, old)
-    metrics["learning_rate"] = hyper.learning_rate
-    metrics["grad_norm"] = grad_norm
+    metrics |= {"learning_rate": hyper.learning_rate, "grad_norm": grad_norm}
     metrics["skipped"] = 1 - finite.astype(u32.dtype)
     if config.metrics.norms_interval:
         updates = jax.tree.map(operator.sub, new.weights, state.weights)
@@ -889,6 +888,7 @@ def train(
         checkpoints.check_model()
         return
     source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
+    config.check_tokenizer(source.newest)
     tokens = hyper.tokens.batch * hyper.tokens.len
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")

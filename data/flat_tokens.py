@@ -65,7 +65,7 @@ class Writer:
     def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
         self.name = f"{path}/{split}"
         with storage.opening(path):
-            root: Any = zarr.open_group(path, mode="a")
+            root: Any = storage.group(path, "a")
             complete = split in root and "max_token_id" in root[split].attrs
         if written is None and complete:
             raise FileExistsError(f"{path} already has a split {split}; choose another output")
@@ -152,7 +152,7 @@ def tokenizer_of(path: str) -> str | None:
     """Returns the name of the tokenizer that a dataset was converted with, or None if there is no
     such dataset or it doesn't record it."""
     try:
-        conversion: Any = zarr.open_group(path, mode="r").attrs.get("conversion", {})
+        conversion: Any = storage.group(path, "r").attrs.get("conversion", {})
         return str(conversion["settings"]["tokenizer"])
     except Exception:  # stores raise errors of many types
         return None
@@ -168,7 +168,7 @@ class FlatTokens:
         self.path, self.name = path, f"{path}/{split}"
         entry, arrays = path, {}
         try:
-            root: Any = zarr.open_group(path, mode="r")
+            root: Any = storage.group(path, "r")
             self.group = root.get(split)
             for name, dtype in ARRAYS.items():
                 entry = f"{self.name}/{name}"

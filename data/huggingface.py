@@ -9,7 +9,7 @@ last of these, and how many batches were made.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxtyping import UInt32
 from data import text
 from data.flat_tokens import FILL, checked, decode
 from data.loader import Batches, BatchSpec
-from runtime.config import Name, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Kept, Name, PositiveInt, Section
 from runtime.run import say
 from shardlib.errors import UserError
 
@@ -34,7 +34,8 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     train_split: Name
     validation_split: str | None
     column: Name  # that holds the text
-    tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
+    # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens.
+    tokenizer: Annotated[Kept, NOT_EMPTY]
     num_workers: PositiveInt | None  # threads that tokenize, on each host; null: one per core
     sequences_packed_per_batch: PositiveInt  # documents tokenized at a time, at most
     # As for the converter. Checkpoints of earlier versions don't have them.
@@ -45,7 +46,7 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
-    def tokenizer_used(self) -> str:
+    def tokenizer_used(self, remote: bool = False) -> str:
         return self.tokenizer
 
 

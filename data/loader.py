@@ -40,12 +40,12 @@ from data.flat_tokens import (
     decode,
     tokenizer_of,
 )
-from data.text import ahead
+from data.text import ahead, difference
 from runtime.config import (
     NOT_EMPTY,
+    Kept,
     NonNegativeFloat,
     NonNegativeInt,
-    Path,
     PositiveInt,
     Section,
 )
@@ -63,7 +63,7 @@ from shardlib.types import (
 
 @dataclasses.dataclass(unsafe_hash=True)
 class WeightedDataset(Section, key="flat_tokens.mixture"):
-    filespec: Annotated[Path, NOT_EMPTY]
+    filespec: Annotated[Kept, NOT_EMPTY]
     weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class WeightedDataset(Section, key="flat_tokens.mixture"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class FlatTokensConfig(Section, key="flat_tokens"):
-    filespec: Annotated[Path, NOT_EMPTY] | None
+    filespec: Annotated[Kept, NOT_EMPTY] | None
     mixture: tuple[WeightedDataset, ...]  # empty, or several datasets instead of `filespec`
     streams: PositiveInt
     read_blocks_per_shuffle_buffer: PositiveInt
@@ -91,12 +91,12 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             )
         return Mixture(self, spec, split) if self.mixture else Loader(self, spec, split)
 
-    def tokenizer_used(self) -> str | None:
-        """Returns the tokenizer that a dataset names, if any. Opens no remote dataset, as the
-        config may be that of somebody else's checkpoint."""
+    def tokenizer_used(self, remote: bool = False) -> str | None:
+        """Returns the tokenizer that a dataset names, if any. Opens no remote dataset unless told
+        to, as the config may be that of somebody else's checkpoint."""
         paths = [self.filespec or "", *(dataset.filespec for dataset in self.mixture)]
-        local = (path for path in paths if path and not ("://" in path or "::" in path))
-        return next(filter(None, map(tokenizer_of, local)), None)
+        wanted = (path for path in paths if path and (remote or "://" not in path))
+        return next(filter(None, map(tokenizer_of, wanted)), None)
 
 
 @pytree_dataclass
@@ -428,11 +428,13 @@ class Mixture(Batches):
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
         paths = [dataset.filespec for dataset in config.mixture]
-        if len(names := {*map(tokenizer_of, paths)} - {None}) > 1:
-            raise FlatTokensError(
-                "flat_tokens.mixture has datasets of different tokenizers, "
-                f"{', '.join(sorted(map(str, names)))}: convert them with the same one"
-            )
+        first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [""]
+        for other in others:
+            if problem := difference(first, other):
+                raise FlatTokensError(
+                    f"flat_tokens.mixture has datasets of different tokenizers, {first} and "
+                    f"{other}: {problem}. Convert them with the same one"
+                )
         single = (dataclasses.replace(config, filespec=path, mixture=()) for path in paths)
         self.loaders = [Loader(part, spec, split) for part in single]
         # As the decimals say, so that the counts of a long run are exact.

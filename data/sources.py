@@ -1,10 +1,15 @@
 """The sources of tokens that a config can choose from."""
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 from typing import Any
 
+from data import text
 from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
+from runtime.checkpoint import Checkpoint, newest
 from runtime.config import Section, flat, plain
 from shardlib.errors import UserError
 
@@ -16,14 +21,71 @@ class DataConfig(Section):
 
     flat_tokens: FlatTokensConfig | None
     hf_dataset: HuggingFaceConfig | None
+    other_tokenizer: bool = False  # lets a run start from a model of another one
 
     def source(self) -> Any:
         """Returns the section of the source that is set. Raises UserError unless exactly one is."""
-        keys = [field.name for field in dataclasses.fields(DataConfig)]
-        sections = [section for key in keys if (section := getattr(self, key))]
+        sections = [section for key in SOURCES if (section := getattr(self, key))]
         if len(sections) != 1:
-            raise UserError(f"set one of these, and leave the others null: {', '.join(keys)}")
+            raise UserError(f"set one of these, and leave the others null: {', '.join(SOURCES)}")
         return sections[0]
+
+    def check_tokenizer(self, checkpoint: Checkpoint) -> None:
+        """Raises UserError if the model of a checkpoint, from which a run starts, has another
+        tokenizer than the run's dataset, unless the config allows that."""
+        if not self.other_tokenizer:
+            used = self.source().tokenizer_used(remote=True)
+            check_same_tokenizer(checkpoint, used, "other_tokenizer=true")
+
+
+SOURCES = [x.name for x in dataclasses.fields(DataConfig) if x.name != "other_tokenizer"]
+
+
+def kept_by_import(checkpoint: Checkpoint) -> str | None:
+    """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
+    imported model that a checkpoint is, or that its run started from, with other runs in between or
+    not. None if there is none, or if a run was allowed another tokenizer."""
+    seen = set[str]()
+    with contextlib.suppress(UserError, OSError):  # of a checkpoint that is gone or damaged
+        while checkpoint.path not in seen:
+            seen.add(checkpoint.path)
+            kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
+            if os.path.isfile(f"{kept}/config.json"):
+                return kept
+            settings = flat(checkpoint.settings)
+            cloned = str(settings.get("paths.clone_from") or "://")
+            # Nothing remote that only a checkpoint names is opened.
+            if settings.get("other_tokenizer") or "://" in cloned:
+                return None
+            checkpoint = newest(cloned)
+    return None
+
+
+def has_tokenizer(folder: str | pathlib.Path) -> bool:
+    """Returns whether a folder of Hugging Face's has a tokenizer beside its config.json."""
+    return any(pathlib.Path(folder).glob("tokenizer*"))
+
+
+def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
+    """Returns the tokenizer that an import kept, else that of the dataset of a checkpoint's run.
+    None if neither is on this machine."""
+    if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
+        return kept
+    with contextlib.suppress(UserError):
+        data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
+        return data.source().tokenizer_used()
+    return None
+
+
+def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) -> None:
+    """Raises UserError, with the setting that allows it, if the tokenizer `used` for a dataset
+    isn't that of a checkpoint's model."""
+    ours = tokenizer_of_model(checkpoint)
+    if ours and used and (problem := text.difference(ours, used)):
+        raise UserError(
+            f"the tokenizer of the model in {checkpoint.path} is {ours}, the dataset's is {used}: "
+            f"{problem}. Tokenize the dataset with the model's, or accept that with {cure}"
+        )
 
 
 def check_same_rows(config: Any, saved: dict[str, Any], path: str) -> None:

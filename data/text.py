@@ -135,6 +135,13 @@ class Tokenizer:
         does = self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items())
         return digest((does, self.end) if self.end else does)
 
+    def words(self) -> dict[int, str]:
+        """Returns the tokens of ordinary text by their ids."""
+        if self.name == "bytes_utf8":
+            return {byte + 1: f"<0x{byte:02X}>" for byte in range(256)}
+        added = self.slow.added_tokens_decoder
+        return {i: token for token, i in self.slow.get_vocab().items() if i not in added}
+
     @checked
     def _ids(self, texts: list[str]) -> Tokens:
         lists: Iterable[Any]
@@ -159,6 +166,21 @@ class Tokenizer:
 
 
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
+
+
+def difference(one: str, other: str) -> str:
+    """Says how two tokenizers differ, or returns "" if no id is one token of ordinary text for the
+    one and another for the other. Different names differ if either can't be opened."""
+    if one == other:
+        return ""
+    try:
+        words, others = tokenizer(one).words(), tokenizer(other).words()
+    except UserError as error:
+        return str(error).rstrip(".")
+    first = min((i for i in words.keys() & others.keys() if words[i] != others[i]), default=None)
+    if first is None:
+        return ""
+    return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
 
 
 # --- Rows of a file -------------------------------------------------------------------------------

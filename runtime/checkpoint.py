@@ -130,7 +130,7 @@ def _describes(entry: Any) -> bool:
 
 def create(path: str) -> Any:
     """Creates an empty group. Raises ContainsGroupError if there is one."""
-    return zarr.open_group(path, mode="w-", zarr_format=3)
+    return storage.group(path, "w-", zarr_format=3)
 
 
 def describe(group: Any, arrays: dict[str, Any], attrs: dict[str, Any]) -> None:
@@ -350,7 +350,7 @@ class Checkpoints:
         then removes what killed starts of this run left incomplete after its newest checkpoint."""
         name = f"try.{jax.process_index()}"
         try:
-            trial: Any = zarr.open_group(f"{self.path}/{name}", mode="w", zarr_format=3)
+            trial: Any = storage.group(f"{self.path}/{name}", "a", zarr_format=3)
             trial.update_attributes({"name": name})
             listed = name in storage.names(self.path)
             read = storage.attributes(f"{self.path}/{name}")
@@ -429,7 +429,7 @@ class Checkpoints:
                 describe(group, arrays, attrs)
             # Step 3.
             self._await_key(path, "arrays", writer=0)
-            group = zarr.open_group(path, mode="r+", zarr_format=3)
+            group = storage.group(path, "r+", zarr_format=3)
             writes = [(part[0], self.threads.submit(write, group, *part)) for part in parts]
             results = [(name, write.exception()) for name, write in writes]
             problem = next((f"{name}: {error!r}" for name, error in results if error), None)
@@ -469,7 +469,7 @@ class Checkpoints:
 
         def mark() -> None:
             failed = {"write_completed": False, "write_failed": problem}
-            zarr.open_group(path, mode="a", zarr_format=3).update_attributes(failed)
+            storage.group(path, "a", zarr_format=3).update_attributes(failed)
 
         for action in mark, functools.partial(storage.empty, path), mark:
             with contextlib.suppress(Exception):
@@ -504,7 +504,7 @@ class Checkpoints:
             for group in surplus + interrupted:
                 # First, so that an interrupted removal leaves nothing that looks complete.
                 mark = {"write_completed": False, "removed": True}
-                zarr.open_group(group.path, mode="r+").update_attributes(mark)
+                storage.group(group.path, "r+").update_attributes(mark)
                 storage.remove(group.path)
         except Exception as error:  # stores raise errors of many types
             self.say(f"warning: can't remove old checkpoints in {self.path}: {error!r}")

@@ -43,7 +43,7 @@ def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], A
     return number
 
 
-NOT_EMPTY, PATH = "not empty", "path"
+NOT_EMPTY, PATH, KEPT = "not empty", "path", "kept"
 PositiveInt = Annotated[int, Bound(1)]
 NonNegativeInt = Annotated[int, Bound(0)]
 NonNegativeFloat = Annotated[float, Bound(0, below=math.inf)]
@@ -51,6 +51,7 @@ Seconds = Annotated[float, Bound(0)]  # what a timer can wait for
 Fraction = Annotated[float, Bound(0, below=1)]
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, PATH]  # ~ is expanded, which only some of the libraries below do
+Kept = Annotated[Path, KEPT]  # of what is there, an absolute one, to be found from other folders
 
 
 class Section:
@@ -76,7 +77,11 @@ class Section:
             if NOT_EMPTY in parts and not value.strip():
                 raise UserError(f"{key} must not be empty")
             if PATH in parts:
-                setattr(self, name, os.path.expanduser(value))
+                value = os.path.expanduser(value)
+                # bytes_utf8 is a tokenizer, whatever else is here.
+                if KEPT in parts and os.path.exists(value) and value != "bytes_utf8":
+                    value = os.path.abspath(value)
+                setattr(self, name, value)
             values = value if tuple in parts else [value]
             for names in (part.names.split() for part in parts if isinstance(part, OneOf)):
                 if not {*values} <= {*names}:

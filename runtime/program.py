@@ -34,6 +34,8 @@ from shardlib.errors import UserError
 
 C = TypeVar("C")
 OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
+# What Hydra reads as a number or a boolean, as a whole value or between the commas of a sweep.
+NUMBER = r"(?i)(?<![^,])(true|false|[+-]?(inf|nan|[\d.][\w.+-]*))(?![^,])"
 
 
 def program(
@@ -53,7 +55,8 @@ def program(
     """
 
     # Hydra needs a ++ before keys that are in no file: those with a default, and in their sections.
-    added = "|".join(key for key, default in _keys(schema) if default)
+    added = "|".join(key for key, (default, _) in _keys(schema) if default)
+    texts = {key for key, (_, kinds) in _keys(schema) if str in kinds}
 
     def typed(composed: DictConfig, hydra_config: Any) -> C:
         if (name := hydra_config.job.config_name) == "base":
@@ -76,6 +79,7 @@ def program(
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
             # argparse wants all overrides together.
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: bool(re.match(OVERRIDE, a)))
+            sys.argv = [_as_typed(argument, texts) for argument in sys.argv]
             sys.argv = [f"++{a}" if re.match(rf"({added})[.=]", a) else a for a in sys.argv]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
@@ -127,6 +131,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         if names:
             # By its values, so that the same sweep with more of them goes on in the same folders.
             own = [a for a in overrides[number] if not all(a in others for others in overrides)]
+            own = [a for a in own if not a.lstrip("+").startswith(f"{names}=")]
             folder = quote(",".join(own), safe="=,+~{}[]: ") or "0"
             arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{folder}"))
         print(f"job {number}: {' '.join(arguments)}", flush=True)
@@ -146,7 +151,16 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
 
 def _quoted(key: str, value: str) -> str:
     """An override that Hydra takes literally, whatever is in the value."""
+    value = re.sub(r'(\\*)(?="|$)', r"\1\1", value)  # backslashes are escaped only before a quote
     return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
+
+
+def _as_typed(argument: str, texts: set[str]) -> str:
+    """Quotes a text that Hydra would read as a number: 1e3 would become 1000.0, and 0.10 0.1."""
+    key, equals, value = argument.partition("=")
+    if key.lstrip("+") in texts and not re.search("[\"'([{]", value):
+        value = re.sub(NUMBER, r'"\1"', value)
+    return key + equals + value
 
 
 def _names(folder: str) -> list[str]:
@@ -155,16 +169,17 @@ def _names(folder: str) -> list[str]:
     return sorted(file.stem for file in files if file.stem != "base")
 
 
-def _keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yields the schema's dotted keys, including those of its sections, and whether they have a
-    default."""
+def _keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, tuple[bool, tuple[Any, ...]]]]:
+    """Yields the schema's dotted keys, including those of its sections, whether they have a default
+    and the types of their values."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         name, hint = field.name, hints[field.name]
         defaults = {field.default, field.default_factory}
-        yield prefix + name, defaults != {dataclasses.MISSING}
         # A section, or an optional one. A list of sections has no keys.
-        kinds = () if typing.get_origin(hint) is tuple else (hint, *typing.get_args(hint))
+        several = typing.get_origin(hint) in (tuple, dict)
+        kinds = () if several else (hint, *typing.get_args(hint))
+        yield prefix + name, (defaults != {dataclasses.MISSING}, kinds)
         for kind in kinds:
             if dataclasses.is_dataclass(kind):
                 yield from _keys(kind, f"{prefix}{name}.")
@@ -207,6 +222,11 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         names = ", ".join(name for name in files if f"\n  - {group[1]}: " in files[name])
         cure = f"; choose another config with --config-name=NAME: {names}" if names else ""
         return f"this config has no choice of {group[1]}{cure}"
+    if commas := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' 1\. ", problem):
+        key, value = commas.groups()
+        text = shlex.quote(_quoted(key.lstrip("+"), value))
+        sweep = f"{key}={value}: add --multirun to sweep over these"
+        return f"{sweep}, or write {key}=[...] for a list and {text} for a text"
     problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
     if "Config' to string" in problem:
         problem += f"; quote text: '{key}=\"...\"'"

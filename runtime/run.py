@@ -30,6 +30,7 @@ from runtime import chips, hlo
 from runtime.checkpoint import CheckpointsConfig
 from runtime.config import (
     ROOT,
+    Kept,
     Name,
     NonNegativeInt,
     OneOf,
@@ -53,7 +54,7 @@ SECONDS_BETWEEN_LINES = 10  # of progress
 @dataclasses.dataclass(unsafe_hash=True)
 class PathsConfig(Section, key="paths"):
     root_working_dir: Path
-    clone_from: Path  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
+    clone_from: Kept  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
     clone_weights_only: bool  # true: weights only, from step 0; false: the whole state
     model_name: Name = MISSING
 

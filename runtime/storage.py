@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,19 @@ class StoreError(OSError):
     """A store doesn't answer, or can't be opened. What it holds may be undamaged."""
 
 
+def _store(path: str) -> tuple[Any, str]:
+    """Returns the file system of a folder or bucket, and the path there. Without a protocol a path
+    is what it says: fsspec would find others in `a::b` and `data:x`."""
+    if "://" in path:
+        return fsspec.core.url_to_fs(path)
+    return fsspec.filesystem("file"), os.path.abspath(path)
+
+
+def group(path: str, mode: Any, **options: Any) -> Any:
+    """Opens a zarr group, in a folder if the path has no protocol, whatever else is in it."""
+    return zarr.open_group(path if "://" in path else pathlib.Path(path), mode=mode, **options)
+
+
 @contextlib.contextmanager
 def opening(path: str, done: str = "opened") -> Iterator[None]:
     """Converts whatever errors a store raises to a StoreError that names the path."""
@@ -38,7 +53,7 @@ def names(path: str) -> list[str]:
     """Returns the names of the entries of a folder or bucket prefix; none if it doesn't exist.
     Raises OSError if the store can't be reached."""
     with opening(path):
-        store, inner = fsspec.core.url_to_fs(path)
+        store, inner = _store(path)
         store.invalidate_cache()
         try:
             paths = store.ls(inner, detail=False)
@@ -51,7 +66,7 @@ def attributes(path: str) -> dict[str, Any] | None:
     """Returns the attributes of a zarr group: empty if there is no such group, None if they are
     damaged. Raises OSError if the store can't be reached."""
     with opening(path):
-        store, inner = fsspec.core.url_to_fs(path)
+        store, inner = _store(path)
         try:
             text = store.cat_file(f"{inner}/zarr.json")
         except (FileNotFoundError, NotADirectoryError):
@@ -62,19 +77,26 @@ def attributes(path: str) -> dict[str, Any] | None:
         return None
 
 
+def _remove(path: str) -> None:
+    store, inner = _store(path)
+    if "://" in path and fsspec.core.has_magic(inner):
+        for file in store.find(inner):  # rm would take `run*` for a pattern, and remove other runs
+            store.rm_file(file)
+    else:
+        store.rm(inner, recursive=True)
+
+
 def empty(path: str) -> None:
     """Removes a group's arrays and groups, but not its attributes."""
-    store, inner = fsspec.core.url_to_fs(path)
     for name in names(path):
         if name != "zarr.json":
-            store.rm(f"{inner}/{name}", recursive=True)
+            _remove(f"{path}/{name}")
 
 
 def remove(path: str) -> None:
     """Removes a group, its zarr.json last, so that an interrupted removal can be recognized."""
     empty(path)
-    store, inner = fsspec.core.url_to_fs(path)
-    store.rm(inner, recursive=True)
+    _remove(path)
 
 
 class _WholeStore(WrapperStore[Any]):

@@ -4,9 +4,11 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import types
 from typing import ClassVar
 
 import jax
@@ -15,6 +17,8 @@ import yaml
 
 import train
 from runtime import checks, chips
+from runtime.config import plain
+from runtime.program import program
 from runtime.run import open_folder
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -208,6 +212,42 @@ def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
     (job,), message = jobs(*SWEEP, "training.seed=1,2")
     assert message == str(128 + number)
     assert job.terminated == (when == "starts" or number == signal.SIGTERM)
+
+
+NUMBERS = ["1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]
+
+
+def test_a_text_reaches_a_run_as_typed(capsys, monkeypatch):
+    """Names that Hydra or YAML would read as numbers, and what a message says to write in place of
+    one that Hydra can't read; in a sweep, and as a resumed run's checkpoint has it."""
+    configs, jobs = [], []
+    main = program(train.Config, "configs", names="paths.model_name")(configs.append)
+
+    def given(*overrides):
+        start = "--config-name=local_test_synthetic", "paths.clone_from=0.10"
+        return train_here(capsys, monkeypatch, *start, *overrides, program=main)[1]
+
+    refused = ["a=b", "x#y", "it's", "(x)", "a;b", "{x}", "a,b", 'a"b', "x=\\", "é"]
+    for name in *NUMBERS, "007", "0x1f", "1:30", "a::b", "*.x", "a b", *refused:
+        message = given(f"paths.model_name={name}")
+        assert bool(message) == (name in refused)
+        if message:
+            cure = re.split("quote it: |list and ", message)[1].removesuffix(" for a text")
+            assert not given(*shlex.split(cure))
+        kept = plain(configs[-1].to_yaml())["paths"]
+        assert kept["model_name"] == configs[-1].paths.model_name == name
+        assert kept["clone_from"] == "0.10"
+
+    def started(command):
+        jobs.append(command[-3:])
+        return types.SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert not given("--multirun", f"paths.model_name={','.join(NUMBERS)}")
+    for number, job in enumerate(jobs):
+        assert not given(*job)
+        assert configs[-1].paths.model_name == f"{NUMBERS[number]}/0"
+    assert len(jobs) == len(NUMBERS)
 
 
 @pytest.mark.slow

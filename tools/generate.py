@@ -7,11 +7,12 @@
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
-of keys and values. A token attends to at most as many tokens as a row had in training, so a text
-may be longer than a row. A text ends after --tokens, or when the model emits the tokenizer's
-end-of-text id, or one of those in a generation_config.json beside it. A model trained on flat
-tokens rarely emits it: the format marks the starts of documents and has no end token. The tokenizer
-bytes_utf8 has no end-of-text id.
+of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
+token attends to at most as many tokens as a row had in training, so a text may be longer than a
+row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id, or one of
+those in a generation_config.json beside it. A model trained on flat tokens rarely emits it: the
+format marks the starts of documents and has no end token. The tokenizer bytes_utf8 has no
+end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
@@ -32,7 +33,8 @@ Attention doesn't cross documents. "Nats per token" is the mean loss over all to
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
---length sets another length of the rows.
+--length sets another length of the rows. Logits of at most 1,024 tokens exist at once, or of one in
+each row.
 """
 
 import argparse
@@ -57,7 +59,8 @@ import train
 from data import flat_tokens
 from data.huggingface import rows_of
 from data.loader import TokenBatch
-from runtime.checkpoint import Checkpoints, newest
+from data.sources import check_same_tokenizer, tokenizer_of_model
+from runtime.checkpoint import Checkpoint, Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
 from shardlib import devices, kernels, ops
@@ -80,7 +83,7 @@ from shardlib.types import (
     u32,
 )
 from tools import arguments
-from tools.texts import Continued, Text, kept_by_import, prompts_in
+from tools.texts import Continued, Text, prompts_in
 from variants import families
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -340,11 +343,10 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     ), config
 
 
-def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> Text:
-    """Opens the tokenizer of this name, else the one that an import kept, else that of the run's
-    dataset. Raises UserError if there is none."""
-    named = named or kept_by_import(checkpoint, config.paths.clone_from)
-    if not (named := named or config.source().tokenizer_used()):
+def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
+    """Opens the tokenizer of this name, else that of the model. Raises UserError if there is
+    none."""
+    if not (named := named or tokenizer_of_model(checkpoint)):
         raise UserError(
             "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
             "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
@@ -353,16 +355,15 @@ def open_tokenizer(named: str | None, config: train.Config, checkpoint: str) -> 
 
 
 def with_rows(config: train.Config, length: int) -> train.Config:
-    """Returns the config with rows of another length, and about as many tokens in a batch."""
+    """Returns the config with rows of another length, about as many tokens in a batch, and logits
+    of at most 1,024 tokens at once, or of one in each row."""
     tokens = config.training.tokens
-    size = {
-        "training.tokens.len": length,
-        "training.tokens.batch": max(1, tokens.batch * tokens.len // length),
-        # Logits of about 1,024 tokens at once, if that divides the row.
-        "training.loss_chunks": math.gcd(length, max(1, length // 1024)),
-    }
-    # These divide the training's rows. Here rows aren't divided.
-    return config.changed(size | {"training.microbatches": 1, "mesh.c": 1})
+    rows = max(1, tokens.batch * tokens.len // length)
+    least = min(length, -(-rows * length // 1024))
+    chunks = next(n for n in range(least, length + 1) if length % n == 0)
+    size = {"tokens": {"batch": rows, "len": length}, "loss_chunks": chunks, "microbatches": 1}
+    # c, as microbatches, divides the training's rows. Here rows aren't divided.
+    return config.changed({"training": size, "mesh.c": 1})
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:
@@ -443,7 +444,7 @@ def write(
     one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
     for first in range(0, len(texts), size):
         part = texts[first : first + size]
-        these = [[config.model.start_token, *text.prompt] for text in part]
+        these = [codec.started(text.prompt, config.model.start_token) for text in part]
         numbers = [text.sample for text in part]
         steps = generate(
             weights, these, numbers, args.tokens, size, args.seed, how, config, longest + 1
@@ -483,15 +484,15 @@ def run(args: argparse.Namespace) -> None:
         stack.enter_context(computing_in(args.dtype or ("f32" if on_cpu else config.dtype)))
         named = args.tokenizer
         if args.evaluate:
-            named = named or flat_tokens.tokenizer_of(args.evaluate)
+            if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
+                check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            if args.length or config.model.experts:
-                config = with_rows(config, args.length or config.training.tokens.len)
+            config = with_rows(config, args.length or config.training.tokens.len)
             weights = checkpoints.restore("weights")
             print(evaluate(weights, data, args.batches, codec, config))
         else:
-            codec = open_tokenizer(named, config, checkpoints.newest.path)
+            codec = open_tokenizer(named, checkpoints.newest)
             prompts = prompts_of(args, codec, config)
             weights = lay_out(checkpoints.restore("weights"))
             write(args, weights, prompts, codec, config)

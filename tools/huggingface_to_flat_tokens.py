@@ -15,7 +15,6 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-import zarr
 from omegaconf import MISSING, OmegaConf
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import NOT_EMPTY, Bound, Name, Path, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Bound, Kept, Name, Path, PositiveInt, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -34,7 +33,8 @@ COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at mos
 class ConvertConfig(Section):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
     column: Name  # that holds the text
-    tokenizer: Name  # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens
+    # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens.
+    tokenizer: Annotated[Kept, NOT_EMPTY]
     end_token: bool  # append the tokenizer's end-of-text token to each document
     skip_not_text: bool  # leave out values that aren't text, and count them as empty
     train_split: Name
@@ -45,8 +45,6 @@ class ConvertConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer.endswith(".json"):  # the dataset may be used from another folder
-            self.tokenizer = os.path.abspath(self.tokenizer)
         if not (self.validation_split or self.validation_share):
             raise UserError(
                 "validation_share=0 without a validation_split: a dataset needs both splits"
@@ -80,7 +78,7 @@ class Conversion:
     def __init__(self, config: ConvertConfig):
         self.config = config
         with storage.opening(config.output):
-            self.root: Any = zarr.open_group(config.output, mode="a")
+            self.root: Any = storage.group(config.output, "a")
         settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
         settings = {k: v for k, v in settings.items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}

@@ -10,7 +10,8 @@ Import takes a folder of safetensors as `hf download` makes it, one tensor at a 
 `model` section that a run's config needs to start from the imported weights with paths.clone_from.
 --config=FILE writes a whole config, for `python -m train --config-dir=. --config-name=FILE
 flat_tokens.filespec=...`. The tokenizer, config.json and generation_config.json are kept beside the
-checkpoint.
+checkpoint, if that is in a local folder, and come back from an export, also of a run that started
+from it: what config.json says is lost only where a run was allowed another tokenizer.
 
 What config.json says of training alone isn't imported: dropout, router_jitter_noise, and
 router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
@@ -46,6 +47,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 import train
+from data.sources import has_tokenizer, kept_by_import
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint, show_entry
 from runtime.config import flat
@@ -55,7 +57,6 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
-from tools.texts import kept_by_import
 
 # The files of a tokenizer, and what generation needs to know.
 SETTINGS = (
@@ -295,10 +296,10 @@ def check_empty(path: str) -> None:
         raise UserError(f"{path} isn't empty: choose a new or empty folder")
 
 
-def copy_settings(name: str, folder: pathlib.Path, *more: str) -> dict[str, Any]:
-    """Copies the tokenizer's files, chat template and generation_config.json, and what is in
-    `more`, from a folder or hub repository. Returns the ids that end a text and that pad a batch.
-    Raises UserError if there is no tokenizer."""
+def copy_settings(name: str, folder: pathlib.Path, vocab: float = math.inf) -> dict[str, Any]:
+    """Copies the tokenizer's files, chat template and generation_config.json from a folder or hub
+    repository. Returns the ids that end a text and that pad a batch. Raises UserError if there is
+    no tokenizer, or if it has ids that the model hasn't."""
     import transformers  # takes two seconds
 
     try:
@@ -309,10 +310,13 @@ def copy_settings(name: str, folder: pathlib.Path, *more: str) -> dict[str, Any]
             )
     except Exception as error:  # what tokenizers raises is a plain Exception
         raise UserError(f"{name} has no tokenizer: {error}".split("\n")[0]) from None
+    if (largest := max(tokenizer.get_vocab().values())) >= vocab:
+        raise UserError(
+            f"the tokenizer {name} has ids up to {largest}, but the model's vocabulary ends at "
+            f"{vocab - 1}: choose the tokenizer of the model's dataset"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    for file in {
-        file for pattern in (*SETTINGS, *more) for file in pathlib.Path(name).glob(pattern)
-    }:
+    for file in {file for pattern in SETTINGS for file in pathlib.Path(name).glob(pattern)}:
         shutil.copyfile(file, folder / file.name)
     ids = {key: getattr(tokenizer, key) for key in ("eos_token_id", "pad_token_id")}
     config = pathlib.Path(name, "config.json")  # it may name several that end a text
@@ -384,21 +388,26 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> N
         raise UserError("LlamaConfig needs model.d_model to be a multiple of the query heads")
     if family == "olmoe" and model.d_model != model.d_head * model.n_q_per_kv * model.n_kv:
         raise UserError("OlmoeConfig needs model.d_model to be d_head times the query heads")
-    paths = source.settings.get("paths") or {}
-    kept = tokenizer or kept_by_import(source.path, str(paths.get("clone_from", "")))
+    theirs: dict[str, Any] = {"eos_token_id": None}
     folder.mkdir(parents=True, exist_ok=True)
-    ends = copy_settings(kept, folder) if kept else {"eos_token_id": None}
+    if kept := kept_by_import(source):
+        theirs = json.loads(pathlib.Path(kept, "config.json").read_text())
+        if not tokenizer and has_tokenizer(kept):
+            theirs |= copy_settings(kept, folder)
+    if tokenizer:
+        theirs |= copy_settings(tokenizer, folder, model.vocab)
     try:
         total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     except DamageError as error:
         raise UserError(f"{source.path} is damaged: {error}") from None
-    config = described(model, length)
+    original = model.rope_scaling.original_len if model.rope_scaling else 0
+    length = max(length, original, theirs.get("max_position_embeddings", 0))
+    config = theirs | described(model, length)
     rope = dict(config["rope_parameters"])
     config |= {
         "architectures": [FAMILIES[family][0]],
         "model_type": family,
         "bos_token_id": model.start_token,
-        **ends,
         "dtype": dtype,
         # The names of transformers 4, which other programs read.
         "torch_dtype": dtype,
@@ -410,8 +419,8 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> N
     unfinished.replace(folder / "config.json")
     step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
-    if not kept:
-        print("without a tokenizer, and no id ends a text: name a --tokenizer to add them")
+    if not [*folder.glob("tokenizer*")]:
+        print("without a tokenizer: name a --tokenizer to add it, and the ids that end a text")
 
 
 # --- Import ---------------------------------------------------------------------------------------
@@ -539,9 +548,7 @@ def import_weights(path: str, output: str, config_file: str = "") -> None:
     model, opened = open_tensors(folder, model)
     wanted = tensors(model)
     section = OmegaConf.to_yaml(OmegaConf.create({"model": dataclasses.asdict(model)}))
-    # tools.generate computes logits in chunks of about 1,024 tokens, as rows may be long.
-    chunks = math.gcd(length, max(1, length // 1024))
-    rows = {"training": {"tokens": {"batch": 1, "len": length}, "loss_chunks": chunks}}
+    rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
     arrays = {}
     for name, entry in entries(model).items():
@@ -557,8 +564,14 @@ def import_weights(path: str, output: str, config_file: str = "") -> None:
             checkpoint.write(group, tensor.array, (*tensor.index, ...), values)
         checkpoint.report(group, 0, len(wanted), None, None)
         checkpoint.complete(group, [None])
-    if "://" not in output and [*folder.glob("tokenizer*")]:
-        copy_settings(str(folder), pathlib.Path(output, "huggingface"), "config.json")
+    if "://" not in output:
+        kept = pathlib.Path(output, "huggingface")
+        kept.mkdir()
+        if has_tokenizer(folder):
+            copy_settings(str(folder), kept)
+        theirs = json.loads((folder / "config.json").read_text())
+        theirs["max_position_embeddings"] = length  # transformers' default if it isn't there
+        (kept / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
     if not config_file:
         print(f"# Start a run with paths.clone_from={output} and this config:\n{section}", end="")
         return

@@ -114,8 +114,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             checkpoints, self.config = generate.open_checkpoint(checkpoint)
             self.weights = checkpoints.restore("weights")
         self.path = checkpoints.newest.path
-        self.codec = generate.open_tokenizer(tokenizer, self.config, self.path)
-        self.special = set() if self.codec.is_bytes else self.codec.parse_special_tokens()
+        self.codec = generate.open_tokenizer(tokenizer, checkpoints.newest)
+        if not self.codec.is_bytes:
+            self.codec.parse_special_tokens()
         self.dtype, self.room = dtype or self.config.dtype, self.config.training.tokens.len
         self.eot_token_id = self.config.model.start_token
 
@@ -131,7 +132,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         ids, start = self.codec.encode(string), self.eot_token_id
         generate.check_ids(f"the text {string[:40]!r}", max(ids, default=0), self.config)
-        return ids if add_special_tokens is False or ids[:1] == [start] else [start, *ids]
+        return ids if add_special_tokens is False else self.codec.started(ids, start)
 
     def batches(self, rows: list[list[int]], room: int) -> Iterator[tuple[list[int], Any, int]]:
         """Yields indices of rows, the longest first, these rows, cut on the left to fit, and the
@@ -197,7 +198,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                             new = self.codec.decode(text.new)
                             text.ended = text.ended or any(stop in new for stop in stops)
                     for text in texts:
-                        kept = [token for token in text.new if token not in self.special]
+                        kept = [token for token in text.new if token not in self.codec.special]
                         answer = self.codec.decode(kept)
                         cut = (answer.partition(stop)[0] for stop in stops)
                         results[text.sample] = min(cut, key=len, default=answer)

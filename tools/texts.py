@@ -2,7 +2,6 @@
 tools/generate.py."""
 
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -11,15 +10,6 @@ import numpy as np
 from data import flat_tokens
 from data.text import Tokenizer
 from shardlib.errors import UserError
-
-
-def kept_by_import(checkpoint: str, cloned_from: str) -> str | None:
-    """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
-    imported model that a checkpoint is, or that its run started from; None if there is none."""
-    for place in (os.path.dirname(checkpoint), cloned_from, os.path.dirname(cloned_from)):
-        if os.path.isfile(folder := os.path.join(place, "huggingface", "config.json")):
-            return os.path.dirname(folder)
-    return None
 
 
 def prompts_in(path: str) -> dict[str, str]:
@@ -58,19 +48,23 @@ class Text:
                 raise UserError(f"{settings} is not a JSON object") from None
             ends += more if isinstance(more, list) else [more]
         self.ends = {end for end in ends if isinstance(end, int)}  # ids that end a text
+        added = {} if self.is_bytes else self.tokenizer.slow.added_tokens_decoder
+        self.special = {i for i, token in added.items() if token.special}
 
-    def parse_special_tokens(self) -> set[int]:
-        """Makes `encode` turn the names of special tokens into these tokens. Returns their ids."""
+    def parse_special_tokens(self) -> None:
+        """Makes `encode` turn the names of special tokens into these tokens."""
         if self.is_bytes:
             raise UserError("--special-tokens: the tokenizer bytes_utf8 has none")
         if self.tokenizer.fast:  # one written in Python does so anyway
             self.tokenizer.fast.encode_special_tokens = False
-        added = self.tokenizer.slow.added_tokens_decoder
-        return {i for i, token in added.items() if token.special}
 
     def encode(self, prompt: str) -> list[int]:
         stored, _ = self.tokenizer([prompt])
         return flat_tokens.decode(stored)[0].tolist()
+
+    def started(self, ids: list[int], start: int) -> list[int]:
+        """Returns ids after the start token, unless they begin with it as a special token."""
+        return ids if ids[:1] == [start] and start in self.special else [start, *ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.tokenizer.decode(np.array(ids, np.uint32))

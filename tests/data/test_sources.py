@@ -1,13 +1,28 @@
-"""Adding a source of tokens takes a class and a line."""
+"""Adding a source of tokens takes a class and a line, and a model's tokens mean what they meant."""
 
 import dataclasses
+import json
+import shutil
 
 import numpy as np
 import pytest
+import safetensors.numpy
+import zarr
+from transformers import PreTrainedTokenizerFast
 
+from data.flat_tokens import SPLITS, Writer
 from data.loader import Batches
+from data.sources import kept_by_import
+from runtime import checkpoint
 from runtime.config import NonNegativeInt, Section
+from runtime.run import Run
+from shardlib.errors import UserError
+from tests import golden
+from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
 from tests.helpers import SMALL, edited, rows, train_here
+from tests.test_wrong_inputs import nothing_is_compiled
+from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
+from tools import generate, huggingface_weights
 
 
 class Counting(Batches):
@@ -33,6 +48,9 @@ class CountingConfig(Section, key="counting"):
         batches = Counting(spec)
         batches.first = self.first
         return batches
+
+    def tokenizer_used(self, remote=False):
+        return None
 
 
 @pytest.mark.slow
@@ -61,3 +79,83 @@ def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
         capsys, monkeypatch, *arguments, overrides[0], "counting={first: -5}", program=train.main
     )
     assert message == "error: counting.first=-5: it must be at least 0 and below 2147483648"
+
+
+def of_tokenizer(path, tokenizer):
+    for split in SPLITS:
+        with Writer(path, split) as writer:
+            for _ in range(16):
+                writer.append([300, 2, 3, 4, 5, 6, 7])
+    zarr.open_group(path).attrs["conversion"] = {"settings": {"tokenizer": tokenizer}}
+
+
+@pytest.fixture
+def imported(tmp_path, capsys, monkeypatch):
+    """A working folder with a model that was imported with the tokenizer `english`, datasets of
+    several, and a function that starts a run, which ends where it would compile."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "english")
+    shutil.copytree("english", "copy")
+    german = trained_tokenizer(["zwei und zwei ist vier, sagt er mir hier"] * 3, SPECIAL)
+    PreTrainedTokenizerFast(tokenizer_object=german).save_pretrained("german")
+    more = PreTrainedTokenizerFast.from_pretrained("english")
+    more.add_tokens([f"<|{i}|>" for i in range(99)], special_tokens=True)
+    more.save_pretrained("more")
+    for name in "english", "copy", "more", "german", "gone", "bytes_utf8":
+        of_tokenizer(f"{name}.zarr", name)
+    config = SMOLLM_2 | {"vocab_size": 320}
+    shutil.copytree("english", "hf")
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(random_tensors(config), "hf/model.safetensors")
+    given = "import", "hf", "imported", "--config=mine.yaml"
+    assert not train_here(capsys, monkeypatch, *given, program=huggingface_weights.main)[1]
+    nothing_is_compiled(monkeypatch)
+
+    def compiles(*_):
+        raise UserError("it compiles")
+
+    monkeypatch.setattr(Run, "compile", compiles)
+    small = "mesh={d: 1, t: 1}", "training.tokens={batch: 8, len: 12}", "paths.model_name=run"
+    small += f"--config-dir={tmp_path}", "--config-name=mine"
+    return lambda *more: train_here(capsys, monkeypatch, *small, *more)[1].removeprefix("error: ")
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, monkeypatch):
+    def refused(case, message):
+        golden.check("datasets.txt", f"tokenizer: {case}", message.replace(str(tmp_path), "..."))
+
+    for same in "english", "copy", "more":  # which adds only special tokens
+        assert imported(f"flat_tokens.filespec={same}.zarr") == "it compiles"
+    for other in "german", "gone", "bytes_utf8":
+        refused(other, imported(f"flat_tokens.filespec={other}.zarr"))
+    german = "flat_tokens.filespec=german.zarr"
+    allowed = german, "other_tokenizer=true"
+    assert imported(*allowed) == "it compiles"
+    monkeypatch.setattr("sys.argv", ["generate", "imported", "--evaluate=german.zarr"])
+    with pytest.raises(SystemExit) as stopped:
+        generate.main()
+    refused("evaluation", stopped.value.code)
+    more = "export", "imported", "out", "--tokenizer=more"
+    _, message = train_here(capsys, monkeypatch, *more, program=huggingface_weights.main)
+    refused("export", message)
+
+    # A clone of a clone, and of one that was allowed the other.
+    configs = []
+    english = "flat_tokens.filespec=english.zarr", "paths.clone_from=imported"
+    for name, settings in ("clone", english), ("other", allowed):
+        source = checkpoint.newest("imported").path
+        path = shutil.copytree(source, source.replace("imported", name))
+        with monkeypatch.context() as patched:
+            patched.setattr("train.train", lambda config, *_: configs.append(config.to_yaml()))
+            patched.setattr(Run, "end", lambda _: 0)
+            imported(*settings)
+        attributes = zarr.open_group(path).attrs.asdict() | {"config": configs.pop()}
+        attributes["checksum"] = checkpoint._checksum(attributes)
+        zarr.open_group(path).update_attributes(attributes)
+    shutil.rmtree("english.zarr")
+    assert "german" in imported("paths.clone_from=clone", german)
+    assert imported("paths.clone_from=other", german) == "it compiles"
+    assert kept_by_import(checkpoint.newest("other")) is None
+    monkeypatch.chdir("/")
+    kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
+    assert kept == f"{tmp_path}/imported/huggingface", "from any folder"

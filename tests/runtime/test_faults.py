@@ -308,21 +308,26 @@ def test_what_a_killed_start_left_is_removed_by_the_next_one(two_tiny_ones):
     assert left == {old.name, new.name, "00000001.1"}
 
 
-@pytest.mark.parametrize("name", ["a::b", "~/a", "a*b", "a[b]c", "☃ and spaces"])
-def test_a_folder_that_libraries_read_differently_is_refused_before_the_first_step(
-    name, one_device, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("name", ["a::b", "data:a", "~/a", "a*b", "a[b]c", "☃ and spaces"])
+def test_a_folder_is_what_its_name_says(name, one_device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoints = opened_tiny(f"{name}/x")
-    try:
-        checkpoints.starting_point("", False)
-    except CheckpointError as error:
-        assert str(error).startswith(f"{name}/x can't hold checkpoints: ")
-        return
-    checkpoints.save(1, tiny_on_mesh(1))
+    checkpoints = opened_tiny(f"{name}/x", CheckpointsConfig("", 1, 0, True))
+    checkpoints.starting_point("", False)
+    for step in 1, 2:
+        checkpoints.save(step, tiny_on_mesh(step))
     checkpoints.close()
-    assert_same_bits(restore(f"{name}/x", Tiny, TINY), tiny(1))
-    assert opened_tiny(f"{name}/x").newest.step == 1
+    assert_same_bits(restore(f"{name}/x", Tiny, TINY), tiny(2))
+    (left,) = (tmp_path / name / "x").iterdir()
+    assert left.name.startswith("00000002.")
+
+
+@pytest.mark.parametrize("name", ["run*", "run?", "run[12]"])
+def test_removing_what_a_pattern_would_name_leaves_others_in_a_bucket(name):
+    for folder in name, "run1":
+        zarr.open_group(f"memory://{folder}/x", mode="a").create_group("writers")
+    storage.remove(f"memory://{name}/x")
+    assert not storage.names(f"memory://{name}") and len(storage.names("memory://run1/x")) == 2
+    storage.remove("memory://run1/x")
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import operator
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from runtime import run as module
 from runtime.run import Run
 from shardlib.errors import UserError
-from tests.helpers import mesh, rows, small_config
+from tests.helpers import compose_config, mesh, rows, small_config
+from tools.huggingface_to_flat_tokens import ConvertConfig
 
 STEPS = 4
 
@@ -103,6 +105,44 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     keys = "checkpoints.root", "paths.root_working_dir", "paths.clone_from", "flat_tokens.filespec"
     config = small_config(*(f"{key}='~/x'" for key in keys))
     assert [operator.attrgetter(key)(config) for key in keys] == ["/home/me/x"] * len(keys)
+
+
+def test_a_path_is_absolute_where_it_is_kept(tmp_path, monkeypatch):
+    """A name that isn't that of a file or folder here may be one of the hub, or of a bucket."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in "home/tok", "here/bytes_utf8", "here/own/tok", "x.zarr", "ours":
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here/bpe.json").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    spelled = {
+        "own/tok/": "here/own/tok",
+        "./own/../own/tok": "here/own/tok",
+        "~/tok": "home/tok",
+        "bpe.json": "here/bpe.json",
+        str(tmp_path / "x.zarr"): "x.zarr",
+    }
+    wanted = {name: str(tmp_path / path) for name, path in spelled.items()}
+    for name in "org/tok", "bytes_utf8", "none.json":
+        wanted[name] = name
+    for name, path in wanted.items():
+        stream = compose_config(
+            "local_stream",
+            "paths.model_name=x",
+            "hf_dataset.path=x",
+            f"hf_dataset.tokenizer='{name}'",
+        )
+        converted = compose_config(
+            "text_files", "output=x", "load_dataset.data_files=x", f"tokenizer='{name}'",
+            folder="configs/convert", schema=ConvertConfig,
+        )  # fmt: skip
+        assert stream.hf_dataset.tokenizer == converted.tokenizer == path
+    paths = "flat_tokens.filespec=../x.zarr", "paths.clone_from=../ours"
+    kept = yaml.safe_load(small_config(*paths).to_yaml())
+    assert kept["flat_tokens"]["filespec"] == str(tmp_path / "x.zarr")
+    assert kept["paths"]["clone_from"] == str(tmp_path / "ours")
+    mixed = "flat_tokens.filespec=null", "flat_tokens.mixture=[{filespec: ../x.zarr, weight: 1}]"
+    assert small_config(*mixed).flat_tokens.mixture[0].filespec == str(tmp_path / "x.zarr")
+    assert small_config("flat_tokens.filespec=gs://b/x").flat_tokens.filespec == "gs://b/x"
 
 
 def test_a_run_with_nothing_to_do_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zarr
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import train
 from data.flat_tokens import SPLITS, FlatTokens, Writer
@@ -441,6 +442,24 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     assert f", {of_one} tokens: " in part
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "rows", "chunks"),
+    [(1, 512, 16, 8), (1, 8192, 1, 8), (8, 1024, 8, 8), (1, 600, 13, 8), (1, 8, 1024, 8)],
+)
+def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, batch, length, rows, chunks):
+    """Batches have 8,192 tokens. Logits of 1,024, from a vocabulary of 128,256, and what is made of
+    them are two arrays of 0.53 GB."""
+    small = "model.vocab=128256", "model.n_q_per_kv=1", "model.n_kv=1", "model.layers=1"
+    tokens = f"training.tokens={{batch: {batch}, len: {8192 // batch}}}"
+    config = in_f32.with_rows(small_config(*small, tokens), length)
+    assert (config.training.tokens.batch, config.training.loss_chunks) == (rows, chunks)
+    with jax.set_mesh(mesh(1, 1)):
+        hint = train.state_type(config).weights, type_tree(TokenBatch)
+        shapes = make_shapes(hint, train.dimensions(config))
+        compiled = train.validation_step.lower(*shapes, config).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
+
+
 # --- The program ----------------------------------------------------------------------------------
 
 
@@ -550,6 +569,32 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
     pieces = shown(capsys, monkeypatch, run, "--prompt=the", f"--tokenizer={name}")
     assert "".join(pieces) == text
     assert pieces.pop() == "" and len(pieces) == len(new) - waiting
+
+
+def test_a_prompt_that_begins_with_the_start_token_gets_no_other(run, capsys, monkeypatch):
+    """The start token is 0, which is special, and in a tokenizer without special tokens "!"."""
+    given, start, new = [], "<|endoftext|>", [np.array([[5]])]
+    monkeypatch.setattr(generate, "generate", lambda _, prompts, *__: given.extend(prompts) or new)
+    plain = Tokenizer(models.WordLevel({"!": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.save(str(run / "plain.json"))
+
+    def asked(prompt, *options):
+        given.clear()
+        assert not call(capsys, monkeypatch, run, "bytes", f"--prompt={prompt}", *options)[2]
+        return given[0]
+
+    parsed = "--tokenizer=special", "--special-tokens"
+    save_special_tokens(run / "special", settings="{}")
+    a = generate.Text(str(run / "special")).encode("a")
+    assert asked("a", *parsed) == [0, *a]
+    assert asked("", *parsed) == asked(start, *parsed) == [0]
+    assert asked(f"{start}a", *parsed) == [0, *a]
+    assert asked(f"{start}{start}a", *parsed) == [0, 0, *a]
+    assert asked(f"a{start}", *parsed) == [0, *a, 0]
+    assert asked("<|im_start|>a", *parsed) == [0, 1, *a]
+    assert len(asked(f"{start}a", parsed[0])) > 3, "text, unless it is to be parsed"
+    assert asked("! a", "--tokenizer=plain.json", "--special-tokens") == [0, 0, 1], "a word"
 
 
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):

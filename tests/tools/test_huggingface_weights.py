@@ -430,7 +430,7 @@ MIXTURE = "model.d_ff=0", "model.experts={count: 4, per_token: 2, d_ff: 24, bias
 
 def only(folder):
     """The only checkpoint in a folder."""
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("0*")
     return path
 
 
@@ -480,6 +480,33 @@ def test_old_frequencies_are_read_over_and_an_unembedding_of_its_own_is_not(tmp_
     assert not run("import", folder, tmp_path / "ours")[1]
     run("export", tmp_path / "ours", tmp_path / "again")
     assert bits(tensors_in(tmp_path / "again")) == bits(tensors)
+
+
+def test_what_a_config_says_beside_the_model_survives_import_training_and_export(tmp_path, run):
+    """Rows of runs are of 24 tokens. Llama 3.1 was trained on rows of 16 before its RoPE was
+    scaled, and on rows of 64 after that. A run started from another one's checkpoint."""
+    more = {"initializer_range": 0.5, "eos_token_id": [7, 8], "pretraining_tp": 1}
+    longest = {"long": 64, "short": 8, "the family's": 2048}
+    for name, length in longest.items():
+        config = LLAMA_3 | more | {"max_position_embeddings": length}
+        if length == 2048:
+            del config["max_position_embeddings"]
+        folder, ours = tmp_path / name, tmp_path / f"ours of {name}"
+        write_folder(folder, config, random_tensors(LLAMA_3))
+        assert not run("import", folder, ours)[1]
+        for clone in tmp_path / f"run of {name}", tmp_path / f"second of {name}":
+            path = clone / only(ours).name
+            shutil.copytree(only(ours), path)
+            with_config("training:", f"paths: {{clone_from: {ours}}}\ntraining:")(path)
+            with_config(f"len: {length}\n", "len: 24\n")(path)
+            ours = clone
+        assert not run("export", ours, tmp_path / f"{name} again")[1]
+        found = config_in(tmp_path / f"{name} again")
+        assert found.items() >= more.items()
+        assert found["max_position_embeddings"] == max(length, 24)
+    path = save_trained(tmp_path / "of its own", "training.tokens.len=8")
+    run("export", path, tmp_path / "exported")
+    assert config_in(tmp_path / "exported")["max_position_embeddings"] == 16, "before the scaling"
 
 
 def test_a_run_starts_from_an_imported_model(tmp_path, run):

@@ -245,6 +245,6 @@ def test_lm_eval_knows_the_model_by_name(folder):
 
     settings = {"checkpoint": str(folder / "ours"), "tokenizer": "bytes_utf8"}
     model = get_model("shardlight").create_from_arg_obj(settings, {"batch_size": 2})
-    assert model.batch_size == 2 and model.tok_encode("\1") == [1, 2] and not model.special
+    assert model.batch_size == 2 and model.tok_encode("\1") == [1, 2] and not model.codec.special
     assert model.loglikelihood([request("a", "b")])[0][0] < 0
     assert model.loglikelihood_rolling([request("")]) == [0]
