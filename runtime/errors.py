@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -56,6 +57,8 @@ def user_errors() -> Iterator[None]:
             message = f"error: not enough memory: {error}"
         elif several_hosts and isinstance(error, jax.errors.JaxRuntimeError):
             message = f"error: a step failed, perhaps because another host was lost: {error}"
+        elif several_hosts:
+            message = traceback.format_exc()
         else:
             raise
         if not several_hosts:

@@ -159,6 +159,16 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     return devices.make_mesh(axes)
 
 
+def of_all_hosts(own: str) -> list[str]:
+    """Returns the texts with which all hosts call this."""
+    if jax.process_count() == 1:
+        return [own]
+    text = np.array([*own.encode()], np.uint8)
+    lengths = process_allgather(np.array(len(text)))
+    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
+    return [bytes(row[:n]).decode() for row, n in zip(texts, lengths, strict=True)]
+
+
 def check_hosts_agree(config: RunConfig) -> None:
     """Raises UserError on all hosts if their settings or their source differ. Each would train on
     with its own, or wait for the others without end."""
@@ -166,10 +176,7 @@ def check_hosts_agree(config: RunConfig) -> None:
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
     own |= {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
-    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    lengths = process_allgather(np.array(len(text)))
-    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
-    hosts = [json.loads(bytes(row[:n])) for row, n in zip(texts, lengths, strict=True)]
+    hosts = [*map(json.loads, of_all_hosts(json.dumps(own)))]
     for name in sorted(set().union(*hosts)):
         each = [str(host.get(name)) for host in hosts]
         other = next((i for i, value in enumerate(each) if value != each[0]), 0)
@@ -353,13 +360,17 @@ class Run:
             )
         window = range(min(first + 2, steps - 1), min(first + 5, steps))
         self.profiled = window if self.config.profile else range(0)
-        if self.first_host:
-            to, config = self.config.metrics.to, self.config.to_yaml()
-            try:
-                self.loggers = [(log, []) for log in open_folder(self.folder, to, config, first)]
-            except OSError as error:  # such as a full disk
-                file = error.filename or self.folder
-                raise UserError(f"{file} can't be written: {error.strerror}") from None
+        problem, to = "", self.config.metrics.to
+        try:
+            if self.first_host:
+                logs = open_folder(self.folder, to, self.config.to_yaml(), first)
+                self.loggers = [(log, []) for log in logs]
+        except OSError as error:  # such as a full disk
+            problem = f"{error.filename or self.folder} can't be written: {error.strerror}"
+        except Exception as error:  # sinks raise errors of many types
+            problem = f"metrics.to=[{','.join(to)}]: {error}"
+        if problem := "".join(of_all_hosts(problem)):
+            raise UserError(problem)
         if origin:
             say(origin)
 

@@ -228,3 +228,17 @@ def test_hosts_that_differ_do_not_start(tmp_path):
         "with the same settings and the same source\n"
     )
     assert all((tmp_path / f"out.{i}").read_text().endswith(message) for i in range(2))
+
+
+@pytest.mark.slow
+def test_a_sink_that_one_host_can_not_open_ends_all(tmp_path):
+    def command(i):
+        name = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
+        return ["-m", "train", *SETTINGS, *name, "metrics.to=[tensorboard]"]
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").touch()
+    processes = start_hosts(2, 2, command, str(tmp_path / "out"), **QUICK)
+    assert [process.wait(LIMIT) for process in processes] == [1, 1]
+    message = f"error: {tmp_path}/run/tensorboard can't be written: File exists\n"
+    assert all((tmp_path / f"out.{i}").read_text().endswith(message) for i in range(2))

@@ -12,6 +12,7 @@ import yaml
 
 from runtime import run as module
 from runtime.run import Run
+from runtime.sinks import SINKS
 from shardlib.errors import UserError
 from tests.helpers import compose_config, mesh, rows, small_config
 from tools.huggingface_to_flat_tokens import ConvertConfig
@@ -172,3 +173,13 @@ def test_updates_that_are_left_out_count_in_a_row(tmp_path):
         with pytest.raises(UserError, match=r"^step 7: loss nan, .*, in no checkpoint; because$"):
             run.flush()
     assert rows(tmp_path / "r")[-1]["step"] == 7, "the last step has a row"
+
+
+def test_a_sink_that_can_not_be_opened_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(SINKS, "tensorboard", refuse)
+    refused = pytest.raises(UserError, match=r"^metrics.to=\[tensorboard\]: no API key$")
+    with refused, begun(tmp_path, "metrics.to=[tensorboard]"):
+        pass
