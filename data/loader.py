@@ -264,6 +264,7 @@ class Batches(abc.ABC):
     """Base class: the batches of a split, sharded over the mesh in context when it was made. Each
     batch is read in a thread while the previous one is in use."""
 
+    count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
     position: Any = None  # JSON, of a stream: where it continues after the last batch
 
@@ -352,6 +353,7 @@ class Loader(Batches):
                 f"{data.name} has {count} sequences of {length} tokens, "
                 f"too few for training.tokens.batch={batch}"
             )
+        self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         self.streams = [
             Stream(self, i, first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))

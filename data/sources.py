@@ -11,6 +11,7 @@ from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
 from runtime.checkpoint import Checkpoint, newest
 from runtime.config import Section, flat, plain
+from runtime.run import say
 from shardlib.errors import UserError
 
 
@@ -125,6 +126,11 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
         io_threads=config.io.max_io_threads,
     )
     open_split, hyper = config.source().open, config.training
-    validates = hyper.validation_interval or hyper.validation_at_start
     train = open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train")
-    return train, open_split(spec, "validation") if validates else None
+    if not (hyper.validation_interval or hyper.validation_at_start):
+        return train, None
+    held_out, rows = open_split(spec, "validation"), hyper.validation_batches * spec.rows
+    if held_out.count and rows > held_out.count:
+        times = f"{rows / held_out.count:.1f} times"
+        say(f"note: a validation takes each of {held_out.count} rows {times}: there are no more")
+    return train, held_out

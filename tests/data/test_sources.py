@@ -4,22 +4,24 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import zarr
 from transformers import PreTrainedTokenizerFast
 
+import train
 from data.flat_tokens import SPLITS, Writer
 from data.loader import Batches
-from data.sources import kept_by_import
+from data.sources import kept_by_import, open_batches
 from runtime import checkpoint
 from runtime.config import NonNegativeInt, Section
 from runtime.run import Run
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
-from tests.helpers import SMALL, edited, rows, train_here
+from tests.helpers import SMALL, edited, mesh, rows, small_config, train_here
 from tests.test_wrong_inputs import nothing_is_compiled
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
 from tools import generate, huggingface_weights
@@ -159,3 +161,19 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, m
     monkeypatch.chdir("/")
     kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
     assert kept == f"{tmp_path}/imported/huggingface", "from any folder"
+
+
+def test_a_validation_that_takes_rows_again_says_so(capsys):
+    """The validation split has 1,669 rows of 12 tokens, and a batch 8."""
+
+    def said(batches):
+        validates = "training.validation_at_start=true", f"training.{batches}"
+        config = small_config(*validates, "model.vocab=128")
+        with jax.set_mesh(mesh(8, 1)):
+            open_batches(config, train.dimensions(config))
+        return capsys.readouterr().out
+
+    assert said("validation_batches=208") == ""
+    assert said("validation_batches=418") == (
+        "note: a validation takes each of 1669 rows 2.0 times: there are no more\n"
+    )
