@@ -197,12 +197,16 @@ LOST = {  # what happens to a checkpoint of two hosts, marked or not, and whethe
     "a record not written": (lambda path: os.unlink(path / RECORD), False, "unfinished"),
     "no record written": (lambda path: shutil.rmtree(path / "records"), False, "unfinished"),
     "a record cut short": (lambda path: os.truncate(path / RECORD, 9), False, "unfinished"),
+    "a chunk alone": (
+        lambda path: [shutil.rmtree(path), (path / "gain/c").mkdir(parents=True)],
+        False, "unfinished",
+    ),
     "a record lost later": (lambda path: os.unlink(path / RECORD), True, "damage"),
     "all records lost later": (lambda path: shutil.rmtree(path / "records"), True, "damage"),
     "a record changed later": (lambda path: flip(path / RECORD), True, "damage"),
     "the description lost": (lambda path: os.unlink(path / "zarr.json"), False, "damage"),
     "the description changed": (lambda path: flip(path / "zarr.json"), False, "damage"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LOST)
