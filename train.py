@@ -882,7 +882,7 @@ def train(
     hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
     checkpoints = Checkpoints(
         run.checkpoints, kinds, sizes, config.to_yaml(),
-        config.io.max_io_threads, policy=config.checkpoints, say=say, failed=run.stop.ask,
+        config.io.max_io_threads, policy=config.checkpoints, say=say,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:  # it is done already
         checkpoints.check_model()

@@ -1,6 +1,7 @@
 """The base class of config sections, which check their own values."""
 
 import argparse
+import dataclasses
 import json
 import math
 import operator
@@ -8,7 +9,7 @@ import os
 import pathlib
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.errors import UserError
 
+C = TypeVar("C")
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -139,6 +141,22 @@ def plain(text: str) -> dict[str, Any]:
     except Exception as error:  # of YAML, or a RecursionError
         raise ValueError(" ".join(str(error).split())) from None
     return values
+
+
+def structured(schema: type[C], values: Any, section: str, defaults: Any) -> C:
+    """Returns plain values, or the section of them with this dotted key, as the dataclass `schema`.
+    Keys that it lacks are taken from `defaults`. Raises ValueError if it has other keys or types,
+    except at the top: keys there that are no more don't matter."""
+    for key in filter(None, section.split(".")):
+        values = values.get(key, {}) if isinstance(values, dict) else {}
+    if not section:
+        known = {field.name for field in dataclasses.fields(typing.cast(Any, schema))}
+        values = {key: value for key, value in values.items() if key in known}
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, values)
+        return typing.cast(C, OmegaConf.to_object(merged))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,40 +1,28 @@
-"""Reads zarr arrays from a folder or a bucket. An error names the chunk that can't be read."""
+"""Writes and reads zarr groups and arrays in a folder or a bucket. Errors name what they hit."""
 
 import contextlib
 import itertools
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import numpy as np
 import zarr
-from zarr.storage import FsspecStore, LocalStore, WrapperStore
+from zarr.storage import FsspecStore, LocalStore, StorePath, WrapperStore
 
 from shardlib.errors import UserError
 
 
 class DamageError(UserError):
-    """Part of an array is missing, or was changed since it was written."""
+    """Something stored is missing, or was changed since it was written."""
 
 
 class StoreError(OSError):
     """A store doesn't answer, or can't be opened. What it holds may be undamaged."""
-
-
-def _store(path: str) -> tuple[Any, str]:
-    """Returns the file system of a folder or bucket, and the path there. Without a protocol a path
-    is what it says: fsspec would find others in `a::b` and `data:x`."""
-    if "://" in path:
-        return fsspec.core.url_to_fs(path)
-    return fsspec.filesystem("file"), os.path.abspath(path)
-
-
-def group(path: str, mode: Any, **options: Any) -> Any:
-    """Opens a zarr group, in a folder if the path has no protocol, whatever else is in it."""
-    return zarr.open_group(path if "://" in path else pathlib.Path(path), mode=mode, **options)
 
 
 @contextlib.contextmanager
@@ -49,54 +37,90 @@ def opening(path: str, done: str = "opened") -> Iterator[None]:
         raise StoreError(f"{path} can't be {done}: {problem}") from error
 
 
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Names what is read in errors: StoreError if the store doesn't deliver it, else DamageError,
+    because then it is missing or doesn't parse."""
+    try:
+        yield
+    except Exception as error:  # of many types, as a file may hold anything
+        kind = StoreError if isinstance(error, StoreError | MemoryError) else DamageError
+        raise kind(f"{what} can't be read: {str(error).split('. ')[0]}") from error
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    """Returns a path's file system, without cached listings, and the path in it. Without a protocol
+    a path is what it says: fsspec would find other file systems in `a::b` and `data:x`."""
+    if "://" not in path:
+        return fsspec.filesystem("file"), os.path.abspath(path)
+    files, inner = fsspec.core.url_to_fs(path)
+    files.invalidate_cache()
+    return files, inner
+
+
+def group(path: str, mode: Any, **options: Any) -> Any:
+    """Opens a zarr group, in a folder if the path has no protocol, whatever else is in it."""
+    return zarr.open_group(path if "://" in path else pathlib.Path(path), mode=mode, **options)
+
+
 def names(path: str) -> list[str]:
     """Returns the names of the entries of a folder or bucket prefix; none if it doesn't exist.
     Raises OSError if the store can't be reached."""
     with opening(path):
-        store, inner = _store(path)
-        store.invalidate_cache()
+        files, inner = _file_system(path)
         try:
-            paths = store.ls(inner, detail=False)
+            paths = files.ls(inner, detail=False)
         except FileNotFoundError:
             return []
     return [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
 
 
-def attributes(path: str) -> dict[str, Any] | None:
-    """Returns the attributes of a zarr group: empty if there is no such group, None if they are
-    damaged. Raises OSError if the store can't be reached."""
+def attributes(path: str) -> dict[str, Any]:
+    """Returns the attributes of a group, unverified: none if they are missing or don't parse.
+    Raises OSError if the store can't be reached."""
     with opening(path):
-        store, inner = _store(path)
+        files, inner = _file_system(path)
         try:
-            text = store.cat_file(f"{inner}/zarr.json")
+            text = files.cat_file(f"{inner}/zarr.json")
         except (FileNotFoundError, NotADirectoryError):
             return {}
     try:
         return dict(json.loads(text)["attributes"])
     except Exception:  # of many types, as the file may hold anything
-        return None
+        return {}
 
 
-def _remove(path: str) -> None:
-    store, inner = _store(path)
-    if "://" in path and fsspec.core.has_magic(inner):
-        for file in store.find(inner):  # rm would take `run*` for a pattern, and remove other runs
-            store.rm_file(file)
-    else:
-        store.rm(inner, recursive=True)
+def checksum(attrs: dict[str, Any]) -> int:
+    """Returns the CRC-32 of attributes, without those that no checksum covers."""
+    rest = {key: attrs[key] for key in attrs if key not in ("checksum", "write_completed")}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def empty(path: str) -> None:
-    """Removes a group's arrays and groups, but not its attributes."""
-    for name in names(path):
-        if name != "zarr.json":
-            _remove(f"{path}/{name}")
+def write_group(path: str, attrs: dict[str, Any]) -> None:
+    """Creates a group with these attributes and their checksum, and reads it back."""
+    signed = attrs | {"checksum": checksum(attrs)}
+    group(path, "w-", attributes=signed, zarr_format=3)
+    if attributes(path) != signed:
+        raise StoreError(f"{path} was written but can't be read back")
+
+
+def read_group(path: str) -> dict[str, Any]:
+    """Returns the attributes that `write_group` wrote, or raises DamageError."""
+    attrs = attributes(path)
+    if attrs.get("checksum") != checksum(attrs):
+        raise DamageError(f"{path}/zarr.json is missing, or was changed since it was written")
+    return attrs
 
 
 def remove(path: str) -> None:
-    """Removes a group, its zarr.json last, so that an interrupted removal can be recognized."""
-    empty(path)
-    _remove(path)
+    """Removes a folder, if it is there."""
+    files, inner = _file_system(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if "://" in path and fsspec.core.has_magic(inner):
+            for file in files.find(inner):  # rm would take `run*` for a pattern, of other runs, too
+                files.rm_file(file)
+        else:
+            files.rm(inner, recursive=True)
 
 
 class _WholeStore(WrapperStore[Any]):
@@ -113,22 +137,18 @@ class _WholeStore(WrapperStore[Any]):
         return value
 
 
-@contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Names what is read from a group of `open_group` in errors: StoreError if the store doesn't
-    deliver it, else DamageError, because then it is missing or doesn't parse."""
-    try:
-        yield
-    except Exception as error:  # of many types, as a file may hold anything
-        kind = StoreError if isinstance(error, StoreError | MemoryError) else DamageError
-        raise kind(f"{what} can't be read: {str(error).split('. ')[0]}") from error
+def array(path: str, name: str, description: Any, read_only: bool = True) -> zarr.Array:
+    """Returns an array in a group, given what its zarr.json says, which isn't read."""
+    make: Any = FsspecStore.from_url if "://" in path else LocalStore
+    place = StorePath(_WholeStore(make(path, read_only=read_only)), name)
+    # zarr would leave out chunks of zeros. Here a missing chunk always means a lost chunk.
+    return zarr.Array.from_dict(place, description).with_config({"write_empty_chunks": True})
 
 
-def open_group(path: str) -> zarr.Group:
-    """Opens a zarr 3 group for reading. Reading a missing chunk of its arrays is an error."""
-    store: Any = FsspecStore.from_url if "://" in path else LocalStore
-    with reading("zarr.json"):
-        return zarr.open_group(_WholeStore(store(path, read_only=True)), mode="r", zarr_format=3)
+def write(array: zarr.Array, index: Any, values: np.ndarray) -> None:
+    """Writes a part of an array that consists of whole chunks."""
+    with opening(array.path, "written"):
+        array[index] = values.view(array.dtype)
 
 
 def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
@@ -144,13 +164,11 @@ def read(array: zarr.Array, index: Any = ()) -> np.ndarray:
 
 def check(array: zarr.Array, index: Any = ()) -> None:
     """Reads a part of an array chunk by chunk. Raises the same errors as `read`."""
-    slices = index if isinstance(index, tuple) else (index,)
-    slices += (slice(None),) * (array.ndim - len(slices))
+    slices = (*np.index_exp[index], *[slice(None)] * array.ndim)
     grid = []
-    for part, length, size in zip(slices, array.shape, array.chunks, strict=True):
+    for part, length, size in zip(slices, array.shape, array.chunks, strict=False):
         covered = range(length)[part]
         grid.append(range(covered.start // size, -(-covered.stop // size)))
     for place in itertools.product(*grid):
-        corners = zip(place, array.chunks, strict=True)
         with reading(f"{array.path}: chunk {'.'.join(map(str, place)) or 0}"):
-            array[tuple(slice(i * size, (i + 1) * size) for i, size in corners)]
+            array.get_block_selection(place)

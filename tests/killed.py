@@ -63,14 +63,14 @@ def save_after_the_one_before(self, *args):
     save(self, *args)
 
 
-async def set_around_mark(self, key, value, *args, **kwargs):
-    marks = b'"write_completed": true' in value.to_bytes() and key == "zarr.json"
+async def set_around_record(self, key, value, *args, **kwargs):
+    records = self.root.parent.name == "records"
     moment("write")
-    if marks:
-        moment("mark")
+    if records:
+        moment("record")
     await put(self, key, value, *args, **kwargs)
-    if marks:
-        moment("marked")
+    if records:
+        moment("recorded")
 
 
 def remove_by_moments(path):
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     del sys.argv[1:4]
     save, put, remove = Checkpoints.save, zarr.storage.LocalStore.set, storage.remove
     log, initialize = Run.write, jax.distributed.initialize
-    Checkpoints.save, zarr.storage.LocalStore.set = save_after_the_one_before, set_around_mark
+    Checkpoints.save, zarr.storage.LocalStore.set = save_after_the_one_before, set_around_record
     storage.remove, Run.write = remove_by_moments, log_half
     jax.distributed.initialize = initialize_and_say
     before(ArrayImpl, "copy_to_host_async", "copy")

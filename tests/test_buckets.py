@@ -115,14 +115,14 @@ ONCE, ALWAYS = 1, math.inf
 FAULTS = [
     *[(name, ".", None, ALWAYS, True) for name in OPERATIONS],
     ("save", r"PUT .*half/c/", "lost", ONCE, True),
-    ("save", r"PUT .*/writers", "reset", ALWAYS, False),
+    ("save", r"PUT .*/records", "reset", ALWAYS, False),
     ("save", r"PUT .*half/c/", 503, ALWAYS, False),
     ("save", r"DELETE|POST", 503, ALWAYS, True),  # the old checkpoint stays, with a warning
     ("restore", r"GET .*half/c/", "cut", ONCE, True),
-    ("restore", r"GET .*half/zarr.json", "cut", ALWAYS, False),
+    ("restore", r"GET .*records/0/zarr.json", "cut", ALWAYS, False),
     ("restore", r"GET .*half/c/", 503, ALWAYS, False),
     ("restore", r"list-type", 503, ALWAYS, False),
-    ("inspect", r"GET .*half/zarr.json", "reset", ONCE, True),
+    ("inspect", r"GET .*records/0/zarr.json", "reset", ONCE, True),
     ("load", r"GET .*encoded_tokens/c/", 500, ONCE, True),
     ("load", r"GET .*encoded_tokens/c/", "silence", ONCE, True),
     ("load", r"GET .*encoded_tokens/c/", 503, ALWAYS, False),

@@ -112,12 +112,12 @@ def test_two_hosts_train_as_one_does(tmp_path):
     assert "done: 3 steps" in printed[0]
     assert "step" not in printed[1], "the first host speaks for all"
 
-    (writers,) = (tmp_path / "two/checkpoints").glob("00000003.*/writers")
-    assert sorted(path.name for path in writers.iterdir() if path.is_dir()) == ["0", "1"]
+    (records,) = (tmp_path / "two/checkpoints").glob("00000003.*/records")
+    assert sorted(path.name for path in records.iterdir()) == ["0", "1"]
     for name in "two", "one":
         done = run(*arguments, f"paths.model_name={name}", "training.steps=5")
         assert done.returncode == 0, done.stderr
-        assert (f"resumed at step 3 from {writers.parent}" in done.stdout) == (name == "two")
+        assert (f"resumed at step 3 from {records.parent}" in done.stdout) == (name == "two")
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")

@@ -205,6 +205,45 @@ def test_the_second_ctrl_c_ends_a_host_that_waits_for_another(run):
     assert not complete(run.folder)
 
 
+FAILS = """
+import sys
+import jax, numpy as np
+from runtime import storage
+from runtime.checkpoint import CheckpointError, Checkpoints
+from shardlib.types import make_shardings
+from tests.helpers import mesh
+from tests.runtime.test_faults import TINY, Tiny, tiny
+
+def fail(*_):
+    raise OSError(28, "No space left on device")
+
+jax.distributed.initialize()
+with jax.set_mesh(mesh(2, 1)):
+    make = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+    tree = jax.tree.map(make, tiny(1), make_shardings(Tiny))
+    checkpoints = Checkpoints(sys.argv[1], Tiny, TINY, "model: {}", 4)
+    checkpoints.save(1, tree)
+    checkpoints.wait()
+    if jax.process_index() == 1:
+        storage.write = fail
+    checkpoints.save(2, tree)
+    try:
+        checkpoints.save(3, tree)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_on_one_host_is_reported_by_both_at_the_next_save(tmp_path):
+    processes = start_hosts(2, 1, lambda _: ["-c", FAILS, str(tmp_path / "some")])
+    printed = [process.communicate(timeout=LIMIT)[0].splitlines() for process in processes]
+    left = {path.name.split(".")[0]: path for path in (tmp_path / "some").iterdir()}
+    problem = f"{left['00000002']} can't be written: [Errno 28] No space left on device"
+    assert [lines[-1] for lines in printed] == [problem] * 2, printed
+    assert list(complete(tmp_path, "some")) == [1]
+
+
 def test_a_port_in_use_gets_one_message():
     with socket.create_server(("", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"

@@ -231,7 +231,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(start, monkeypatch):
     def fail(*_):
         raise OSError("no room")
 
-    monkeypatch.setattr("runtime.checkpoint.write", fail)
+    monkeypatch.setattr("runtime.storage.write", fail)
     out, message = start("unsaved", "checkpoints.stop_on_error=false")
     assert re.search("^warning: .*/00000006.* can't be written: .*; the run continues$", out, re.M)
     assert re.fullmatch("error: the last checkpoint is missing: .*/00000006.*no room.*", message)

@@ -3,10 +3,10 @@
     python -m tests.torture --kills 50 --seed 0
 
 Each kill is a SIGKILL at a moment drawn from the seed: at a write, a rename or a removal of a save,
-just before or after the mark that makes the save complete, at the copy before it, at a row of the
-metrics, while a checkpoint is read, or at any time. It hits both hosts, or one of them, and then
-the other host has to exit by itself. After each kill, all complete checkpoints and metrics must
-equal the uninterrupted run's, bit for bit.
+just before or after a host's record, at the copy before a save, at a row of the metrics, while a
+checkpoint is read, or at any time. It hits both hosts, or one of them, and then the other host has
+to exit by itself. After each kill, all complete checkpoints and metrics must equal the
+uninterrupted run's, bit for bit.
 """
 
 import argparse
@@ -44,10 +44,10 @@ QUICK = {
 }
 LIMIT = 120  # seconds until a start must reach its moment, or a host must notice a lost host
 NEVER = "never 0 0"
-IN_SAVE = ("write", "rename", "copy", "mark", "marked", "removal")
+IN_SAVE = ("write", "rename", "copy", "record", "recorded", "removal")
 KINDS = [
-    *("write", "time", "row", "removal", "rename", "time", "mark", "row", "write", "read"),
-    *("copy", "time", "write", "row", "marked", "time", "rename", "removal", "write", "time"),
+    *("write", "time", "row", "removal", "rename", "time", "record", "row", "write", "read"),
+    *("copy", "time", "write", "row", "recorded", "time", "rename", "removal", "write", "time"),
 ]
 # The ways in which a host may exit when the other is lost: the exit code and the message.
 ENDS = {
@@ -110,7 +110,7 @@ def draw(rng: random.Random, count: int) -> list[Kill]:
     rng.shuffle(kinds)
     kills = []
     for kind in kinds:
-        host = 0 if kind in ("mark", "marked", "removal") else rng.randrange(2)
+        host = 0 if kind == "removal" else rng.randrange(2)
         save = rng.randint(1, 3) if kind in IN_SAVE else 0
         kills.append(Kill(kind, host, rng.random() < 0.5, save, rng.random()))
     # The first two are in saves, so that a checkpoint exists for the others.
@@ -118,14 +118,15 @@ def draw(rng: random.Random, count: int) -> list[Kill]:
     return kills[:count]
 
 
-def complete(run: pathlib.Path) -> dict[int, pathlib.Path]:
+def complete(run: pathlib.Path, folder: str = "checkpoints") -> dict[int, pathlib.Path]:
     """Returns a run's complete checkpoints by step, found without the code under test."""
     paths = {}
-    for path in sorted(run.glob("checkpoints/*/zarr.json")):
-        attributes = json.loads(path.read_text())["attributes"]
-        if attributes.get("write_completed") is True:
-            assert attributes["step"] not in paths, f"two of step {attributes['step']}"
-            paths[attributes["step"]] = path.parent
+    for path in sorted(run.glob(f"{folder}/????????.*")):
+        files = [*path.glob("records/*/zarr.json")]
+        if files and len(files) == json.loads(files[0].read_text())["attributes"]["hosts"]:
+            step = int(path.name.split(".")[0])
+            assert step not in paths, f"two of step {step}"
+            paths[step] = path
     return paths
 
 
@@ -135,7 +136,7 @@ def content(checkpoint: pathlib.Path) -> dict[str, bytes]:
     return {
         name: path.read_bytes()
         for name, path in files.items()
-        if name != "zarr.json" and not name.startswith("writers/")
+        if name != "zarr.json" and not name.startswith(("records/", "complete/"))
     }
 
 
@@ -184,7 +185,7 @@ class Torture:
         if kill.kind == "row":
             number += self.newest - 1
         if kill.kind == "removal":  # the first save that removes one
-            save = max(1, self.keep_last + 1 - len(complete(self.run)))
+            save = max(1, self.keep_last + 2 - len(complete(self.run)))
         words = f"{kill.kind} {number}" + (f" of save {save}" if save else "")
         return f"{kill.kind} {save} {number}", words
 
@@ -283,9 +284,9 @@ class Torture:
         self.seen.add(newest)
 
     def parts(self) -> list[str]:
-        """Returns the checkpoints whose removal was begun but not finished."""
-        files = self.run.glob("checkpoints/*/zarr.json")
-        return sorted(file.parent.name for file in files if '"removed"' in file.read_text())
+        """Returns the checkpoints that are incomplete."""
+        found, whole = self.run.glob("checkpoints/*"), complete(self.run).values()
+        return sorted(path.name for path in found if path not in whole)
 
     def finish(self) -> None:
         """Resumes the run until its end, and compares it with the uninterrupted run."""

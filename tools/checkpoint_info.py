@@ -8,14 +8,11 @@ no complete checkpoint.
 """
 
 import datetime
-import math
 import sys
 from collections.abc import Iterator
 
-import jax.numpy as jnp
-
 from runtime import storage
-from runtime.checkpoint import Checkpoint, list_checkpoints, show_entry
+from runtime.checkpoint import Checkpoint, list_checkpoints
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
@@ -24,9 +21,9 @@ from tools import arguments
 
 def damage(checkpoint: Checkpoint) -> Iterator[str]:
     """Reads a whole checkpoint. Yields the first problem of each damaged array."""
-    for name in checkpoint.metadata["arrays"]:
+    for array in checkpoint.arrays.values():
         try:
-            storage.check(checkpoint.array(name))
+            storage.check(array)
         except DamageError as error:
             yield str(error)
 
@@ -36,27 +33,23 @@ def describe(checkpoint: Checkpoint) -> tuple[str, bool]:
     when = datetime.datetime.fromtimestamp(checkpoint.start / 1000).isoformat(" ", "seconds")
     line = f"{checkpoint.path}: step {checkpoint.step:,}, written by the run started {when}"
     if not checkpoint.may_be_complete:
-        attributes = checkpoint.attributes or {"write_failed": "it has no attributes"}
-        reason = f": {attributes['write_failed']}" if "write_failed" in attributes else ""
-        return f"{line}; incomplete{reason}", False
+        return f"{line}; incomplete", False
     try:
         problems = list(damage(checkpoint))
     except DamageError as error:
-        return f"{line}; DAMAGED: {error}", False
+        return f"{line}; DAMAGED: {str(error).partition(' is damaged: ')[2]}", False
     return f"{line}; " + ("DAMAGED: " + "; ".join(problems) if problems else "intact"), True
 
 
 def show(checkpoint: Checkpoint) -> None:
     """Prints the arrays and the config of a checkpoint."""
-    metadata = checkpoint.metadata
-    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
-    total = 0
-    for name, entry in metadata["arrays"].items():
-        size = math.prod(entry["shape"]) * jnp.dtype(entry["dtype"]).itemsize
-        total += size
-        print(f"  {name:32} {show_entry(entry):44} {size:15,} bytes in {entry['chunks']:,} chunks")
-    print(f"  {total:,} bytes in total, written by {metadata['hosts']} host(s) with {versions}\n")
-    print(metadata["config"].rstrip())
+    arrays = checkpoint.arrays
+    for name, array in arrays.items():
+        sizes = f"{array.nbytes:15,.0f} bytes in {array.nchunks:,} chunks"
+        print(f"  {name:32} {array.attrs['type']:44} {sizes}")
+    total, hosts = sum(int(x.nbytes) for x in arrays.values()), len(checkpoint.records())
+    print(f"  {total:,} bytes in total, written by {hosts} host(s)\n")
+    print(checkpoint.metadata["config"].rstrip())
 
 
 def main() -> None:

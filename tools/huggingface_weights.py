@@ -49,10 +49,9 @@ from tqdm import tqdm
 import train
 from data.sources import has_tokenizer, kept_by_import
 from runtime import checkpoint, storage
-from runtime.checkpoint import Checkpoint, show_entry
+from runtime.checkpoint import Checkpoint
 from runtime.config import flat
 from runtime.errors import user_errors
-from runtime.storage import DamageError
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
@@ -210,9 +209,11 @@ def stacked(array: str) -> list[str]:
 
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
-    """Describes the arrays of a checkpoint of the weights, by name."""
+    """Describes the arrays of a checkpoint of the weights, by name, except their chunks."""
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        every = checkpoint.entries(type_tree(train.Stored, train.weights_type(model)), sizes(model))
+        every = checkpoint.describe(
+            type_tree(train.Stored, train.weights_type(model)), sizes(model)
+        )
     return {f"weights/{name}": entry for name, entry in every.items()}
 
 
@@ -229,13 +230,13 @@ def tensors(model: train.ModelConfig) -> list[Tensor]:
     expected = [array for array in expected if os.path.basename(array) not in norms]
     for array in dict.fromkeys([*arrays, *expected]):
         name, theirs = TENSORS.get(array, ("", ""))
-        entry = arrays.get(array, {"dtype": "float32", "dimensions": [], "shape": []})
-        size = dict(zip(entry["dimensions"], entry["shape"], strict=True))
-        first = stacked(array)
-        wrong = sorted(size) != sorted(re.findall(r"\w+", theirs)) or entry["dtype"] != "float32"
+        entry = arrays.get(array, {"dimension_names": [], "shape": []})
+        size = dict(zip(entry["dimension_names"], entry["shape"], strict=True))
+        kind, first = entry["attributes"]["type"] if array in arrays else "missing", stacked(array)
+        wrong = sorted(size) != sorted(re.findall(r"\w+", theirs)) or "float32[" not in kind
         if wrong or [*size][: len(first)] != first:
             raise UserError(
-                f"{array} is {show_entry(arrays.get(array))} in train.py; transformers' files have "
+                f"{array} is {kind} in train.py; transformers' files have "
                 + (f"float32[{theirs}]" if theirs else "no tensor for it")
             )
         for old, new in renamed.items():
@@ -339,14 +340,14 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
     """Yields the values of tensors as they are in the checkpoint."""
     for name in dict.fromkeys(tensor.array for tensor in wanted):
-        array, depth = source.array(name), len(stacked(name))
+        array, depth = source.arrays[name], len(stacked(name))
         steps = [*array.chunks[:depth]]  # read whole chunks
         if steps[:1] != [1]:  # several layers, each with all of its experts
             steps[1:] = array.shape[1:depth]
         starts = (range(0, size, step) for size, step in zip(array.shape, steps, strict=False))
         for first in itertools.product(*starts):
             part = (slice(i, i + step) for i, step in zip(first, steps, strict=True))
-            yield from source.read(array, tuple(part)).reshape(-1, *array.shape[depth:])
+            yield from source.read(name, tuple(part)).reshape(-1, *array.shape[depth:])
 
 
 def write_weights(
@@ -396,10 +397,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> N
             theirs |= copy_settings(kept, folder)
     if tokenizer:
         theirs |= copy_settings(tokenizer, folder, model.vocab)
-    try:
-        total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
-    except DamageError as error:
-        raise UserError(f"{source.path} is damaged: {error}") from None
+    total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     original = model.rope_scaling.original_len if model.rope_scaling else 0
     length = max(length, original, theirs.get("max_position_embeddings", 0))
     config = theirs | described(model, length)
@@ -552,18 +550,19 @@ def import_weights(path: str, output: str, config_file: str = "") -> None:
     config = section + OmegaConf.to_yaml(OmegaConf.create(rows))
     arrays = {}
     for name, entry in entries(model).items():
-        lengths = zip(entry["dimensions"], entry["shape"], strict=True)
-        arrays[name] = entry, [1 if dim in stacked(name) else size for dim, size in lengths]
-    target = f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}"
-    with storage.opening(target):
-        group = checkpoint.create(target)
-        checkpoint.describe(group, arrays, {"step": STEP, "config": config, "hosts": 1})
+        lengths = zip(entry["dimension_names"], entry["shape"], strict=True)
+        part = [1 if dim in stacked(name) else size for dim, size in lengths]
+        arrays[name] = checkpoint.in_chunks(entry, part)
+    target = Checkpoint(f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}")
+    with storage.opening(target.path):
+        target.create(arrays, config)
+        into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
             name, _, part = tensor.place(opened)
             values = tensor.to_ours(opened[name][part]).astype(np.float32, order="C")
-            checkpoint.write(group, tensor.array, (*tensor.index, ...), values)
-        checkpoint.report(group, 0, len(wanted), None, None)
-        checkpoint.complete(group, [None])
+            storage.write(into[tensor.array], (*tensor.index, ...), values)
+        target.record(host=0, hosts=1)
+        target.mark()
     if "://" not in output:
         kept = pathlib.Path(output, "huggingface")
         kept.mkdir()

@@ -15,7 +15,7 @@ import train
 from data.flat_tokens import SPLITS, Writer
 from data.loader import Batches
 from data.sources import kept_by_import, open_batches
-from runtime import checkpoint
+from runtime import checkpoint, storage
 from runtime.config import NonNegativeInt, Section
 from runtime.run import Run
 from shardlib.errors import UserError
@@ -152,7 +152,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, m
             patched.setattr(Run, "end", lambda _: 0)
             imported(*settings)
         attributes = zarr.open_group(path).attrs.asdict() | {"config": configs.pop()}
-        attributes["checksum"] = checkpoint._checksum(attributes)
+        attributes["checksum"] = storage.checksum(attributes)
         zarr.open_group(path).update_attributes(attributes)
     shutil.rmtree("english.zarr")
     assert "german" in imported("paths.clone_from=clone", german)

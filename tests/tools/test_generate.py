@@ -18,7 +18,8 @@ import train
 from data.flat_tokens import SPLITS, FlatTokens, Writer
 from data.loader import TokenBatch
 from runtime import checks
-from runtime.checkpoint import Checkpoints, _checksum
+from runtime.checkpoint import Checkpoints
+from runtime.storage import checksum
 from shardlib import audit, devices, numbers
 from shardlib.types import (
     Stacked,
@@ -648,7 +649,7 @@ def test_a_remote_dataset_that_only_a_checkpoint_names_is_not_opened(
         text = about["config"].replace("filespec: bytes.zarr", f"filespec: {url}")
         assert url in text
         about["config"] = text
-        attributes.update(about | {"checksum": _checksum(about)})
+        attributes.update(about | {"checksum": checksum(about)})
         _, _, message = call(capsys, monkeypatch, tmp_path, "remote")
         server.setblocking(False)
         with pytest.raises(BlockingIOError):

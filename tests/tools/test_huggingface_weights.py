@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 import train
 from data.loader import TokenBatch
-from runtime import checkpoint
+from runtime import checkpoint, storage
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from shardlib.errors import UserError
 from shardlib.types import computing_in, f32, make_shardings, typed_shard_map, u32
@@ -630,7 +630,7 @@ def with_config(old, new):
     def change(path):
         attributes = zarr.open_group(path).attrs.asdict()
         attributes["config"] = attributes["config"].replace(old, new)
-        attributes["checksum"] = checkpoint._checksum(attributes)
+        attributes["checksum"] = storage.checksum(attributes)
         zarr.open_group(path).update_attributes(attributes)
 
     return change
@@ -704,7 +704,7 @@ def no_space(*_, **__):
 def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, run, monkeypatch):
     """The import fails at its last write."""
     folder = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2))
-    monkeypatch.setattr(checkpoint, "complete", no_space)
+    monkeypatch.setattr(checkpoint.Checkpoint, "record", no_space)
     out, message = run("import", folder, tmp_path / "ours")
     assert not out and "No space left on device" in message and "\n" not in message
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
