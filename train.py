@@ -859,7 +859,7 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
     """Names the gradients of a batch that aren't finite, recomputed, the batch's origin, and a
     cure: if random tokens have such gradients, too, the weights are to blame."""
 
-    def bad(batch: TokenBatch) -> str:
+    def bad(batch: Any) -> str:
         grads = named(gradients(weights, batch, config))
         return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
 
