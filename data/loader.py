@@ -318,7 +318,7 @@ class Batches(abc.ABC):
         batches = ahead(self._rows(map(self.number, range(first, last))))
         for step, (rows, position) in zip(range(first, last), batches, strict=True):
             batch = jax.make_array_from_process_local_data(self.shardings, rows, self.shape)
-            # On GPUs a program's first run fails, in cuDNN, if a batch is copied there meanwhile.
+            # On GPUs a program's first run may fail in cuDNN if a batch is copied there meanwhile.
             jax.block_until_ready(batch)
             self.waited, self.position = time.perf_counter() - begin, position
             yield step, batch

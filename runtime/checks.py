@@ -185,7 +185,7 @@ def tiny(config: Any) -> list[Any]:
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Names without the place in a function's results, such as loss for 1/loss."""
+    """Arrays by their names, without the place in a function's results: loss for 1/loss."""
     arrays = named(jax.device_get(tree)).items()
     made = {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
     assert len(made) == len(arrays)  # else some wouldn't be compared

@@ -64,10 +64,9 @@ def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) ->
 
     file = folder / "starts.jsonl"
     starts = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    found, first = np.full(steps, tokens(config)), True
-    for start in starts:
-        found[0 if first else start["first_step"] :] = tokens(flat(plain(start["config"])))
-        first = False
+    found = np.full(steps, tokens(config))
+    for number, start in enumerate(starts):  # a clone's first start stands for the steps before it
+        found[start["first_step"] if number else 0 :] = tokens(flat(plain(start["config"])))
     return found
 
 
