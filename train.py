@@ -796,10 +796,13 @@ def trials(
     batch = random_batch(dimensions(config), config.model.start_token, order)
     yield "validation_step", validation_step, (state.weights, batch), config
     yield "gradients", gradients, (state.weights, batch), config
-    for step in 3, 999:  # in the middle of the schedule, and before what is done now and then
+    few = batch.loss_mask * (np.arange(len(batch.loss_mask)) < 2)[:, None]
+    uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
+    # In the middle of the schedule, and before what is done now and then.
+    for step, given in (3, batch), (999, uneven):
         at_step = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
         hyper = hyper_at(step, config.training)
-        yield f"training_step {step}", training_step, (at_step, batch, hyper), config
+        yield f"training_step {step}", training_step, (at_step, given, hyper), config
 
 
 # --- Loop -----------------------------------------------------------------------------------------

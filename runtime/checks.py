@@ -19,7 +19,7 @@ import pathlib
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -128,10 +128,10 @@ def untried(config: Any) -> str:
     """A line that says where the config computes something else than its tiny runs, or ""."""
     try:
         both = config, tiny(config)[-1]
-        traces = [trace_step(each, abstract_mesh(each.mesh.axes)) for each in both]
+        one, other = (trace_step(each, abstract_mesh(each.mesh.axes)) for each in both)
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""
-    if not (parting := audit.parting(*traces)):
+    if not (parting := audit.parting(one, other, sizes=True)):
         return ""
     at, here, there = parting
     return (
@@ -167,12 +167,14 @@ def _at_own_sizes(config: Any) -> str:
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-def tiny(config: Any) -> list[Any]:
+def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
-    splits along."""
+    splits along. Along some axes the step passes values to neighbors; of two devices each would be
+    on both sides of the other."""
     program = program_of(config)
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
+    split |= {axis: 4 for axis in passed_along if split[axis] > 1}
     sizes = program.dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
     sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split)
@@ -409,8 +411,11 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
             if mark.said is None and jax.process_index() == 0:
                 running = stack.enter_context(contextlib.closing(Numbers(configs)))
         if level != "none":
-            if types.said is None:
-                check_types(config)
+            if types.said is None or running:  # numbers need the trace
+                axes = audit.passed_along(check_types(config))
+                if running and axes:
+                    running.close()
+                    running.start(tiny(config, axes))
                 types.said = untried(config)
                 types.write(types.said)
             if types.said and level == "numbers":

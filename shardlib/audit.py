@@ -142,6 +142,12 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def passed_along(jaxpr: Any) -> set[str]:
+    """The axes along which a function passes values from device to device."""
+    collectives = ((COLLECTIVES.get(eqn.primitive.name), eqn) for eqn, *_ in equations(jaxpr))
+    return {axis for kind, eqn in collectives if kind == "permute" for axis in axes_of(eqn)}
+
+
 def op_of(eqn: JaxprEqn, path: str) -> str:
     """The op that an equation is part of, with its type string, or else its primitive."""
     scope = SCOPE.search(path)
@@ -313,7 +319,7 @@ def _variables(values: Iterable[Any]) -> set[Any]:
     return {value for value in values if not isinstance(value, Literal)}
 
 
-def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> set[Any]:
+def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any]:
     """The variables that are nothing but indices into parts, as in `x.at[..., ::2]`. `used` are
     those of the results that are something else."""
     found: set[Any] = set()
@@ -341,21 +347,52 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], list[Dim]]) -> s
     return found | ({*jaxpr.invars, *made} - used)
 
 
-def parting(jaxpr: Any, other: Any) -> tuple[str, str, str] | None:
+def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str] | None:
     """The place where two traces of a function first compute something else between ops, and what
-    each computes there; None if they compute the same. What only casts or shapes arrays doesn't
-    count, as JAX does that differently where an axis or a length is one."""
-
-    def computing(jaxpr: Any) -> Iterator[Equation]:
-        for each in equations(jaxpr):
-            if each.eqn.primitive.name not in SHAPING and not SCOPE.search(each.path):
-                yield each
-
-    for one, two in itertools.zip_longest(computing(jaxpr), computing(other)):
-        if not one or not two or one.eqn.primitive != two.eqn.primitive:
-            one_name, two_name = (x.eqn.primitive.name if x else "nothing" for x in (one, two))
-            return (one or two).line.replace(" ", ", in "), one_name, two_name
+    each computes there; None if they compute the same, with the same numbers, or if `sizes` differ,
+    with numbers at the same places. What only casts or shapes arrays doesn't count, as JAX does
+    that differently where an axis or a length is one."""
+    for one, two in itertools.zip_longest(_computed(jaxpr), _computed(other)):
+        what = ["nothing", "nothing"]
+        for i, each in enumerate((one, two)):
+            if each:
+                numbers = ["a number" if sizes else number for number in each.numbers]
+                what[i] = each.primitive + (f" with {', '.join(numbers)}" if numbers else "")
+        if what[0] != what[1]:
+            return (one or two).line.replace(" ", ", in "), what[0], what[1]
     return None
+
+
+class _Computed(NamedTuple):
+    """A primitive between ops, with those of its operands that are numbers."""
+
+    line: str
+    primitive: str
+    numbers: list[str]
+
+
+def _computed(jaxpr: Any) -> Iterator[_Computed]:
+    indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
+    known: dict[Any, str] = {}  # the numbers that variables stand for
+    same: dict[Any, Any] = {}  # a call's result -> what it is in the call
+
+    def number(x: Any) -> str:
+        while not isinstance(x, Literal) and x in same:
+            x = same[x]
+        return str(np.asarray(x.val)) if isinstance(x, Literal) else known.get(x, "")
+
+    for eqn, path, line, _ in equations(jaxpr):
+        operands, inner = [number(x) for x in eqn.invars], [*jaxprs_in_params(eqn.params)]
+        for body in inner:
+            known |= zip(body.invars[::-1], operands[::-1], strict=False)
+            if eqn.primitive.name not in ("scan", "while", "cond"):
+                same |= zip(eqn.outvars, body.outvars, strict=False)
+        if eqn.primitive.name in SHAPING and not SCOPE.search(path):
+            known |= zip(eqn.outvars, operands, strict=False)
+        elif not SCOPE.search(path):
+            counts = not inner and eqn.outvars[:1] and eqn.outvars[0] not in indices
+            numbers = [x for x in operands if x and counts]
+            yield _Computed(line, eqn.primitive.name, numbers)
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

@@ -208,6 +208,27 @@ ATTENDED = "mixed"
 OUTPUT = "swiglu(h, w.mlp)"
 RETURNED = "leave(x, output, w.mlp_norm, config), routed"
 
+
+def row_before(pair: str) -> Edit:
+    """Adds to each row of a weight the one before, which an op passes along the devices."""
+    op = definition(
+        f'''
+        @ops.define_op
+        def row_before(call: ops.Call, x: jax.Array) -> jax.Array:
+            """Takes the row before each one, of the first row the last one."""
+            axes = call.result.dims[0].axes
+            count = math.prod(map(lax.axis_size, axes))
+            last = lax.ppermute(x[-1:], axes, [({pair}) for i in range(count)]) if axes else x[-1:]
+            return jnp.concatenate([last, x[:-1]])
+        '''
+    )
+    mixed = 'ops.all_gather("M/c/s F/t -> M F/t", w.w_up)'
+    before = '0.1 * row_before("M/c/s F/t -> M/c/s F/t", w.w_up)'
+    return edit(
+        "neighbors", swap("swiglu", mixed, mixed.replace("w.w_up", f"w.w_up + {before}")), op
+    )
+
+
 WRONG: dict[str, Edit] = {
     "condition_on_a_part": update(
         "optimizer's statistics of a part",
@@ -404,12 +425,6 @@ WRONG: dict[str, Edit] = {
         swap("extend", "config.training.tokens.len", "config.training.tokens.len - 1"),
         file="tools/generate.py",
     ),
-}
-
-# Wrong, and not refused: a number from the mesh, and one from a part's entries, in a limit that no
-# tiny run reaches; and the loop on the host that calls generation's step, which
-# tests/tools/test_generate.py compares with an oracle.
-NOT_PROMISED: dict[str, Edit] = {
     "warmup_in_local_tokens": edit(
         "number from the mesh",
         after(
@@ -423,6 +438,12 @@ NOT_PROMISED: dict[str, Edit] = {
             """,
         ),
     ),
+    "row_after": row_before("i, (i - 1) % count"),
+}
+
+# Wrong, and not refused: the loop on the host that calls generation's step, which
+# tests/tools/test_generate.py compares with an oracle.
+NOT_PROMISED: dict[str, Edit] = {
     "samples_with_a_seed_by_mesh": edit(
         "generation",
         swap("generate", "jax.random.key(seed)", 'jax.random.key(seed + mesh_shape()["s"])'),
@@ -445,6 +466,7 @@ PART = definition(
 )
 
 RIGHT: dict[str, Edit] = {
+    "row_before": row_before("i, (i + 1) % count"),
     "gelu": neurons("activation", "hidden = jax.nn.gelu(gate) * up"),
     "rows_one_by_one": neurons(
         "loop", "hidden = lax.map(lambda row: jax.nn.silu(row[0]) * row[1], (gate, up))"

@@ -40,7 +40,7 @@ from omegaconf import OmegaConf
 
 from runtime import checks
 from runtime.config import ROOT
-from shardlib import activations, numbers, ops
+from shardlib import activations, audit, numbers, ops
 from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
@@ -298,8 +298,8 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        checks.probe(config)
-        return by_numbers(checks.tiny(config))
+        axes = audit.passed_along(checks.probe(config))
+        return by_numbers(checks.tiny(config, axes))
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise
     except Exception as error:  # of any class

@@ -4,10 +4,13 @@ import sys
 import types
 from typing import ClassVar
 
+import jax
 import pytest
 
 import train
 from runtime import checks
+from shardlib import audit, numbers
+from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests.helpers import compose_config, edited, small_config
 
@@ -17,10 +20,14 @@ class Running:
 
     made: ClassVar[list["Running"]] = []
     warning = note = ""
+    along: ClassVar[set[str]] = set()
 
     def __init__(self, configs):
         self.configs, self.closed = configs, False
         self.made.append(self)
+
+    def start(self, configs):
+        self.configs = configs
 
     def verdict(self):
         return self.warning
@@ -41,6 +48,7 @@ def checked(tmp_path, monkeypatch):
         ran: list[str] = []
         monkeypatch.setattr(checks, "check_types", lambda _: ran.append("types"))
         monkeypatch.setattr(checks, "untried", lambda _: Running.note)
+        monkeypatch.setattr(audit, "passed_along", lambda _: Running.along)
         Running.made.clear()
         with checks.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
@@ -72,7 +80,7 @@ def test_what_is_skipped_is_said(checked, capsys):
     assert "check=types: numbers are not checked" in capsys.readouterr().out
     assert checked("check=none") == []
     assert "check=none: types and numbers are not checked" in capsys.readouterr().out
-    assert checked() == ["numbers"], "types were checked before"
+    assert checked() == ["types", "numbers"], "numbers need the step's trace"
     with pytest.raises(UserError, match=r"check=no: choose from numbers, types, none"):
         small_config("check=no")
 
@@ -94,7 +102,7 @@ def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
             with pytest.raises(UserError, match="no"):
                 checked()
             assert Running.made[0].closed
-    assert checked() == ["numbers"]
+    assert checked() == ["types", "numbers"]
 
 
 def test_the_configs_that_are_compared():
@@ -104,6 +112,22 @@ def test_the_configs_that_are_compared():
     one, in_parts, other = checks.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
     assert in_parts.mesh == train.MeshConfig(1, 1)
+
+
+def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypatch):
+    monkeypatch.setattr(Running, "along", {"r", "s"})
+    assert checked() == ["types", "numbers"]
+    assert Running.made[-1].configs[-1].mesh.axes == {"r": 1, "s": 4, "c": 1, "t": 3}
+
+
+def test_some_devices_have_no_target():
+    config = checks.tiny(small_config())[-1]
+    with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
+        state = numbers.stirred(train.init_state(config))
+        trials = [*train.trials(config, state, 1)]
+    steps = [arrays[1] for name, _, arrays, _ in trials if "step" in name]
+    targets = [batch.loss_mask.reshape(config.mesh.d, -1).any(1) for batch in steps]
+    assert [[*each] for each in targets] == [[True, True], [True, True], [True, False]]
 
 
 def test_what_tiny_runs_do_not_try_is_said_at_each_start(checked, capsys, monkeypatch):
