@@ -45,7 +45,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ from shardlib.types import (
     u32,
 )
 from tools import arguments
-from tools.texts import Continued, Text
+from tools.texts import Text
 from variants import families
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -248,14 +248,21 @@ def generate(
             yield ids
 
 
-def extended(steps: Iterator[jax.Array], texts: Sequence[Continued]) -> Iterator[None]:
-    """Adds the ids of each step to the texts, and yields, until all texts have ended. The devices
-    run a step ahead, so that they don't wait for the host."""
+def extended(
+    steps: Iterator[jax.Array], texts: list[list[int]], running: set[int], ends: set[int]
+) -> Iterator[None]:
+    """Adds the ids of each step to the `running` texts, and yields, until none runs. A text ends
+    before an id of `ends`, or where the caller takes it out of `running`. The devices run a step
+    ahead, so that they don't wait for the host."""
     for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-        for text, new in zip(texts, np.asarray(ids)[: len(texts), 0].tolist(), strict=True):
-            text.add(new)
+        new = np.asarray(ids)[:, 0].tolist()
+        for row in [*running]:
+            if new[row] in ends:
+                running.remove(row)
+            else:
+                texts[row].append(new[row])
         yield
-        if all(text.ended for text in texts):
+        if not running:
             break
 
 
@@ -428,27 +435,29 @@ def write(
 ) -> None:
     """Prints the texts to stdout, a single one as it is generated, and the time to stderr."""
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
-    texts = [
-        Continued(codec, prompt, sample) for prompt in prompts for sample in range(args.samples)
-    ]
-    one, rows = len(texts) == 1, padded(min(args.batch, len(texts)))
+    asked = [(prompt, sample) for prompt in prompts for sample in range(args.samples)]
+    one, rows = len(asked) == 1, padded(min(args.batch, len(asked)))
     longest = 1 + max(map(len, prompts))
-    times = [time.perf_counter()]
-    for first in range(0, len(texts), rows):
-        part = texts[first : first + rows]
-        these = [codec.started(text.prompt, config.model.start_token) for text in part]
-        numbers = [text.sample for text in part]
+    count, times = 0, [time.perf_counter()]
+    for first in range(0, len(asked), rows):
+        part = asked[first : first + rows]
+        these = [codec.started(prompt, config.model.start_token) for prompt, _ in part]
+        numbers = [sample for _, sample in part]
         given = these, numbers, args.tokens, rows, args.seed, how, config, longest
-        for _ in extended(generate(weights, *given), part):
+        texts: list[list[int]] = [[] for _ in part]
+        running, shown = set(range(len(part))), 0
+        for _ in extended(generate(weights, *given), texts, running, codec.ends):
             times.append(time.perf_counter())
-            if one and (news := part[0].news()):
-                print(news, end="", flush=True)
-        for i, text in enumerate(part, first):
-            text.ended = True
+            if one:  # without an incomplete character, which the next ids may change
+                text = codec.decode(prompts[0] + texts[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+                if news := text[shown:]:
+                    print(news, end="", flush=True)
+                shown = max(shown, len(text))
+        for i, (prompt, sample) in enumerate(part):
             if not one:
-                print(f"--- prompt {i // args.samples + 1}, sample {text.sample + 1}")
-            print(text.news())
-    count = sum(len(text.new) for text in texts)
+                print(f"--- prompt {(first + i) // args.samples + 1}, sample {sample + 1}")
+            print(codec.decode(prompt + texts[i])[shown:])
+            count += len(texts[i])
     print(
         f"{count:,} tokens after {times[-1] - times[0]:.1f} s, the first after "
         f"{times[1] - times[0]:.1f} s, with compiling",

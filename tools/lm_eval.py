@@ -51,7 +51,6 @@ from shardlib import devices, ops
 from shardlib.errors import UserError
 from shardlib.types import bool_, computing_in, f32, typed_shard_map
 from tools import generate
-from tools.texts import Continued
 
 try:
     import lm_eval
@@ -181,18 +180,21 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             longest = min(max(map(len, prompts)), self.room - tokens)
             with self.computing():
                 for part, these, size in self.batches(prompts, self.room - tokens):
-                    texts = [Continued(self.codec, [], indices[i]) for i in part]
-                    numbers = [text.sample for text in texts]
+                    numbers = [indices[i] for i in part]
                     args = these, numbers, tokens, size, 0, how, self.config, longest
-                    for _ in generate.extended(generate.generate(self.weights, *args), texts):
-                        for text in texts:  # a stop string may name a special token
-                            new = self.codec.decode(text.new)
-                            text.ended = text.ended or any(stop in new for stop in stops)
-                    for text in texts:
-                        kept = [token for token in text.new if token not in self.codec.special]
+                    steps = generate.generate(self.weights, *args)
+                    texts: list[list[int]] = [[] for _ in part]
+                    running = set(range(len(part)))
+                    for _ in generate.extended(steps, texts, running, self.codec.ends):
+                        for row in [*running]:  # a stop string may name a special token
+                            text = self.codec.decode(texts[row])
+                            if any(stop in text for stop in stops):
+                                running.remove(row)
+                    for number, ids in zip(numbers, texts, strict=True):
+                        kept = [token for token in ids if token not in self.codec.special]
                         answer = self.codec.decode(kept)
                         cut = (answer.partition(stop)[0] for stop in stops)
-                        results[text.sample] = min(cut, key=len, default=answer)
+                        results[number] = min(cut, key=len, default=answer)
         return results
 
     def sampling(self, options: dict[str, Any]) -> tuple[generate.Sampling, int, list[str]]:

@@ -1,5 +1,4 @@
-"""Text for tools.generate: prompts, and where a text ends. Arrays and models are in
-tools/generate.py."""
+"""Text for tools.generate. Arrays and models are in tools/generate.py."""
 
 import os
 from collections.abc import Sequence
@@ -53,28 +52,3 @@ class Text:
         parts = (np.asarray(document, np.uint32) for document in documents)
         texts = (self.tokenizer.decode(part, without_special=True) for part in parts)
         return sum(len(text.encode()) for text in texts)
-
-
-class Continued:
-    """A prompt and the new ids that follow it, up to an end-of-text id."""
-
-    def __init__(self, codec: Text, prompt: list[int], sample: int):
-        self.codec, self.prompt, self.sample = codec, prompt, sample
-        self.new: list[int] = []
-        self.ended = False
-        self.shown = 0  # characters
-
-    def add(self, new: int) -> None:
-        """Adds an id, unless the text has ended or ends here."""
-        self.ended = self.ended or new in self.codec.ends
-        if not self.ended:
-            self.new.append(new)
-
-    def news(self) -> str:
-        """Returns the part of the text that earlier calls didn't return. Until the text has ended,
-        leaves out an incomplete character, which the next ids may change."""
-        text, before = self.codec.decode(self.prompt + self.new), self.shown
-        if not self.ended:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        self.shown = max(before, len(text))
-        return text[before:]
