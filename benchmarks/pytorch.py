@@ -42,7 +42,7 @@ def make_model(config: TorchConfig) -> Any:
     """Returns the `transformers` equivalent of train.py's model, in f32."""
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-    theirs = huggingface_weights.described(config.model, config.training.tokens.len)
+    theirs = huggingface_weights.described(config.model, config.training.tokens.len, "llama")
     model = LlamaForCausalLM(LlamaConfig(**theirs))
     # With "sdpa", transformers makes a B x L x L mask under torch.compile, as it can't tell there
     # that a row is one document. With a name that it doesn't know, it makes none.

@@ -55,7 +55,7 @@ def sums(folder):
 def test_the_whole_circle(tmp_path):
     source = REAL or stand_in(tmp_path / "source")
     ours, data, config = tmp_path / "ours", tmp_path / "sums.zarr", tmp_path / "mine.yaml"
-    run("tools.huggingface_weights", "import", source, ours, f"--config={config}")
+    config.write_text(run("tools.huggingface_weights", "import", source, ours))
     run(
         "tools.huggingface_to_flat_tokens", "--config-name=json_files", f"tokenizer={source}",
         f"load_dataset.data_files={sums(tmp_path)}", f"output={data}",

@@ -16,17 +16,16 @@ end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
-tokens in a prompt are ordinary text, unless --special-tokens parses them.
+tokens in a prompt are parsed.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
 
-Mesh. For texts the weights are cast to --dtype and gathered over d once, so each device holds 1/t:
-raise t if the model is too large for one device, and d to generate many samples. t must divide the
-number of key-value heads (model.n_kv), model.d_ff, model.vocab and the number of experts; d * t
-must divide model.d_model.
-Any such mesh will do, whatever mesh the model was trained on. If d doesn't divide the batch, it is
-padded. The same seed gives the same text on any mesh, up to rounding.
+Mesh. The weights are cast to --dtype and gathered over d once, so each device holds 1/t: raise --t
+if the model is too large for one device, and --d to generate many samples. t must divide the number
+of key-value heads (model.n_kv), model.d_ff, model.vocab and the number of experts; d * t must
+divide model.d_model. Any such mesh will do, whatever mesh the model was trained on. If d doesn't
+divide the batch, it is padded. The same seed gives the same text on any mesh, up to rounding.
 
 Evaluation. The tokens of the validation split, in order, packed into rows of the training's length.
 Attention doesn't cross documents. "Nats per token" is the mean loss over all tokens. "Bits per
@@ -43,9 +42,10 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ from shardlib.types import (
     u32,
 )
 from tools import arguments
-from tools.texts import Continued, Text, prompts_in
+from tools.texts import Text
 from variants import families
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -93,10 +93,10 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 # here: c is 1.
 
 
-def replicas(mesh: train.MeshConfig) -> train.MeshConfig:
-    """The mesh with all of d as replicas, which hold whole weights along d: generating a token
+def make_mesh(d: int, t: int) -> jax.sharding.Mesh:
+    """Makes a mesh with all of d as replicas, which hold whole weights along d: generating a token
     gathers none."""
-    return dataclasses.replace(mesh, r=mesh.d)
+    return devices.make_mesh(train.MeshConfig(d, t, r=d).axes)
 
 
 @typechecked
@@ -248,14 +248,21 @@ def generate(
             yield ids
 
 
-def extended(steps: Iterator[jax.Array], texts: Sequence[Continued]) -> Iterator[None]:
-    """Adds the ids of each step to the texts, and yields, until all texts have ended. The devices
-    run a step ahead, so that they don't wait for the host."""
+def extended(
+    steps: Iterator[jax.Array], texts: list[list[int]], running: set[int], ends: set[int]
+) -> Iterator[None]:
+    """Adds the ids of each step to the `running` texts, and yields, until none runs. A text ends
+    before an id of `ends`, or where the caller takes it out of `running`. The devices run a step
+    ahead, so that they don't wait for the host."""
     for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-        for text, new in zip(texts, np.asarray(ids)[: len(texts), 0].tolist(), strict=True):
-            text.add(new)
+        new = np.asarray(ids)[:, 0].tolist()
+        for row in [*running]:
+            if new[row] in ends:
+                running.remove(row)
+            else:
+                texts[row].append(new[row])
         yield
-        if all(text.ended for text in texts):
+        if not running:
             break
 
 
@@ -333,14 +340,9 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         defaults = compose("local_test_synthetic", none)
     config = newest(path).config(train.Config, defaults=defaults)
-    sizes = train.dimensions(config)
-    try:
-        make_shapes(train.state_type(config).weights, sizes, train.DIMENSIONS)
-    except UserError as error:
-        raise UserError(f"{error}; choose a --mesh whose axes divide it, see --help") from None
-    return Checkpoints(
-        path, train.state_type(config), sizes, config.to_yaml(), 32, key="folder"
-    ), config
+    hint, sizes = train.state_type(config), train.dimensions(config)
+    make_shapes(hint.weights, sizes, train.DIMENSIONS)  # raises if a dimension doesn't split
+    return Checkpoints(path, hint, sizes, config.to_yaml(), 32, key="folder"), config
 
 
 def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
@@ -411,13 +413,16 @@ def evaluate(
 def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
     """Returns the prompts as ids. Raises UserError or OSError if they can't be read, or aren't ids
     of the model."""
-    if args.special_tokens:
-        codec.parse_special_tokens()
-    texts = prompts_in(args.prompts) if args.prompts else {"the prompt": args.prompt or ""}
-    prompts = {name: codec.encode(prompt) for name, prompt in texts.items()}
-    for name, ids in prompts.items():
-        check_ids(name, max(ids, default=0), config)
-    return list(prompts.values())
+    texts = [args.prompt or ""]
+    if args.prompts:
+        try:
+            texts = pathlib.Path(args.prompts).read_text("utf-8").removesuffix("\n").split("\n")
+        except UnicodeDecodeError:
+            raise UserError(f"{args.prompts} is not UTF-8 text") from None
+    prompts = [codec.encode(text) for text in texts]
+    for number, ids in enumerate(prompts, 1):
+        check_ids(f"prompt {number}", max(ids, default=0), config)
+    return prompts
 
 
 @typechecked
@@ -428,88 +433,61 @@ def write(
     codec: Text,
     config: train.Config,
 ) -> None:
-    """Prints the texts to stdout, a single one as it is generated, and the speed to stderr."""
-    window = config.training.tokens.len
-    longest = max(map(len, prompts))
-    if (length := longest + args.tokens) > window:
-        print(
-            f"note: texts have up to {length} tokens; a token attends to at most {window}, as many "
-            "as a row had in training",
-            file=sys.stderr,
-        )
+    """Prints the texts to stdout, a single one as it is generated, and the time to stderr."""
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
-    texts = [
-        Continued(codec, prompt, sample) for prompt in prompts for sample in range(args.samples)
-    ]
-    one, size, times = len(texts) == 1, padded(min(args.batch, len(texts))), [time.perf_counter()]
-    for first in range(0, len(texts), size):
-        part = texts[first : first + size]
-        these = [codec.started(text.prompt, config.model.start_token) for text in part]
-        numbers = [text.sample for text in part]
-        steps = generate(
-            weights, these, numbers, args.tokens, size, args.seed, how, config, longest + 1
-        )
-        about = f"texts {first + 1}-{first + len(part)} of {len(texts)}"
-        hidden = True if one else None  # None: unless stderr is a terminal
-        with tqdm(total=args.tokens, desc=about, leave=False, disable=hidden) as bar:
-            for _ in extended(steps, part):
-                times.append(time.perf_counter())
-                bar.update()
-                if one and (news := part[0].news()):
+    asked = [(prompt, sample) for prompt in prompts for sample in range(args.samples)]
+    one, rows = len(asked) == 1, padded(min(args.batch, len(asked)))
+    longest = 1 + max(map(len, prompts))
+    count, times = 0, [time.perf_counter()]
+    for first in range(0, len(asked), rows):
+        part = asked[first : first + rows]
+        these = [codec.started(prompt, config.model.start_token) for prompt, _ in part]
+        numbers = [sample for _, sample in part]
+        given = these, numbers, args.tokens, rows, args.seed, how, config, longest
+        texts: list[list[int]] = [[] for _ in part]
+        running, shown = set(range(len(part))), 0
+        for _ in extended(generate(weights, *given), texts, running, codec.ends):
+            times.append(time.perf_counter())
+            if one:  # without an incomplete character, which the next ids may change
+                text = codec.decode(prompts[0] + texts[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+                if news := text[shown:]:
                     print(news, end="", flush=True)
-        for i, text in enumerate(part, first):
-            text.ended = True
+                shown = max(shown, len(text))
+        for i, (prompt, sample) in enumerate(part):
             if not one:
-                of = f"prompt {i // args.samples + 1}, " if len(prompts) > 1 else ""
-                print(f"--- {of}sample {text.sample + 1}")
-            print(text.news())
-    count = sum(len(text.new) for text in texts)
-    rate = max(count - min(size, len(texts)), 0) / max(times[-1] - times[1], 1e-9)
+                print(f"--- prompt {(first + i) // args.samples + 1}, sample {sample + 1}")
+            print(codec.decode(prompt + texts[i])[shown:])
+            count += len(texts[i])
     print(
-        f"{count:,} tokens: first after {times[1] - times[0]:.1f} s (including compilation), "
-        f"then {rate:,.0f} tokens/s",
+        f"{count:,} tokens after {times[-1] - times[0]:.1f} s, the first after "
+        f"{times[1] - times[0]:.1f} s, with compiling",
         file=sys.stderr,
     )
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
-    axes = (args.mesh if args.evaluate else replicas(args.mesh)).axes
-    devices.have_cpu_devices(math.prod(axes.values()))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(devices.make_mesh(axes)))
+    devices.have_cpu_devices(args.d * args.t)
+    with jax.set_mesh(make_mesh(args.d, args.t)):
         checkpoints, config = open_checkpoint(args.checkpoint)
         # CPUs would widen all weights at every token.
         on_cpu = jax.default_backend() == "cpu" and not args.evaluate
-        stack.enter_context(computing_in(args.dtype or ("f32" if on_cpu else config.dtype)))
-        named = args.tokenizer
-        if args.evaluate:
-            if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
-                check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
-            codec = Text(named) if named else None
-            data = flat_tokens.FlatTokens(args.evaluate, "validation")
-            config = with_rows(config, args.length or config.training.tokens.len)
-            weights = checkpoints.restore("weights")
-            print(evaluate(weights, data, args.batches, codec, config))
-        else:
-            codec = open_tokenizer(named, checkpoints.newest)
-            prompts = prompts_of(args, codec, config)
-            weights = lay_out(checkpoints.restore("weights"))
-            write(args, weights, prompts, codec, config)
+        with computing_in(args.dtype or ("f32" if on_cpu else config.dtype)):
+            if args.evaluate:
+                named = args.tokenizer
+                if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
+                    check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
+                codec = Text(named) if named else None
+                data = flat_tokens.FlatTokens(args.evaluate, "validation")
+                config = with_rows(config, args.length or config.training.tokens.len)
+                weights = checkpoints.restore("weights")
+                print(evaluate(weights, data, args.batches, codec, config))
+            else:
+                codec = open_tokenizer(args.tokenizer, checkpoints.newest)
+                prompts = prompts_of(args, codec, config)
+                weights = lay_out(checkpoints.restore("weights"))
+                write(args, weights, prompts, codec, config)
         print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
-
-
-def mesh(written: str) -> train.MeshConfig:
-    """Parses `t=2,d=4` for argparse. Axes that aren't named have size 1, and so has c: no row is
-    split here."""
-    sizes = {field.name: 1 for field in dataclasses.fields(train.MeshConfig) if field.name != "c"}
-    named = {name: int(size) for name, size in (part.split("=") for part in written.split(","))}
-    if unknown := named.keys() - sizes.keys():
-        raise argparse.ArgumentTypeError(f"no axis {min(unknown)}: choose from {', '.join(sizes)}")
-    try:
-        return train.MeshConfig(**sizes | named)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
@@ -518,7 +496,8 @@ def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentPar
     parser = arguments.parser(program, doc)
     add = parser.add_argument
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
-    add("--mesh", type=mesh, default="t=1", metavar="d=4,t=2", help="simulated on CPUs")
+    add("--d", type=within(int, 1), default=1, help="devices that share the batch")
+    add("--t", type=within(int, 1), default=1, help="devices that share the weights")
     add("--dtype", choices=COMPUTE, help=f"to compute in; default: {dtype}")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     return parser
@@ -526,13 +505,12 @@ def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentPar
 
 def main() -> None:
     parser = parser_of("tools.generate", __doc__, "the run's; on CPUs, f32 for texts")
-    texts, evaluation = map(parser.add_argument_group, ("texts", "evaluation"))
     count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
-    add = texts.add_mutually_exclusive_group().add_argument
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--prompt", help="beginning of the text; default: the start of a document")
-    add("--prompts", metavar="FILE", help="a prompt per line; .jsonl: a JSON string per line")
-    add = texts.add_argument
-    add("--special-tokens", action="store_true", help="parse names of special tokens in prompts")
+    add("--prompts", metavar="FILE", help="generate from each line of a file")
+    add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
+    add = parser.add_argument_group("texts").add_argument
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
     add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
@@ -541,18 +519,12 @@ def main() -> None:
     add("--top-k", type=count, help="sample from this many of the likeliest tokens; default: all")
     add("--top-p", type=part, default=1.0, help="sample from this much probability")
     add("--seed", type=number, default=0, help="seed of the samples; default: %(default)s")
-    add = evaluation.add_argument
-    add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
+    add = parser.add_argument_group("evaluation").add_argument
     add("--length", type=count, help="rows of this many tokens; default: the training's")
     add("--batches", type=count, help="evaluate this many batches of the split; default: all")
     args = parser.parse_args()
-    of_both = {"checkpoint", "mesh", "dtype", "tokenizer", "evaluate"}
-    of_evaluation = {"length", "batches"}
-    of_texts = vars(args).keys() - of_both - of_evaluation
-    for name in sorted(of_texts if args.evaluate else of_evaluation):
-        if getattr(args, name) != parser.get_default(name):
-            needs = "is for texts, not for" if args.evaluate else "needs"
-            parser.error(f"--{name.replace('_', '-')} {needs} --evaluate")
+    if (args.length or args.batches) and not args.evaluate:
+        parser.error("--length and --batches need --evaluate")
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         run(args)
 

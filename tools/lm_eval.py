@@ -1,7 +1,7 @@
 """Scores a checkpoint's model on tasks of EleutherAI's lm-evaluation-harness.
 
     python -m tools.lm_eval runs/stdlib/checkpoints --tasks lambada_openai,hellaswag --batch 32
-    python -m tools.lm_eval runs/imported --tokenizer llama_folder --tasks gsm8k --mesh d=4,t=2
+    python -m tools.lm_eval runs/imported --tokenizer llama_folder --tasks gsm8k --d 4 --t 2
     python -m tools.lm_eval runs/stdlib/checkpoints --tasks mine --include-path folder_of_yaml_files
 
 It needs `pip install lm-eval`, not PyTorch. lm-eval downloads the tasks' datasets. In Python:
@@ -23,15 +23,14 @@ The model sees the ids that lm-eval's own model `hf` gives the exported folder:
 
 Log-probabilities are over the whole vocabulary, in f32. An answer is greedy unless the task samples
 (do_sample); a sample depends on its place among all requests, not on the batch or the mesh. Chat
-templates aren't applied. The options --mesh, --dtype and --tokenizer are those of tools.generate.
-Each device holds its part of the f32 weights, and for tasks with answers tools.generate's copy too.
+templates aren't applied. The options --d, --t, --dtype and --tokenizer are those of tools.generate,
+and weights are held as there.
 """
 
 import argparse
 import contextlib
 import functools
 import json
-import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +51,6 @@ from shardlib import devices, ops
 from shardlib.errors import UserError
 from shardlib.types import bool_, computing_in, f32, typed_shard_map
 from tools import generate
-from tools.texts import Continued
 
 try:
     import lm_eval
@@ -61,21 +59,18 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
-except ModuleNotFoundError as error:  # `scores` doesn't need it, and `run` says how to get it
-    if error.name != "lm_eval":
-        raise
+except ModuleNotFoundError:  # `scores` doesn't need it, and `run` says how to get it
     TemplateLM, register_model = object, lambda _: lambda made: made
 
 
 @functools.partial(jax.jit, static_argnames="config")
 @typed_shard_map
 def scores(
-    weights: train.Stored, batch: TokenBatch, config: train.ModelConfig
+    weights: train.Weights, batch: TokenBatch, config: train.ModelConfig
 ) -> tuple[f32["B/d L/c"], bool_["B/d L/c"]]:
     """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
     in train.total_loss, and logits exist for PREFILL positions at a time."""
-    replica = train.gather_replica(train.cast(weights))
-    output = train.output_weights(replica)
+    output = train.output_weights(weights)
 
     def score(part: Any) -> tuple[jax.Array, jax.Array]:
         logits, targets = train.unembed(output, part[0], config), part[1]
@@ -85,7 +80,7 @@ def scores(
         logit, sum_exp = (ops.psum("B/d l/c {U:t} -> B/d l/c", x) for x in (logit, sum_exp))
         return logit - jnp.log(sum_exp), logit == 0
 
-    whole = train.forward(replica, batch, config)[0], batch.targets
+    whole = train.forward(weights, batch, config)[0], batch.targets
     parts = max(1, batch.targets.shape[1] // generate.PREFILL)
     split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
     nats, best = (rearrange(x, "parts B l -> B (parts l)") for x in lax.map(score, split))
@@ -102,32 +97,27 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self,
         checkpoint: str,
-        mesh: train.MeshConfig | None = None,
+        d: int = 1,
+        t: int = 1,
         dtype: str | None = None,
         tokenizer: str | None = None,
         batch_size: int = 16,
     ):
         super().__init__()
-        axes = generate.replicas(mesh or train.MeshConfig(d=1, t=1)).axes
-        self.mesh, self.batch_size = devices.make_mesh(axes), batch_size
+        self.mesh, self.batch_size = generate.make_mesh(d, t), batch_size
         with jax.set_mesh(self.mesh):
             checkpoints, self.config = generate.open_checkpoint(checkpoint)
-            self.weights = checkpoints.restore("weights")
-        self.path = checkpoints.newest.path
-        self.codec = generate.open_tokenizer(tokenizer, checkpoints.newest)
-        if not self.codec.is_bytes:
-            self.codec.parse_special_tokens()
-        self.dtype, self.room = dtype or self.config.dtype, self.config.training.tokens.len
+            self.path, self.dtype = checkpoints.newest.path, dtype or self.config.dtype
+            self.codec = generate.open_tokenizer(tokenizer, checkpoints.newest)
+            with computing_in(self.dtype):
+                self.weights = generate.lay_out(checkpoints.restore("weights"))
+        self.room = self.config.training.tokens.len
         self.eot_token_id = self.config.model.start_token
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         with jax.set_mesh(self.mesh), computing_in(self.dtype):
             yield
-
-    @functools.cached_property
-    def gathered(self) -> Any:
-        return generate.lay_out(self.weights)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         ids, start = self.codec.encode(string), self.eot_token_id
@@ -190,18 +180,21 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
             longest = min(max(map(len, prompts)), self.room - tokens)
             with self.computing():
                 for part, these, size in self.batches(prompts, self.room - tokens):
-                    texts = [Continued(self.codec, [], indices[i]) for i in part]
-                    numbers = [text.sample for text in texts]
+                    numbers = [indices[i] for i in part]
                     args = these, numbers, tokens, size, 0, how, self.config, longest
-                    for _ in generate.extended(generate.generate(self.gathered, *args), texts):
-                        for text in texts:  # a stop string may name a special token
-                            new = self.codec.decode(text.new)
-                            text.ended = text.ended or any(stop in new for stop in stops)
-                    for text in texts:
-                        kept = [token for token in text.new if token not in self.codec.special]
+                    steps = generate.generate(self.weights, *args)
+                    texts: list[list[int]] = [[] for _ in part]
+                    running = set(range(len(part)))
+                    for _ in generate.extended(steps, texts, running, self.codec.ends):
+                        for row in [*running]:  # a stop string may name a special token
+                            text = self.codec.decode(texts[row])
+                            if any(stop in text for stop in stops):
+                                running.remove(row)
+                    for number, ids in zip(numbers, texts, strict=True):
+                        kept = [token for token in ids if token not in self.codec.special]
                         answer = self.codec.decode(kept)
                         cut = (answer.partition(stop)[0] for stop in stops)
-                        results[text.sample] = min(cut, key=len, default=answer)
+                        results[number] = min(cut, key=len, default=answer)
         return results
 
     def sampling(self, options: dict[str, Any]) -> tuple[generate.Sampling, int, list[str]]:
@@ -228,8 +221,9 @@ def run(args: argparse.Namespace) -> None:
     tasks, manager = args.tasks.split(","), TaskManager(include_path=args.include_path)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise UserError(f"lm-eval has no task {unknown[0]}: `lm-eval ls tasks` lists all")
-    devices.have_cpu_devices(math.prod(args.mesh.axes.values()))
-    model = CheckpointLM(args.checkpoint, args.mesh, args.dtype, args.tokenizer, args.batch)
+    devices.have_cpu_devices(args.d * args.t)
+    named = args.dtype, args.tokenizer, args.batch
+    model = CheckpointLM(args.checkpoint, args.d, args.t, *named)
     settings = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
     results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
     for part in "results", "groups":

@@ -1,60 +1,33 @@
-"""Text for tools.generate: prompts, and where a text ends. Arrays and models are in
-tools/generate.py."""
+"""Text for tools.generate. Arrays and models are in tools/generate.py."""
 
-import json
-import pathlib
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from data import flat_tokens
 from data.text import Tokenizer
-from shardlib.errors import UserError
-
-
-def prompts_in(path: str) -> dict[str, str]:
-    """Returns the prompts in a file by the names of their lines: JSON strings if the file's name
-    ends in .jsonl, else plain text. Raises UserError or OSError if it can't be read."""
-    try:
-        text = pathlib.Path(path).read_text("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
-    if not text:
-        raise UserError(f"{path} has no prompts")
-    lines = text.removesuffix("\n").split("\n")
-    prompts = {f"{path}, line {number}": line for number, line in enumerate(lines, 1)}
-    for name, line in prompts.items() if path.endswith(".jsonl") else ():
-        try:
-            prompts[name] = json.loads(line)
-            prompts[name].encode()
-        except (ValueError, RecursionError, AttributeError):  # half a surrogate pair is no text
-            raise UserError(f"{name} is not a JSON string") from None
-    return prompts
 
 
 class Text:
-    """Converts between text and ids, with the tokenizer that the dataset was made with."""
+    """Converts between text and ids, with the tokenizer that the dataset was made with. The names
+    of special tokens are parsed. Raises UserError or OSError if it can't be opened."""
 
     def __init__(self, name: str):
         self.tokenizer = Tokenizer(name)
         self.is_bytes = name == "bytes_utf8"
-        self.ids = range(1, 257) if self.is_bytes else range(len(self.tokenizer.slow))
-        ends = [] if self.is_bytes else [self.tokenizer.slow.eos_token_id]
-        settings = pathlib.Path(name, "generation_config.json")
-        if settings.is_file():
-            try:
-                more = json.loads(settings.read_text()).get("eos_token_id")
-            except (ValueError, AttributeError):
-                raise UserError(f"{settings} is not a JSON object") from None
+        self.ids, self.ends, self.special = range(1, 257), set[int](), set[int]()
+        if self.is_bytes:
+            return
+        from transformers import GenerationConfig  # takes a second to import
+
+        slow = self.tokenizer.slow
+        self.ids, ends = range(len(slow)), [slow.eos_token_id]
+        if os.path.isfile(f"{name}/generation_config.json"):
+            more = GenerationConfig.from_pretrained(name).eos_token_id
             ends += more if isinstance(more, list) else [more]
         self.ends = {end for end in ends if isinstance(end, int)}  # ids that end a text
-        added = {} if self.is_bytes else self.tokenizer.slow.added_tokens_decoder
-        self.special = {i for i, token in added.items() if token.special}
-
-    def parse_special_tokens(self) -> None:
-        """Makes `encode` turn the names of special tokens into these tokens."""
-        if self.is_bytes:
-            raise UserError("--special-tokens: the tokenizer bytes_utf8 has none")
+        self.special = {i for i, token in slow.added_tokens_decoder.items() if token.special}
         if self.tokenizer.fast:  # one written in Python does so anyway
             self.tokenizer.fast.encode_special_tokens = False
 
@@ -79,28 +52,3 @@ class Text:
         parts = (np.asarray(document, np.uint32) for document in documents)
         texts = (self.tokenizer.decode(part, without_special=True) for part in parts)
         return sum(len(text.encode()) for text in texts)
-
-
-class Continued:
-    """A prompt and the new ids that follow it, up to an end-of-text id."""
-
-    def __init__(self, codec: Text, prompt: list[int], sample: int):
-        self.codec, self.prompt, self.sample = codec, prompt, sample
-        self.new: list[int] = []
-        self.ended = False
-        self.shown = 0  # characters
-
-    def add(self, new: int) -> None:
-        """Adds an id, unless the text has ended or ends here."""
-        self.ended = self.ended or new in self.codec.ends
-        if not self.ended:
-            self.new.append(new)
-
-    def news(self) -> str:
-        """Returns the part of the text that earlier calls didn't return. Until the text has ended,
-        leaves out an incomplete character, which the next ids may change."""
-        text, before = self.codec.decode(self.prompt + self.new), self.shown
-        if not self.ended:
-            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        self.shown = max(before, len(text))
-        return text[before:]

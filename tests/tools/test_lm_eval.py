@@ -36,7 +36,7 @@ def test_scores_are_those_of_the_oracle_in_parts_of_rows_too(monkeypatch):
     padded = ids.copy()
     padded[6, 9:] = NO_TOKEN
     with jax.set_mesh(mesh(2, 4)), computing_in("f32"):
-        kind = train.state_type(config).weights
+        kind = train.weights_type(config.model)
         batch = TokenBatch.of(padded, np.zeros(ids.shape, np.bool_), 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         found = tool.scores(placed(kind, weights), batch, config.model)
@@ -164,15 +164,16 @@ def wanted(folder):
     return {"choice": results, "answer": results, "rolling": whole}
 
 
-def opened(folder, mesh=None, batch_size=4, dtype="f32"):
-    return tool.CheckpointLM(str(folder / "ours"), mesh, dtype, str(folder / "hf"), batch_size)
+def opened(folder, batch_size=4, **mesh):
+    given = {"dtype": "f32", "tokenizer": str(folder / "hf"), "batch_size": batch_size}
+    return tool.CheckpointLM(str(folder / "ours"), **mesh, **given)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports
 
 
 def test_results_are_those_of_lm_evals_own_model(folder, wanted):
-    found = evaluated(opened(folder, train.MeshConfig(d=4, t=2)), folder, *wanted)
+    found = evaluated(opened(folder, d=4, t=2), folder, *wanted)
     choices, known = responses(found, "choice"), responses(wanted["choice"], "choice")
     assert len(choices) == 4 * 19
     np.testing.assert_allclose([n for n, _ in choices], [n for n, _ in known], atol=1e-3, rtol=0)
@@ -188,7 +189,7 @@ def test_an_answer_is_greedy_if_the_model_generates_it(folder):
     greedy = generate.Sampling(0, None, 1, model.codec.ids)
     with model.computing():
         args = [context], [0], 5, 1, 0, greedy, model.config
-        answer = np.concatenate(list(generate.generate(model.gathered, *args)))[:, 0].tolist()
+        answer = np.concatenate(list(generate.generate(model.weights, *args)))[:, 0].tolist()
     answers = [answer, [3, *answer[1:]], [*answer[:4], 3], [*answer[:4], answer[4] + 1]]
     scored = model._loglikelihood_tokens([("", context, answer) for answer in answers])
     assert [best for _, best in scored] == [True, False, False, False]
@@ -224,7 +225,7 @@ def test_an_answer_that_can_not_be_generated_or_scored_is_refused(folder):
 
 def test_the_program(folder, wanted, capsys, monkeypatch):
     path, command = str(folder / "tasks"), [str(folder / "ours"), f"--tokenizer={folder / 'hf'}"]
-    command += [f"--include-path={path}", "--dtype=f32", "--mesh=d=2,t=2", "--limit=19"]
+    command += [f"--include-path={path}", "--dtype=f32", "--d=2", "--t=2", "--limit=19"]
 
     mine = functools.partial(tool.TaskManager, include_defaults=False)  # reading all takes seconds
     monkeypatch.setattr(tool, "TaskManager", mine)
@@ -243,7 +244,7 @@ def test_the_program(folder, wanted, capsys, monkeypatch):
 def test_lm_eval_knows_the_model_by_name(folder):
     from lm_eval.api.registry import get_model
 
-    settings = {"checkpoint": str(folder / "ours"), "tokenizer": "bytes_utf8"}
+    settings = {"checkpoint": str(folder / "ours"), "tokenizer": "bytes_utf8", "t": 2}
     model = get_model("shardlight").create_from_arg_obj(settings, {"batch_size": 2})
     assert model.batch_size == 2 and model.tok_encode("\1") == [1, 2] and not model.codec.special
     assert model.loglikelihood([request("a", "b")])[0][0] < 0
