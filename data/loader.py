@@ -43,8 +43,8 @@ from data.flat_tokens import (
 from data.text import ahead, difference
 from runtime.config import (
     NOT_EMPTY,
+    Bound,
     Kept,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -64,11 +64,8 @@ from shardlib.types import (
 @dataclasses.dataclass(unsafe_hash=True)
 class WeightedDataset(Section, key="flat_tokens.mixture"):
     filespec: Annotated[Kept, NOT_EMPTY]
-    weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.weight > 0, "weight", "it must be above 0")
+    # Its share of the rows is this, divided by the sum of all weights.
+    weight: Annotated[float, Bound(1e-9, math.inf)]
 
 
 @dataclasses.dataclass(unsafe_hash=True)
