@@ -183,14 +183,12 @@ class FlatTokens:
             raise FlatTokensError(f"{entry} can't be opened: {error}") from None
         if self.group is None:
             raise FlatTokensError(f"{path} has no split {split}")
-        # Earlier versions of the converter could shift ids, and flag those that are no targets.
+        # Earlier versions of the converter could shift ids.
         match root.attrs.get("conversion"):
             case {"settings": {"tokenizer": name, "id_offset": int(offset)}} if offset:
                 raise FlatTokensError(
                     f"{path} has the ids of {name} plus {offset}: convert it again"
                 )
-            case {"settings": {"chat": True}}:
-                raise FlatTokensError(f"{path} has chats, with flags that earlier versions read")
         for name, dtype in ARRAYS.items():
             if name not in arrays:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")

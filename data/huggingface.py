@@ -23,10 +23,6 @@ from runtime.run import say
 from shardlib.errors import UserError
 
 
-class StreamError(UserError):
-    """A dataset can't be streamed, or not with these settings."""
-
-
 @dataclasses.dataclass(unsafe_hash=True)
 class HuggingFaceConfig(Section, key="hf_dataset"):
     path: Name  # `path` and `name` are passed to datasets.load_dataset
@@ -62,7 +58,7 @@ def rows_of(
 class StreamLoader(Batches):
     """The batches of a streamed split, resumed from `position`. The stream starts over at its end.
 
-    Raises StreamError if the dataset, its column or its tokenizer can't be opened.
+    Raises UserError or OSError if the dataset, its column or its tokenizer can't be opened.
     """
 
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
@@ -70,18 +66,14 @@ class StreamLoader(Batches):
         self.config = config
         splits = {"train": config.train_split, "validation": config.validation_split}
         if not (name := splits[split]):
-            raise StreamError("training.validation_interval needs hf_dataset.validation_split")
+            raise UserError("training.validation_interval needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
         self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
-        try:
-            found = self.source.check()
-        except (UserError, OSError) as error:
-            raise StreamError(f"hf_dataset: {error}") from None
-        say(f"{self.name} has {found['files']:,} files")
+        say(f"{self.name} has {self.source.check()['files']:,} files")
         if len(self.local_rows) * jax.process_count() != spec.rows:
-            raise StreamError("hf_dataset needs a mesh on which no two hosts hold the same rows")
+            raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
         """Yields the units of this host from a position on, endlessly."""
@@ -92,14 +84,14 @@ class StreamLoader(Batches):
             for unit in text.units(self.source, position, threads, *part):
                 largest = int(unit.tokens.max(initial=0)) >> 1
                 if largest >= self.spec.vocab:
-                    raise StreamError(
+                    raise UserError(
                         f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
                         "larger"
                     )
                 has_text = has_text or len(unit.tokens) > 0
                 yield unit
             if not has_text and not position:
-                raise StreamError(f"{self.name} has no text for host {jax.process_index()}")
+                raise UserError(f"{self.name} has no text for host {jax.process_index()}")
             position = {}
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
@@ -131,10 +123,7 @@ class StreamLoader(Batches):
         count, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
             if number < count:
-                raise StreamError("training.skip_steps lacks a batch that the run already skipped")
-            try:
-                *_, (flat, place) = itertools.islice(tokens, number + 1 - count)
-            except (UserError, OSError) as error:
-                raise StreamError(f"hf_dataset: {error}") from None
+                raise UserError("training.skip_steps lacks a batch that the run already skipped")
+            *_, (flat, place) = itertools.islice(tokens, number + 1 - count)
             count = place["batches"] = number + 1
             yield *decode(rows_of(flat, self.shape[1])), place

@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
@@ -43,8 +43,8 @@ from data.flat_tokens import (
 from data.text import ahead, difference
 from runtime.config import (
     NOT_EMPTY,
+    Bound,
     Kept,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Section,
@@ -64,11 +64,8 @@ from shardlib.types import (
 @dataclasses.dataclass(unsafe_hash=True)
 class WeightedDataset(Section, key="flat_tokens.mixture"):
     filespec: Annotated[Kept, NOT_EMPTY]
-    weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.weight > 0, "weight", "it must be above 0")
+    # Its share of the rows is this, divided by the sum of all weights.
+    weight: Annotated[float, Bound(1e-9, math.inf)]
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -89,7 +86,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
                 "set one of flat_tokens.filespec=DATASET and flat_tokens.mixture="
                 "[{filespec: DATASET, weight: 0.7}, ...], and leave the other one null or []"
             )
-        return Mixture(self, spec, split) if self.mixture else Loader(self, spec, split)
+        return Mixture(self, spec, split)
 
     def tokenizer_used(self, remote: bool = False) -> str | None:
         """Returns the tokenizer that a dataset names, if any. Opens no remote dataset unless told
@@ -187,22 +184,20 @@ class Buffer(NamedTuple):
     order: np.ndarray  # int64[n], in which to use them
     numbers: np.ndarray  # int64[n], of the sequences in the dataset
     sequences: np.ndarray  # uint32[n, L + 1], encoded, each after the token before it
-    # What is still to be read: each block's first sequence, its part of `sequences`, and the read.
-    reads: list[tuple[int, np.ndarray, Future[None]]]
+    reads: Iterator[None]  # ends once all of `sequences` is read
 
 
 class Stream:
     """The sequences from `first` up to but excluding `end`, in an endless shuffled order."""
 
-    def __init__(self, loader: "Loader", index: int, first: int, end: int):
-        self.loader, self.first, self.end, self.count = loader, first, end, end - first
-        self.key = (loader.config.seed, index)
-        self.block = min(loader.config.sequences_per_read_block, self.count)
-        self.blocks_per_buffer = loader.config.read_blocks_per_shuffle_buffer
+    def __init__(self, dataset: "Shuffled", index: int, first: int, end: int):
+        self.dataset, self.first, self.end, self.count = dataset, first, end, end - first
+        self.key = (dataset.config.seed, index)
+        self.block = min(dataset.config.sequences_per_read_block, self.count)
+        self.blocks_per_buffer = dataset.config.read_blocks_per_shuffle_buffer
         # Two each: a batch may span two epochs or two buffers.
         self.epoch = functools.lru_cache(2)(self._epoch)
         self.buffer = functools.lru_cache(2)(self._buffer)
-        self.last = 0, -1  # the epoch and number of the last buffer that was used
 
     @checked
     def _epoch(self, epoch: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
@@ -219,43 +214,32 @@ class Stream:
         firsts = firsts[begin:][: self.blocks_per_buffer]
         blocks = [np.arange(first, min(first + self.block, self.end)) for first in firsts]
         numbers = np.concatenate(blocks)
-        sequences = np.empty((len(numbers), self.loader.length + 1), np.uint32)
+        sequences = np.empty((len(numbers), self.dataset.length + 1), np.uint32)
         parts = np.split(sequences, np.cumsum([len(block) for block in blocks])[:-1])
-        submit, read = self.loader.threads.submit, self.loader.read_block
-        todo = zip(map(int, firsts), parts, strict=True)
-        reads = [(first, part, submit(read, first, part)) for first, part in todo]
+        reads = self.dataset.threads.map(self.dataset.read_block, map(int, firsts), parts)
         order = permutation(len(numbers), *self.key, epoch, number)
         return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
-
-    def _wait(self, buffer: Buffer) -> None:
-        """Waits until a buffer is read. What failed when it was read ahead is read again."""
-        try:
-            for first, part, read in [*buffer.reads]:
-                if read.exception():
-                    self.loader.read_block(first, part)
-            buffer.reads.clear()
-        except BaseException:
-            for _, _, read in buffer.reads:
-                read.cancel()
-            raise
 
     def find(
         self, positions: Int64[np.ndarray, " n"]
     ) -> Iterator[tuple[Buffer, Int64[np.ndarray, " _"]]]:
         """Yields the buffers with the sequences at these increasing positions of the order, and
-        where in the buffer each is. In the second half of a buffer, begins to read the next one,
-        unless it is the first time that this one is used."""
+        where in the buffer each is. In the second half of a buffer, begins to read the next one."""
         while len(positions):
             epoch, place = divmod(int(positions[0]), self.count)
             firsts, begins = self.epoch(epoch)
             number = int(np.searchsorted(begins, place, "right") - 1) // self.blocks_per_buffer
-            buffer, again = self.buffer(epoch, number), self.last == (epoch, number)
-            self._wait(buffer)
+            buffer = self.buffer(epoch, number)
+            try:
+                list(buffer.reads)  # waits for them; after an error cancels the others
+            except BaseException:
+                self.buffer.cache_clear()  # nobody may take what wasn't read
+                raise
             count = np.searchsorted(positions, buffer.position + len(buffer.order))
             places = positions[:count] - buffer.position
             yield buffer, buffer.order[places]
-            positions, self.last = positions[count:], (epoch, number)
-            if again and 2 * places[-1] >= len(buffer.order):
+            positions = positions[count:]
+            if 2 * places[-1] >= len(buffer.order):
                 is_last = (number + 1) * self.blocks_per_buffer >= len(firsts)
                 self.buffer(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
 
@@ -325,16 +309,14 @@ class Batches(abc.ABC):
             begin = time.perf_counter()
 
 
-class Loader(Batches):
-    """The batches of a split of flat tokens. Raises FlatTokensError if the dataset can't be read,
-    has ids that don't fit the vocabulary, or has too few sequences for one batch."""
+class Shuffled:
+    """The sequences of a split of flat tokens, in the order in which a run uses them. Raises
+    FlatTokensError if the dataset can't be read, has ids that don't fit the vocabulary, or has too
+    few sequences for one batch."""
 
-    def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
-        super().__init__(spec)
-        self.config, (batch, length) = config, self.shape
-        self.length = length
-        assert config.filespec, "`open` checks it"
-        self.dataset = data = FlatTokens(config.filespec, split)
+    def __init__(self, path: str, config: FlatTokensConfig, spec: BatchSpec, split: str):
+        self.config, self.rows, self.length = config, spec.rows, spec.length
+        self.data = data = FlatTokens(path, split)
         self.threads = ThreadPoolExecutor(spec.io_threads)
         # By sequence, the token before it, if the block before it was read.
         self.ends = {0: FILL}
@@ -343,15 +325,16 @@ class Loader(Batches):
                 f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
                 "larger"
             )
-        count = data.token_count // length if config.sequence_packing else data.sequence_count
-        if batch % config.streams:
+        count = data.token_count // self.length if config.sequence_packing else data.sequence_count
+        if spec.rows % config.streams:
             raise FlatTokensError(
-                f"flat_tokens.streams={config.streams} doesn't divide training.tokens.batch={batch}"
+                f"flat_tokens.streams={config.streams} doesn't divide "
+                f"training.tokens.batch={spec.rows}"
             )
-        if count < batch:
+        if count < spec.rows:
             raise FlatTokensError(
-                f"{data.name} has {count} sequences of {length} tokens, "
-                f"too few for training.tokens.batch={batch}"
+                f"{data.name} has {count} sequences of {self.length} tokens, "
+                f"too few for training.tokens.batch={spec.rows}"
             )
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
@@ -363,7 +346,7 @@ class Loader(Batches):
     def read_block(self, first: int, rows: UInt32[np.ndarray, "rows n"]) -> None:
         """Fills `rows` with the encoded sequences from `first` on, each after the token before it.
         A document starts with its first token, so what is before it doesn't matter."""
-        last, read = first + len(rows), self.dataset.read_encoded
+        last, read = first + len(rows), self.data.read_encoded
         if self.config.sequence_packing:
             # Reading the token before a block may unpack another chunk, so each block's last token
             # is remembered.
@@ -377,7 +360,7 @@ class Loader(Batches):
             return
         rows[:] = FILL
         rows = rows[:, 1:]
-        bounds = self.dataset.starts(first, last).tolist()
+        bounds = self.data.starts(first, last).tolist()
         # A single read, unless documents are so long that most of it would be discarded.
         single = bounds[-1] - bounds[0] <= 4 * rows.size
         text = read(bounds[0], bounds[-1]) if single else None
@@ -393,7 +376,7 @@ class Loader(Batches):
         """Returns the sequences of increasing rows, counted from the first row of batch 0, encoded,
         each after the token before it, and their numbers in the dataset."""
         encoded, found = np.empty((len(rows), self.length + 1), np.uint32), np.empty_like(rows)
-        share = self.shape[0] // len(self.streams)
+        share = self.rows // len(self.streams)
         rounds, places = np.divmod(rows, share)  # in each batch a round of each stream
         for i, stream in enumerate(self.streams):
             here = np.flatnonzero(rounds % len(self.streams) == i)
@@ -403,33 +386,25 @@ class Loader(Batches):
                 encoded[now], found[now] = buffer.sequences[chosen], buffer.numbers[chosen]
         return encoded, found
 
-    def rows(self, number: int, indices: Sequence[int]) -> Decoded:
-        """Returns the ids and the document starts of some rows of a batch."""
-        return decode(self.sequences(number * self.shape[0] + np.array(indices))[0])
-
-    def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        return ((*self.rows(number, self.local_rows), None) for number in numbers)
-
-    def origin(self, number: int) -> str:
-        return self.describe(number * self.shape[0] + np.arange(self.shape[0]))
-
     def describe(self, rows: np.ndarray) -> str:
         """Returns where in the dataset rows come from, counted from the first one of batch 0."""
         numbers = ", ".join(map(str, self.sequences(rows)[1]))
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
-        return f"{self.dataset.name}: sequences {numbers} ({kind})"
+        return f"{self.data.name}: sequences {numbers} ({kind})"
 
 
 class Mixture(Batches):
-    """Batches whose rows come from several datasets, in the order of `config.mixture`.
+    """Batches whose rows come from several datasets, in the order of `config.mixture`, or all from
+    `config.filespec`.
 
     Of the first n rows of a run, a dataset has its share to within (datasets - 1) / 2 rows. Raises
-    FlatTokensError as Loader does, and for datasets of different tokenizers.
+    FlatTokensError as Shuffled does, and for datasets of different tokenizers.
     """
 
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
-        paths = [dataset.filespec for dataset in config.mixture]
+        mixture = config.mixture or (WeightedDataset(config.filespec or "", 1),)
+        paths = [dataset.filespec for dataset in mixture]
         first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [""]
         for other in others:
             if problem := difference(first, other):
@@ -437,10 +412,10 @@ class Mixture(Batches):
                     f"flat_tokens.mixture has datasets of different tokenizers, {first} and "
                     f"{other}: {problem}. Convert them with the same one"
                 )
-        single = (dataclasses.replace(config, filespec=path, mixture=()) for path in paths)
-        self.loaders = [Loader(part, spec, split) for part in single]
+        self.datasets = [Shuffled(path, config, spec, split) for path in paths]
+        self.count = self.datasets[0].count if len(paths) == 1 else None
         # As the decimals say, so that the counts of a long run are exact.
-        weights = [Fraction(str(dataset.weight)) for dataset in config.mixture]
+        weights = [Fraction(str(dataset.weight)) for dataset in mixture]
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
     def counts(self, rows: int) -> list[int]:
@@ -453,20 +428,23 @@ class Mixture(Batches):
             rows -= counts[-1]
         return counts
 
-    def parts(self, number: int) -> list[tuple[Loader, np.ndarray]]:
-        """Returns each dataset's loader, and which of its rows are in this batch."""
-        size = self.shape[0]
-        bounds = zip(self.counts(number * size), self.counts((number + 1) * size), strict=True)
-        return [(loader, np.arange(*b)) for loader, b in zip(self.loaders, bounds, strict=True)]
+    def parts(self, number: int, indices: Sequence[int]) -> Iterator[tuple[Shuffled, np.ndarray]]:
+        """Yields each dataset, and which of its rows are those of a batch with these increasing
+        indices."""
+        size, left = self.spec.rows, np.array(indices)
+        before, after = self.counts(number * size), self.counts((number + 1) * size)
+        for dataset, first, end in zip(self.datasets, before, after, strict=True):
+            yield dataset, first + left[left < end - first]
+            left = left[left >= end - first] - (end - first)
+
+    def rows(self, number: int, indices: Sequence[int]) -> Decoded:
+        """Returns the ids and the document starts of these rows of a batch."""
+        parts = self.parts(number, indices)
+        return decode(np.concatenate([dataset.sequences(rows)[0] for dataset, rows in parts]))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        for number in numbers:
-            encoded, local = [], np.array(self.local_rows)
-            for loader, rows in self.parts(number):
-                held = local[local < len(rows)]
-                encoded.append(loader.sequences(rows[held])[0])
-                local = local[len(held) :] - len(rows)
-            yield *decode(np.concatenate(encoded)), None
+        return ((*self.rows(number, self.local_rows), None) for number in numbers)
 
     def origin(self, number: int) -> str:
-        return "; ".join(loader.describe(rows) for loader, rows in self.parts(number) if len(rows))
+        parts = self.parts(number, range(self.spec.rows))
+        return "; ".join(dataset.describe(rows) for dataset, rows in parts if len(rows))

@@ -149,41 +149,41 @@ def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):
 
 KERNEL = """
 import sys, jax, jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from runtime import chips
+from shardlib.flash_attention import flash_attention
 from tools import cycles
 from tools.compile import tpu_mesh
-from tools.ledger import ledger
 
 folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
 mesh, chip = tpu_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
 whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-heads = jax.ShapeDtypeStruct((2, 8, length, 128), jnp.bfloat16, sharding=whole)
-mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * 8)
-names = [name for name in splash.BlockSizes.__dataclass_fields__ if name.startswith("block")]
-blocks = splash.BlockSizes(**dict.fromkeys(names, 512))
-attend = splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
-loss = jax.grad(lambda q, k, v: jax.vmap(attend)(q, k, v).astype(jnp.float32).sum(), (0, 1, 2))
-on_one = jax.shard_map(loss, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-text = jax.jit(on_one).lower(heads, heads, heads).compile().as_text()
+shapes = [(2, length, 1, 8, 128), (2, length, 8, 128), (2, length, 8, 128)]
+heads = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+last = jnp.broadcast_to(jnp.arange(length), (2, length))
+
+def loss(q, k, v):
+    return flash_attention(q, k, v, jnp.zeros_like(last), last).astype(jnp.float32).sum()
+
+on_one = jax.shard_map(
+    jax.grad(loss, (0, 1, 2)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+)
+text = jax.jit(on_one).lower(*heads).compile().as_text()
 rows, _ = cycles.estimate(text, chip, folder)
 kernels = [row.most for row in rows if row.kind == "kernels"]
-assert len(kernels) == 3
+assert len(kernels) == 2
 print(sum(kernels) * chip.flops)
 """
 
 
 @pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
 def test_an_attention_kernel_takes_at_least_what_its_flops_need_at_peak(slice_):
-    """A kernel that JAX brings: forward two products of each block that is seen, backward seven,
-    in two kernels."""
+    """Forward two products of each block that is seen, backward five."""
     for length in (1024, 4096):
         command = [sys.executable, "-c", KERNEL, slice_, str(length)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert not done.returncode, done.stderr
         blocks = length // 512
-        needed = 9 * blocks * (blocks + 1) // 2 * 16 * 2 * 512 * 512 * 128
+        needed = 7 * blocks * (blocks + 1) // 2 * 16 * 2 * 512 * 512 * 128
         print(slice_, length, float(done.stdout) / needed)
         assert 1 < float(done.stdout) / needed < 2
 

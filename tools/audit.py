@@ -31,7 +31,7 @@ from shardlib.types import bf16, bool_, f32, i32, u32
 from tools import compare, memory
 from tools.ledger import Saved, ledger
 from tools.roofline import bound, bound_head
-from tools.tables import show, table
+from tools.tables import show, table, texts, totals
 
 
 @dataclasses.dataclass
@@ -123,58 +123,47 @@ def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
     """Merges rows that differ only in how often they run, and adds to each its `total`: `times`
     times its `amount`, the key "bytes" or "flops". `bound` says what `times` is: "at most" if a
     compiler may run them less often, "at least" in a while_loop, which counts as one iteration."""
-    most, least = collections.Counter[Any](), collections.Counter[Any]()
+    found: dict[Any, dict[str, Any]] = {}
     for row in rows:
-        key = tuple((row | {"times": 0, "at_least": 0}).items())
-        most[key] += row["times"]
-        least[key] += row["at_least"]
-    merged_rows = []
-    for key, at_least in least.items():
-        row, times, bound = dict(key), most[key], "at most" if at_least < most[key] else ""
-        if times == math.inf:
-            times, bound = max(at_least, 1), "at least"
-        row |= {"times": times, "at_least": at_least, "bound": bound}
-        merged_rows.append(row | {"total": times * row[amount]})
-    return merged_rows
+        alike = row | {"times": 0, "at_least": 0}
+        into = found.setdefault(tuple(alike.items()), alike)
+        into["times"] += row["times"]
+        into["at_least"] += row["at_least"]
+    for row in found.values():
+        row["bound"] = "at most" if row["at_least"] < row["times"] else ""
+        if row["times"] == math.inf:
+            row |= {"times": max(row["at_least"], 1), "bound": "at least"}
+        row["total"] = row["times"] * row[amount]
+    return list(found.values())
 
 
 # --- As text --------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """The layout of one kind of rows, in the text and in the page."""
+    """The layout of one kind of rows."""
 
-    title: str
     columns: dict[str, str]  # heading -> key of a row; followed by each, count and total
     unit: str = "B"
 
-    def cells(self, row: dict[str, Any]) -> tuple[str, ...]:
-        values = (row[key] for key in self.columns.values())
-        texts = [value if isinstance(value, str) else ",".join(value) for value in values]
-        each, total = show(row["total"] / row["times"], self.unit), show(row["total"], self.unit)
-        return (*texts, each, f"{row.get('bound', '')} {row['times']}".strip(), total)
-
-    def head(self) -> tuple[str, ...]:
-        return (*self.columns, "each", "count", "total")
-
     def text(self, rows: list[dict[str, Any]], share: float = AuditOptions.least) -> str:
-        least = total_of(rows) * share
-        cells = [self.cells(row) for row in rows if row["total"] > least]
+        least, cells = total_of(rows) * share, []
+        for row in (row for row in rows if row["total"] > least):
+            count = f"{row.get('bound', '')} {row['times']}".strip()
+            each, total = row["total"] / row["times"], show(row["total"], self.unit)
+            cells.append((*texts(row, self.columns.values()), show(each, self.unit), count, total))
         if small := [row for row in rows if 0 < row["total"] <= least]:
             blank = [""] * (len(self.columns) + 1)
             cells.append((f"and {len(small)} smaller", *blank, show_total(small, self.unit)))
-        return table(self.head(), cells)
+        return table((*self.columns, "each", "count", "total"), cells)
 
 
 TABLES = {
-    "saved": Table(
-        "Saved for the backward pass", {"saved at": "line", "type": "type", "memory": "memory"}
-    ),
+    "saved": Table({"saved at": "line", "type": "type", "memory": "memory"}),
     "transfers": Table(
-        "Received",
-        {"sent at": "line", "op": "op", "phase": "phase", "collective": "kind", "over": "axes"},
+        {"sent at": "line", "op": "op", "phase": "phase", "collective": "kind", "over": "axes"}
     ),
-    "products": Table("Matmuls", {"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
+    "products": Table({"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
 }
 
 
@@ -192,28 +181,19 @@ def show_total(rows: list[dict[str, Any]], unit: str) -> str:
 
 def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
     """The sum by name: `backward 2 GB, forward 1 GB`."""
-    totals: dict[str, float] = {}
-    for name, amount in amounts:
-        totals[name] = totals.get(name, 0) + amount
-    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in totals.items() if amount)
+    by_name = totals(amounts).items()
+    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in by_name if amount)
 
 
-def summary(result: dict[str, Any], chip: chips.Chip | None) -> list[str]:
-    """Sentences about the mesh and the memory of each device, and the table of its terms."""
+def summary(result: dict[str, Any], chip: chips.Chip | None) -> str:
+    """Sentences about the memory of each device."""
     room, host = "", result["host"]
     if chip:
         left = chip.usable - result["peak"]
         whole = "has" if "TPU" in chip.kind else "lets JAX take"
         room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} {whole}"
-    axes = result["mesh"]
-    return [
-        f"{math.prod(axes.values())} devices: {devices.show_axes(axes)}",
-        f"At its peak a step holds {show(result['peak'])}{room}."
-        + (f" {show(host)} more are saved in the host's memory." if host else ""),
-        terms_table(result),
-        "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
-        "tools.compile asks them.",
-    ]
+    more = f" {show(host)} more are saved in the host's memory." if host else ""
+    return f"At its peak a step holds {show(result['peak'])}{room}.{more}"
 
 
 def terms_table(result: dict[str, Any]) -> str:
@@ -226,22 +206,25 @@ def report(
     result: dict[str, Any], chip: chips.Chip | None = None, least: float = AuditOptions.least
 ) -> str:
     """The result of `audit_step` as text."""
-    count, peak, terms, note = summary(result, chip)
-    sent, products = result["transfers"], result["products"]
+    axes, sent, products = result["mesh"], result["transfers"], result["products"]
     largest_first = sorted(sent, key=lambda row: -row["total"])
     by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
     by_phase = sums((row["phase"], row["total"]) for row in largest_first)
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
-    needed = result["model_flops"] / math.prod(result["mesh"].values())
+    count = math.prod(axes.values())
+    needed = show(result["model_flops"] / count, "FLOP")
     return "\n".join(
         [
-            f"{count}\n\n{peak}\n\n{terms}\n\n{note}\n",
+            f"{count} devices: {devices.show_axes(axes)}\n\n{summary(result, chip)}\n",
+            f"{terms_table(result)}\n",
+            "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
+            "tools.compile asks them.\n",
             TABLES["saved"].text(result["saved"], least),
             f"\nA device receives {show_total(sent, 'B')} a step"
             + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
             TABLES["transfers"].text(sent, least),
             f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
-            f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half.",
+            f"The model needs {needed} of that, counting causal attention as half.",
         ]
     )
 
@@ -256,9 +239,9 @@ MARGIN = [("saved", "")] + [
 ]
 
 
-def page(result: dict[str, Any], chip: chips.Chip | None) -> str:
+def page(result: dict[str, Any], head: str, text: str) -> str:
     """train.py as HTML, and each file of variants/ that the step calls, with what each line saves,
-    receives and computes beside it. What precedes the model is folded away."""
+    receives and computes beside it. The text, and what precedes the model, are folded away."""
     at: dict[tuple[str, str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for name, _ in MARGIN[::3]:
         for row in result[name]:
@@ -270,8 +253,8 @@ def page(result: dict[str, Any], chip: chips.Chip | None) -> str:
             return "<td></td>"
         largest = max(total_of(rows) for (_, table, _), rows in at.items() if table == name)
         heat = 0.6 * math.sqrt(amount / largest)  # amounts differ by orders of magnitude
-        text = show_total(at[line, name, phase], TABLES[name].unit)
-        return f'<td class="{name}" style="--heat: {heat:.2f}">{text}</td>'
+        shown = show_total(at[line, name, phase], TABLES[name].unit)
+        return f'<td class="{name}" style="--heat: {heat:.2f}">{shown}</td>'
 
     def listing(file: pathlib.Path, first: int) -> str:
         lines = [f'<tr><th></th><th>{file.relative_to(ROOT)}</th><th colspan="7"></th></tr>']
@@ -285,29 +268,12 @@ def page(result: dict[str, Any], chip: chips.Chip | None) -> str:
     before = (ROOT / "train.py").read_text().partition("# --- Model -")[0].count("\n")
     listings = [listing(ROOT / "train.py", before + 1)]
     listings += [listing(f, 1) for f in sorted(ROOT.glob("variants/*.py")) if f.name in called]
-    count, peak, terms, note = summary(result, chip)
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
     return template.substitute(
-        summary=html.escape(f"{count}. {peak} {note}"),
-        terms=html.escape(terms),
-        tables="\n".join(foldout(TABLES[name], result[name]) for name in TABLES),
+        summary=html.escape(head),
+        text=html.escape(text),
         lines="\n".join(listings),
         last=before,
-    )
-
-
-def foldout(table: Table, rows: list[dict[str, Any]]) -> str:
-    """A table of the page, largest rows first, each with a link to its line."""
-    body = []
-    for row in sorted(rows, key=lambda row: -row["total"]):
-        line, *cells = map(html.escape, table.cells(row))
-        link = f'<a href="#{line.partition(" ")[0]}">{line}</a>'
-        body.append(f"<tr><td>{link}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    head = "".join(f"<th>{title}</th>" for title in table.head())
-    total = show_total(rows, table.unit)
-    return (
-        f"<details><summary>{table.title}: {total}, {len(rows)} rows</summary>"
-        f'<table class="rows"><tr>{head}</tr>{"".join(body)}</table></details>'
     )
 
 
@@ -370,13 +336,14 @@ def main(config: AuditConfig) -> None:
     result = audit_step(config, probed, chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
+    text = report(result, chip, config.audit.least)
     if config.audit.html:
-        pathlib.Path(config.audit.html).write_text(page(result, chip))
+        pathlib.Path(config.audit.html).write_text(page(result, summary(result, chip), text))
     if config.audit.against:
         before = compare.earlier(config.audit.against)
         print(compare.report(before, result, chip, config.audit.links))
         return
-    print(report(result, chip, config.audit.least))
+    print(text)
     if chip:
         print(f"\n{roofline(config, probed, chip)}")
 

@@ -1,6 +1,5 @@
 """Compares two audits: what an edit of the source, or other overrides, change."""
 
-import collections
 import json
 import math
 import pathlib
@@ -15,8 +14,8 @@ from typing import Any
 from runtime import chips
 from runtime.config import ROOT
 from shardlib.errors import UserError
-from tools.roofline import bound
-from tools.tables import show, table
+from tools.roofline import Bound, bound
+from tools.tables import show, table, texts, totals
 
 Result = dict[str, Any]  # of tools.audit's `audit_step`
 
@@ -57,7 +56,7 @@ def _check_out(revision: str, folder: str) -> None:
 
 # --- As text --------------------------------------------------------------------------------------
 
-Amounts = Iterator[tuple[tuple[str, ...], float]]  # labels, amount
+Labels = tuple[str, ...]
 
 
 def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[str, str]) -> str:
@@ -71,76 +70,51 @@ def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[s
             f"the earlier audit is for {earlier_chip or 'no chip'}: set audit.chip alike"
         )
     both = before, after
-    tables = [
-        _changes([""], "B", *map(_held, both)),
-        _changes(["saved in", "type", "memory"], "B", *(_rows(r, "saved") for r in both)),
-        _changes(["received over"], "B", *map(_received, both)),
-        _changes(["sent in", "op", "phase", "collective", "over"], "B",
-                 *(_rows(r, "transfers") for r in both)),
-        _changes(["computed"], "FLOP", *map(_computed, both)),
-        _changes(["computed in", "op", "phase"], "FLOP", *(_rows(r, "products") for r in both)),
-    ]  # fmt: skip
-    if chip:
-        bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) for r in both]
-        times = ([((name,), spent) for name, spent in b.seconds.items()] for b in bounds)
-        tables.append(_changes(["at least"], "s", *map(iter, times)))
-        mfu = [f"{b.mfu:.0%}" for b in bounds]
-        tables.append(f"MFU at most: {mfu[0]} before, {mfu[1]} after, bound by {bounds[1].longest}")
-    return "\n\n".join(filter(None, tables)) or "no difference"
+    bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
+    pairs = zip(*map(_amounts, both, bounds), strict=True)
+    found = [_changes(head, unit, old, new) for (head, unit, old), (_, _, new) in pairs]
+    if (earlier_bound := bounds[0]) and (least := bounds[1]):
+        mfu = f"{earlier_bound.mfu:.0%} before, {least.mfu:.0%} after"
+        found.append(f"MFU at most: {mfu}, bound by {least.longest}")
+    return "\n\n".join(filter(None, found)) or "no difference"
 
 
-def _held(result: Result) -> Amounts:
-    """Yields what a device holds at the peak."""
-    for name, size in result["held"].items():
-        yield (name,), size
-    yield ("at the peak",), result["peak"]
-    yield ("saved in the host's memory",), result["host"]
+def _amounts(
+    result: Result, least: Bound | None
+) -> Iterator[tuple[Labels, str, dict[Labels, float]]]:
+    """Yields the headings of each table, its unit, and the amounts by their labels."""
+
+    def by_function(kind: str, *keys: str) -> dict[Labels, float]:
+        """Doesn't tell lines apart, as they move when the source is edited."""
+        rows = result[kind]
+        return totals(((r["line"].partition(" ")[2], *texts(r, keys)), r["total"]) for r in rows)
+
+    def by(kind: str, key: str) -> dict[Labels, float]:
+        return totals((texts(row, [key]), row["total"]) for row in result[kind])
+
+    at_peak = {"at the peak": result["peak"], "saved in the host's memory": result["host"]}
+    needed = result["model_flops"] / math.prod(result["mesh"].values())
+    sent = by_function("transfers", "op", "phase", "kind", "axes")
+    yield ("",), "B", {(name,): size for name, size in (result["held"] | at_peak).items()}
+    yield ("saved in", "type", "memory"), "B", by_function("saved", "type", "memory")
+    yield ("received over",), "B", by("transfers", "axes")
+    yield ("sent in", "op", "phase", "collective", "over"), "B", sent
+    yield ("computed",), "FLOP", by("products", "phase") | {("needed by the model",): needed}
+    yield ("computed in", "op", "phase"), "FLOP", by_function("products", "op", "phase")
+    if least:
+        yield ("at least",), "s", {(name,): spent for name, spent in least.seconds.items()}
 
 
-def _received(result: Result) -> Amounts:
-    for row in result["transfers"]:
-        yield (",".join(row["axes"]),), row["total"]
-
-
-def _computed(result: Result) -> Amounts:
-    for row in result["products"]:
-        yield (row["phase"],), row["total"]
-    yield ("needed by the model",), result["model_flops"] / math.prod(result["mesh"].values())
-
-
-LABELS = {
-    "saved": ("type", "memory"),
-    "transfers": ("op", "phase", "kind", "axes"),
-    "products": ("op", "phase"),
-}
-
-
-def _rows(result: Result, kind: str) -> Amounts:
-    """The rows of a kind, by function: lines move when the source is edited."""
-    for row in result[kind]:
-        values = (row[key] for key in LABELS[kind])
-        labels = (value if isinstance(value, str) else ",".join(value) for value in values)
-        yield (row["line"].partition(" ")[2], *labels), row["total"]
-
-
-def _changes(head: list[str], unit: str, before: Amounts, after: Amounts) -> str:
-    """A table of the amounts whose sums by label differ; empty if none does. The last line counts
-    changes that are smaller than a thousandth of the largest."""
-    old, new = _sums(before), _sums(after)
-    change = {key: new[key] - old[key] for key in dict.fromkeys([*old, *new])}
+def _changes(head: Labels, unit: str, old: dict[Labels, float], new: dict[Labels, float]) -> str:
+    """A table of the amounts that differ; empty if none does. The last line counts changes that are
+    smaller than a thousandth of the largest."""
+    change = {key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new}}
     least = max(map(abs, change.values()), default=0) / 1000
-    rows = [
-        (*key, show(old[key], unit), show(new[key], unit), f"{'+' * (more > 0)}{show(more, unit)}")
-        for key, more in change.items()
-        if abs(more) > least
-    ]
+    rows = []
+    for key, more in change.items():
+        if abs(more) > least:
+            sign, amounts = "+" if more > 0 else "", (old.get(key, 0), new.get(key, 0))
+            rows.append((*key, *(show(x, unit) for x in amounts), f"{sign}{show(more, unit)}"))
     if smaller := sum(0 < abs(more) <= least for more in change.values()):
         rows.append((f"and {smaller} smaller", *[""] * (len(head) + 2)))
     return table((*head, "before", "after", "change"), rows) if rows else ""
-
-
-def _sums(amounts: Amounts) -> dict[tuple[str, ...], float]:
-    sums = collections.defaultdict[tuple[str, ...], float](float)
-    for labels, amount in amounts:
-        sums[labels] += amount
-    return sums

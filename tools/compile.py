@@ -28,7 +28,7 @@ from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles, gpus
-from tools.audit import NOT_USED, audit_step, probe, terms_table
+from tools.audit import NOT_USED, audit_step, probe, summary, terms_table
 from tools.memory import ARGUMENTS
 from tools.tables import show, table
 
@@ -104,12 +104,9 @@ def main(config: CompileConfig) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            excess = ""
-            if chip and held > chip.usable:
-                excess = f", {show(held - chip.usable)} more than a device has"
             raise UserError(
                 f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
-                f"The audit predicts {show(held)}{excess}:\n\n{terms_table(predicted)}"
+                f"By the audit: {summary(predicted, chip)}\n\n{terms_table(predicted)}"
             ) from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()

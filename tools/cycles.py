@@ -7,7 +7,6 @@ instruction takes longer than its FLOPs and bytes do at the chip's peak rates.
 
 import atexit
 import collections
-import itertools
 import math
 import os
 import pathlib
@@ -253,11 +252,9 @@ BRANCH = re.compile(r"sbr\.rel .*target = \$region(\d+)")
 
 
 def dump_bundles() -> pathlib.Path:
-    """Makes libtpu write the bundles of what it compiles to a folder, which is deleted at exit
-    unless LIBTPU_INIT_ARGS names it. Call it before libtpu is loaded."""
+    """Makes libtpu write the bundles of what it compiles to a folder, which is deleted at exit.
+    Call it before libtpu is loaded."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if given := re.search(r"--xla_jf_dump_to=(\S+)", flags):
-        return pathlib.Path(given[1])
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     os.environ["LIBTPU_INIT_ARGS"] = f"{flags} {DUMP}{folder}".strip()
@@ -265,12 +262,10 @@ def dump_bundles() -> pathlib.Path:
 
 
 def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
-    """Cycles of an attention kernel written in Pallas, for which the compiler has no estimate.
+    """Cycles of a kernel of flash_attention.py, for which the compiler has no estimate.
 
-    A bundle of instructions takes a cycle. The part with matmuls runs for those blocks of queries
-    and keys that causal attention sees, at least for as long as the MXUs take. It may be an inner
-    loop, as in flash_attention.py. Otherwise the kernel is a loop over all blocks, with parts that
-    not each iteration runs; those at the start and the end of a row of blocks run once for each.
+    A bundle of instructions takes a cycle. The inner loop, with the matmuls, runs for those blocks
+    of queries and keys that causal attention sees, at least for as long as the MXUs take.
     """
     # Of several instructions with the same program, one is written.
     names = (call.name, re.sub(r"\.\d+$", ".*", call.name))
@@ -281,42 +276,23 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     jumps = [(i, region.get(r, 0)) for i, text in enumerate(bundles) for r in BRANCH.findall(text)]
     loops = [i for i, label in enumerate(labels) if label == "LB"]
     ends = {target: i + 5 for i, target in jumps if target in loops}  # 4 bundles of delay
-    if not loops or len(ends) != len(loops):
-        raise UserError(f"{call.name} isn't a loop over blocks: its cycles can't be counted")
-
-    def mxu_cycles(start: int, end: int) -> float:
-        # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
-        matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
-        return sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls) / 4
+    if len(loops) < 2 or len(ends) != len(loops):
+        raise UserError(f"{call.name} isn't two loops over blocks: its cycles can't be counted")
 
     # A core's iterations, besides two that fill and drain the pipeline of loads and stores.
     *_, limit = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
     iterations, cores = int(limit) - 2, CLOCKS[chip.kind][1]
     operands = ARRAY.findall(call.rest.partition("attributes=")[0])
     heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
-    first, last = loops[0], ends[loops[0]]
-    if len(loops) > 1:
-        start, end = loops[-1], ends[loops[-1]]
-        n = int(operands[0][1].split(",")[-1])  # blocks, of each of which it has the range it sees
-        # The sequence may be split: the other blocks, queries' or keys', are more or fewer.
-        queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
-        forward = "forward" in call.name
-        others = n * keys // queries if forward else n * queries // keys
-        seen = heads / cores * (n * others + (n if forward else others)) / 2
-        inner = end - start
-        return iterations * (last - first - inner) + seen * max(inner, mxu_cycles(start, end))
-
-    skips = [(i + 5, target) for i, target in jumps if target > i]
-    skips = [(a, b) for a, b in skips if not any(a < c and d < b for c, d in skips)]
-    rows = blocks = 0.0
-    for start, end in skips:
-        matmuls = mxu_cycles(start, end)
-        blocks += max(end - start, matmuls) if matmuls else 0
-        rows += 0 if matmuls else end - start
-    always = last - first - sum(end - start for start, end in skips)
-
-    each = max(1, iterations * cores // heads)
-    # Of n rows of n blocks, or of n times a ratio, causal attention sees n + 1 in 2 n blocks.
-    ratio = next(r for r in itertools.count(1) if math.isqrt(each // r) ** 2 * r == each)
-    n = math.isqrt(each // ratio)
-    return iterations * (always + blocks * (n + 1) / (2 * n) + rows / n)
+    n = int(operands[0][1].split(",")[-1])  # blocks, of each of which it has the range it sees
+    # The sequence may be split: the other blocks, queries' or keys', are more or fewer.
+    queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
+    forward = "forward" in call.name
+    others = n * keys // queries if forward else n * queries // keys
+    seen = heads / cores * (n * others + (n if forward else others)) / 2
+    start, end = loops[-1], ends[loops[-1]]
+    # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
+    matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
+    on_mxus = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls) / 4
+    inner, outer = end - start, ends[loops[0]] - loops[0]
+    return iterations * (outer - inner) + seen * max(inner, on_mxus)

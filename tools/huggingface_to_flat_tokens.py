@@ -39,16 +39,9 @@ class ConvertConfig(Section):
     skip_not_text: bool  # leave out values that aren't text, and count them as empty
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
-    validation_share: Annotated[float, Bound(0, below=1)]
+    validation_share: Annotated[float, Bound(1e-9, below=1)]  # as a dataset needs both splits
     max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
     output: Annotated[Path, NOT_EMPTY] = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.validation_split or self.validation_share):
-            raise UserError(
-                "validation_share=0 without a validation_split: a dataset needs both splits"
-            )
 
 
 def python_stdlib() -> list[str]:
@@ -86,14 +79,11 @@ class Conversion:
         saved: Any = self.root.attrs.get("conversion", {})
         if "positions" not in saved:
             saved = {}
-        # With the keys of a conversion that an earlier version began.
-        for key in dict.fromkeys([*settings, *saved.get("settings", {})]) if saved else ():
-            # What a version doesn't know, it doesn't do.
-            before, value = saved["settings"].get(key, False), settings.get(key, False)
-            if before != value:
+        for key, before in saved.get("settings", {}).items():
+            if before != settings.get(key):
                 raise UserError(
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
-                    f"{value}; choose another output, or delete it"
+                    f"{settings.get(key)}; choose another output, or delete it"
                 )
         # Of train_split and validation_split. Nothing more is read after null.
         self.positions: list[Any] = saved.get("positions", [{}, {}])
@@ -183,9 +173,7 @@ def convert(config: ConvertConfig) -> None:
             f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
         )
     documents = sum(writer.sequence_count for writer in conversion.writers.values())
-    print(f"read {files:,} files, {documents + conversion.empty:,} documents")
-    if conversion.empty:
-        print(f"skipped {conversion.empty:,} empty documents")
+    print(f"read {files:,} files: {documents:,} documents with text, {conversion.empty:,} without")
 
 
 @program(ConvertConfig, "configs/convert")

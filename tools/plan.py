@@ -13,8 +13,6 @@ fit, microbatches or loss chunks are added, one divisor at a time, until it does
 
 import contextlib
 import dataclasses
-import heapq
-import itertools
 import math
 import operator
 import re
@@ -49,6 +47,7 @@ class Plan(NamedTuple):
     config: PlanConfig
     result: dict[str, Any]  # of `audit_step`
     bound: Bound
+    room: float  # bytes that it may take
 
     @property
     def order(self) -> tuple[float, float]:
@@ -82,64 +81,49 @@ def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
             yield from ({"d": d, "t": t, "r": r, "c": c} for r in replicas if d % r == 0)
 
 
-def smaller(plan: Plan) -> PlanConfig | None:
+def smaller(plan: Plan) -> PlanConfig:
     """The config with more parts: of the loss if its logits are in memory at the peak, else of the
-    rows. None if there are none to add."""
-    config = plan.config
+    rows. Raises UserError if there are none to add, or if the rest alone doesn't fit."""
+    config, held = plan.config, plan.result["held"]
     tokens, mesh = config.training.tokens, config.mesh
+    needs = f"{devices.show_axes(mesh.axes)} needs"
+    in_parts = SAVED, ARRAYS, LOGITS
+    at_least = sum(size for name, size in held.items() if name not in in_parts)
+    if at_least > plan.room:
+        raise UserError(f"{needs} {show(at_least)} besides activations")
     wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
-    for key in reversed(PARTS) if LOGITS in plan.result["held"] else PARTS:
+    for key in reversed(PARTS) if LOGITS in held else PARTS:
         if more := [n for n in divisors(wholes[key]) if n > operator.attrgetter(key)(config)]:
             with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
                 return config.changed({key: more[0]})
-    return None
+    raise UserError(f"{needs} {show(plan.bound.peak)}, in as many parts as there can be")
 
 
-def plans(config: PlanConfig, chip: chips.Chip, count: int) -> Iterator[Plan]:
-    """Yields for each mesh the fastest plan that fits, fastest first. More parts never take less
-    time, so a plan is yielded as soon as none that is still to be tried can be faster. Raises
-    UserError if there is no plan."""
-    waiting: list[tuple[tuple[float, float], int, PlanConfig | Plan]] = []
-    serial, reason, found = itertools.count(), "", False
+def plans(config: PlanConfig, chip: chips.Chip, count: int) -> list[Plan]:
+    """Finds for each mesh the plan with the fewest parts that fits, fastest first. Raises UserError
+    if there is no plan."""
+    found, reason = list[Plan](), ""
     probed: dict[Any, Probed] = {}  # a step in parts has other arrays
-
-    def push(order: tuple[float, float], item: PlanConfig | Plan) -> None:
-        heapq.heappush(waiting, (order, next(serial), item))
-
     for mesh in meshes(chip, count):
         values = {f"mesh.{axis}": size for axis, size in mesh.items()}
         try:
-            push((0, 0), config.changed(values | {"training.microbatches": 1}))
-        except UserError as error:  # the config doesn't split this way
+            tried = config.changed(values | {"training.microbatches": 1})
+            while True:
+                in_parts = tuple(parts > 1 for parts in operator.attrgetter(*PARTS)(tried))
+                if in_parts not in probed:
+                    probed[in_parts] = probe(tried)
+                result = audit_step(tried, probed[in_parts], chip)
+                least = bound(result, chip, chip.links_of(tried.mesh.axes))
+                plan = Plan(tried, result, least, ROOM * chip.usable)
+                if least.peak <= plan.room:
+                    break
+                tried = smaller(plan)
+            found.append(plan)
+        except UserError as error:  # the config doesn't split this way, or doesn't fit
             reason = str(error)
-    while waiting:
-        order, _, item = heapq.heappop(waiting)
-        if isinstance(item, Plan):
-            yield item
-            found = True
-            continue
-        in_parts = tuple(parts > 1 for parts in operator.attrgetter(*PARTS)(item))
-        try:
-            if in_parts not in probed:
-                probed[in_parts] = probe(item)
-            result = audit_step(item, probed[in_parts], chip)
-        except UserError as error:  # a dimension doesn't split this way
-            reason = str(error)
-            continue
-        plan = Plan(item, result, bound(result, chip, chip.links_of(item.mesh.axes)))
-        in_parts = SAVED, ARRAYS, LOGITS
-        at_least = sum(size for name, size in result["held"].items() if name not in in_parts)
-        axes, needed = devices.show_axes(item.mesh.axes), plan.bound.peak
-        if needed <= ROOM * chip.usable:
-            push(plan.order, plan)
-        elif at_least > ROOM * chip.usable:
-            reason = f"{axes} needs {show(at_least)} besides activations"
-        elif less := smaller(plan):
-            push(max(order, plan.order), less)
-        else:
-            reason = f"{axes} needs {show(needed)}, in as many parts as there can be"
     if not found:
         raise UserError(f"no mesh of {config.chips} holds a step of this config: {reason}")
+    return sorted(found, key=lambda plan: plan.order)
 
 
 def overrides(config: PlanConfig, plan: PlanConfig) -> str:
@@ -156,7 +140,7 @@ def overrides(config: PlanConfig, plan: PlanConfig) -> str:
 def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
-    found = list(itertools.islice(plans(config, chip, count), SHOWN))
+    found = plans(config, chip, count)[:SHOWN]
     tokens = config.training.tokens
     print(f"{count} x {chip.kind}, {tokens.batch} rows of {tokens.len} tokens a step. At least:\n")
     rows = [(*plan.bound.cells(), overrides(config, plan.config)) for plan in found]

@@ -3,6 +3,9 @@
 import math
 import re
 from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def show(amount: float, unit: str = "B") -> str:
@@ -23,3 +26,17 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
         justify = str.rjust if numbers else str.ljust
         columns.append([justify(text, width) for text in (title, *texts)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def texts(row: dict[str, Any], keys: Iterable[str]) -> tuple[str, ...]:
+    """Values of a row, those of a list separated by commas."""
+    values = (row[key] for key in keys)
+    return tuple(value if isinstance(value, str) else ",".join(value) for value in values)
+
+
+def totals(amounts: Iterable[tuple[T, float]]) -> dict[T, float]:
+    """The sum of the amounts that have the same label."""
+    sums: dict[T, float] = {}
+    for label, amount in amounts:
+        sums[label] = sums.get(label, 0) + amount
+    return sums

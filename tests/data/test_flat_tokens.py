@@ -323,9 +323,6 @@ def test_ids_with_flags_of_an_earlier_version_are_refused(tmp_path):
     path = make_group(tmp_path / "x.zarr", tokens=(11, 6, 16 + 2**31, 3))
     with pytest.raises(FlatTokensError, match=r"token 2 is 1073741832, above max_token_id=8$"):
         FlatTokens(path, "train").read(0, 4)
-    zarr.open_group(path).attrs["conversion"] = {"settings": {"chat": True}}
-    with pytest.raises(FlatTokensError, match=r"has chats, with flags that earlier versions read$"):
-        FlatTokens(path, "train")
 
 
 def test_an_interrupted_write_is_no_dataset(tmp_path):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from data import text
-from data.huggingface import StreamError
 from data.loader import BatchSpec
 from shardlib.devices import make_mesh
+from shardlib.errors import UserError
 from tests import golden
 from tests.helpers import (
     SMALL,
@@ -144,7 +144,7 @@ def test_batches_that_are_left_out(folder):
     batches += again.from_step(3, 5)
     for (_, batch), number in zip(batches, [0, 3, 4, 5, 7], strict=True):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), every[number])
-    with pytest.raises(StreamError, match="skip_steps lacks a batch that the run already skipped"):
+    with pytest.raises(UserError, match="skip_steps lacks a batch that the run already skipped"):
         again = open_loader(folder, skip=(1,))
         again.position = opened.position
         list(again.from_step(3, 5))
@@ -203,7 +203,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_streamed(folder, case):
-    with pytest.raises(StreamError) as error:
+    with pytest.raises(UserError) as error:
         list(open_loader(**({"folder": folder} | REFUSED[case])).from_step(0, 1))
     message = str(error.value).replace(str(folder), "FOLDER").split("\n")[0]
     golden.check("datasets.txt", f"stream: {case}", message)
@@ -242,7 +242,7 @@ def test_another_list_of_files_can_not_go_on(folder, tmp_path, kind):
     grow(tmp_path / "moved/validation-0.jsonl")  # not of this split
     np.testing.assert_array_equal(resumed(tmp_path / "moved", position, step), wanted)
     change(tmp_path / "moved")
-    with pytest.raises(StreamError, match=difference + ".*" + CURE):
+    with pytest.raises(UserError, match=difference + ".*" + CURE):
         resumed(tmp_path / "moved", position, step)
 
 
@@ -252,7 +252,7 @@ def test_a_position_of_an_earlier_version_can_not_go_on(folder):
     found = opened.position["position"]["source"]
     old = {"turn": 0, "lanes": [{}], "source": found | {"documents at a time": 5}}
     for position in old, {"turn": 0, "lanes": [{}]}:
-        with pytest.raises(StreamError, match=rf"has changed since .*{CURE}"):
+        with pytest.raises(UserError, match=rf"has changed since .*{CURE}"):
             resumed(folder, opened.position | {"position": position}, 30)
 
 
@@ -266,5 +266,5 @@ def test_files_that_change_between_epochs(folder, tmp_path):
     grow(tmp_path / "train.jsonl")
     list(batches)
     assert resumed(tmp_path, opened.position, 9).size
-    with pytest.raises(StreamError, match="has changed"):
+    with pytest.raises(UserError, match="has changed"):
         resumed(tmp_path, position, 1)

@@ -169,8 +169,6 @@ def test_the_page_shows_each_file_that_the_step_calls(tmp_path, capsys, monkeypa
     assert (
         files == {"train.py", "experts.py", "dropless.py", "muon.py"} and "variants/muon.py" in page
     )
-    links = re.findall(r'href="#([^"]*)"', page)
-    assert {link.partition(":")[0] for link in links} == files and {*links} <= {*ids}
 
 
 def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
@@ -199,7 +197,7 @@ def test_rows_in_a_while_loop_count_once_and_say_so():
         "about 60 B"
     )
     assert audit.merged(rows[2:], "bytes")[0]["times"] == 1
-    text = audit.Table("", {"collective": "kind"}).text([row])
+    text = audit.Table({"collective": "kind"}).text([row])
     assert text.splitlines()[1] == "all-gather  10 B  at least 5   50 B"
 
 
@@ -255,13 +253,11 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     golden.check("audit.txt", "1b on 4 x 2 devices", re.sub(r"train\.py:\d+", "train.py:LINE", out))
     assert audit.report(json.loads(data.read_text())) + "\n" == out
     page = file.read_text()
-    rows, links = rows_of(page), re.findall(r'href="([^"]*)"', page)
+    rows = rows_of(page)
     assert not re.search(r"<(script|link|img)\b|<[^>]* src=", page), "the page needs no network"
     source = (ROOT / "train.py").read_text().splitlines()
     assert [row[:2] for row in rows.values()] == [[str(i), x] for i, x in enumerate(source, 1)]
     result = json.loads(data.read_text())
-    assert len(links) == sum(len(result[name]) for name in audit.TABLES) > 80
-    assert {link.lstrip("#") for link in links} <= set(rows)
     amounts = {row[1].strip(): row[2:] for row in rows.values()}
     gather = 'w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)'
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
@@ -271,7 +267,7 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert len(folded) == next(i for i, line in enumerate(source) if "--- Model -" in line)
     assert f"At its peak a step holds {tables.show(result['peak'])}." in out
     assert result["peak"] == sum(result["held"].values())
-    assert html.escape(audit.terms_table(result)) in page
+    assert f"<pre>{html.escape(out.rstrip())}</pre>" in page
     for name, size in result["held"].items():
         assert re.search(f"^{name} +{tables.show(size)}$", out, re.MULTILINE)
     listed = sum(row["total"] for row in result["saved"] if row["memory"] == "device")

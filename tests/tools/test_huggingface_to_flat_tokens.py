@@ -106,7 +106,7 @@ def test_bytes_of_each_document(jsonl, tmp_path, capsys):
     tool.convert(settings(jsonl, tmp_path / "x.zarr"))
     assert texts_of(tmp_path / "x.zarr", "validation") == [TEXTS[0], TEXTS[5]]
     assert texts_of(tmp_path / "x.zarr", "train") == [*TEXTS[1:5], *TEXTS[6:]]
-    assert "skipped 2 empty documents" in capsys.readouterr().out
+    assert "10 documents with text, 2 without" in capsys.readouterr().out
 
 
 def test_each_document_once_whatever_its_shard(shards, whole):
@@ -379,7 +379,7 @@ def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
 MISTAKES = {
     "column=nothing": "has no column=nothing; the columns are body",
     "validation_share=2": "validation_share=2",
-    "validation_share=0": "a dataset needs both splits",
+    "validation_share=0": "validation_share=0.0: it must be at least 1e-09 and below 1",
     "max_tokens=0": "max_tokens=0: it must be at least 1 and below 2147483648",
     "validation_split=missing": "no split missing: train has ['texts.jsonl']. Choose one of these",
     "+load_dataset.nonsense=1": "nonsense",
@@ -462,7 +462,7 @@ def test_a_value_that_is_not_text(folder, run_here, value):
     assert message.startswith(f"error: {folder}/x.jsonl, row 4: column=text is ")
     assert message.endswith("skip_not_text=true to leave out such rows")
     out, message = converted(run_here, folder, "skip_not_text=true")
-    assert message == "" and "read 1 files, 5 documents\nskipped 1 empty documents" in out
+    assert message == "" and "read 1 files: 4 documents with text, 1 without" in out
     assert all_texts(folder.parent / "x.zarr") == sorted([HI, "123", '{"a": 1}', HI])
 
 
@@ -496,7 +496,7 @@ def test_a_folder_of_text_files_has_a_document_per_file(folder, run_here):
     for i in range(3):
         (folder / f"{i}.txt").write_text(f"{i}\nline\n")
     out, message = converted(run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}")
-    assert message == "" and "read 3 files, 3 documents" in out
+    assert message == "" and "read 3 files: 3 documents with text" in out
     assert all_texts(folder.parent / "x.zarr") == [f"{i}\nline\n" for i in range(3)]
 
 
@@ -533,23 +533,3 @@ def test_a_file_that_can_not_be_decoded_is_named(folder, run_here, kind):
     assert f"{folder}/{name}" in message and problem in message
     if kind == "latin-1":
         assert "+load_dataset.encoding_errors=replace" in message
-
-
-def test_an_unfinished_conversion_of_an_earlier_version(shards, whole, tmp_path, monkeypatch):
-    """Settings that it didn't have aren't recorded, and it had some that there are no more."""
-    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
-    deadly, output = Deadly(monkeypatch), tmp_path / "x.zarr"
-    assert deadly.convert(settings(shards, output), writes=40)
-    conversion = zarr.open_group(output).attrs["conversion"]
-    assert conversion["settings"].pop("end_token") is False
-    deadly.last = None
-    conversion["settings"]["chat"] = True
-    zarr.open_group(output).attrs["conversion"] = conversion
-    with pytest.raises(UserError, match="unfinished conversion with chat=True, not False"):
-        tool.Conversion(settings(shards, output))
-    conversion["settings"]["chat"] = False
-    zarr.open_group(output).attrs["conversion"] = conversion
-    with pytest.raises(UserError, match="unfinished conversion with end_token=False, not True"):
-        tool.Conversion(settings(shards, output, end_token=True))
-    assert not deadly.convert(settings(shards, output))
-    assert same(output, whole)
