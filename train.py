@@ -63,7 +63,7 @@ from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
 from runtime.program import program
-from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, say
+from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, reserved, say
 from shardlib import kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -839,22 +839,22 @@ def validate(
     return nats / targets if targets else math.nan
 
 
-def starting_state(
-    config: Config, checkpoints: Checkpoints, source: Checkpoints, data: Batches
-) -> tuple[State, str]:
-    """The state to start from, and a line that says where it comes from: the newest checkpoint of
-    `source`, which is the run's own or the one to clone from, else a fresh state and no line."""
+def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
+    """The state before step `first`: of the newest checkpoint of `source`, or with its weights if
+    `first` is 0, or a fresh one if there is none. Says where it comes from."""
     if not source.newest.step:
-        return init_state(config), ""
-    if source is not checkpoints and config.paths.clone_weights_only:
+        return init_state(config)
+    if not first:
         weights = source.restore("weights")
         shardings = make_shardings(state_type(config))
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
-        return make(weights, config), f"weights from {source.newest.path}"
-    state = source.restore()  # of the newest one that isn't damaged
+        say(f"weights from {source.newest.path}")
+        return make(weights, config)
+    state = source.restore()
     check_same_rows(config, source.newest.settings, source.newest.path)
     data.resume(source.position)
-    return state, f"resumed at step {source.newest.step} from {source.newest.path}"
+    say(f"resumed at step {first} from {source.newest.path}")
+    return state
 
 
 @typechecked
@@ -875,73 +875,73 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
 
 
 def train(
-    config: Config,
-    data: Batches,
-    held_out: Batches | None,
-    run: Run,
-    wait_for_check: Callable[[], str],
-) -> None:
-    """Trains until the last step, or until a signal asks the run to stop."""
+    config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[[], str]
+) -> int:
+    """Trains until the last step, or until a signal asks the run to stop. Returns the exit code."""
     hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
     checkpoints = Checkpoints(
-        run.checkpoints, kinds, sizes, config.to_yaml(),
+        config.checkpoints_path, kinds, sizes, config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say,
     )  # fmt: skip
-    if checkpoints.newest.step >= hyper.steps:  # it is done already
+    if checkpoints.newest.step >= hyper.steps:
         checkpoints.check_model()
-        return
-    source = checkpoints.starting_point(config.paths.clone_from, config.paths.clone_weights_only)
+        say(
+            f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
+            "continue it, or choose another paths.model_name to start a new run"
+        )
+        return 0
+    clone = config.paths.clone_from, config.paths.clone_weights_only
+    source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
-    tokens = hyper.tokens.batch * hyper.tokens.len
+    tokens, flops = hyper.tokens.batch * hyper.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
-    say(f"{parameters:,} parameters, {tokens:,} tokens per step, {run.folder}")
-    step_once = run.compile(lower_step(config))
-    state, origin = starting_state(config, checkpoints, source, data)
-    wait_for_check()
-    run.begin(
-        first=int(state.step),
-        steps=hyper.steps,
-        tokens=tokens,
-        flops=sum(step_flops(config)),
-        max_skipped=hyper.max_skipped_updates,
-        origin=origin,
-    )
+    say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
+    with Run(config, first, hyper.steps, tokens, flops, hyper.max_skipped_updates) as run:
+        step_once = run.compile(lower_step(config))
+        state = starting_state(config, source, first, data)
+        wait_for_check()
 
-    def describe_failure(step: int, batch: Any) -> str:
-        checkpoints.wait()
-        return not_finite(config, state.weights, batch, data.origin_of(step))
+        def describe_failure(step: int, batch: Any) -> str:
+            checkpoints.wait()
+            return not_finite(config, state.weights, batch, data.origin_of(step))
 
-    if held_out and hyper.validation_at_start and run.first == 0:
-        run.starts_from(validate(config, state.weights, held_out, run.interrupted))
-
-    for step, batch in data.from_step(run.first, hyper.steps):
-        with run.step(step, data.waited):
-            state, metrics = step_once(state, batch, hyper_at(step, hyper))
-        run.log(step, metrics, functools.partial(describe_failure, step, batch))
-        if held_out and due(hyper.validation_interval, step, hyper.steps):
-            run.pause()
+        if held_out and hyper.validation_at_start and first == 0:
             loss = validate(config, state.weights, held_out, run.interrupted)
-            run.flush(validation_loss=loss)
-        if run.saves_after(step):
-            run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
-            checkpoints.save(step + 1, state, data.position)
-        if run.stopping:
-            break
-    checkpoints.close()
+            run.add(validation_loss_at_start=loss)
+
+        for step, batch in data.from_step(first, hyper.steps):
+            with run.step(step, data.waited):
+                state, metrics = step_once(state, batch, hyper_at(step, hyper))
+            run.log(step, metrics, functools.partial(describe_failure, step, batch))
+            if held_out and due(hyper.validation_interval, step, hyper.steps):
+                run.pause()
+                loss = validate(config, state.weights, held_out, run.interrupted)
+                run.add(validation_loss=loss)
+                run.flush()
+            if run.saves_after(step):
+                run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
+                checkpoints.save(step + 1, state, data.position)
+            if run.stopping:
+                break
+        checkpoints.close()
+        return run.end()
 
 
 @program(Config, "configs", names="paths.model_name")
 def main(config: Config) -> int:
     mesh, sizes = make_mesh(config, config.mesh.axes), dimensions(config)
-    run = Run(config)
     with jax.set_mesh(mesh):
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
     checked = checks.checked(config)  # before set_mesh, as it traces on a mesh of another size
-    with run, checked as wait_for_check, jax.set_mesh(mesh), computing_in(config.dtype):
-        train(config, data, held_out, run, wait_for_check)
-        return run.end()
+    with (
+        reserved(config),
+        checked as wait_for_check,
+        jax.set_mesh(mesh),
+        computing_in(config.dtype),
+    ):
+        return train(config, data, held_out, wait_for_check)
 
 
 if __name__ == "__main__":

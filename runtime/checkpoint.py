@@ -9,6 +9,7 @@ hosts tell each other how they fared, and the first host marks what all of them 
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import re
 import time
@@ -19,11 +20,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import zarr
-from jax.experimental import multihost_utils
 
 from runtime import storage
 from runtime.config import NonNegativeInt, Path, Section, flat, plain, structured
 from runtime.storage import DamageError
+from runtime.supervise import of_all_hosts
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, named, type_tree
 
@@ -41,7 +42,6 @@ OTHER_FORMAT = (
     "{} has format {}; this code reads {}: use the commit that wrote it, which starts.jsonl in the "
     "run's folder names, or import it again"
 )
-MESSAGE = "S4096"  # from host to host: bytes, cut off or filled up with zeros
 
 
 class CheckpointError(UserError):
@@ -266,14 +266,14 @@ class Checkpoints:
         if jax.process_index() == 0:
             with contextlib.suppress(CheckpointError):
                 name = newest(self.path).path
-        local = np.array([name.encode(), str(now).encode()], MESSAGE).view(np.uint8)
-        agreed = np.asarray(multihost_utils.broadcast_one_to_all(local)).view(MESSAGE)
-        self.newest, self.start = Checkpoint(agreed[0].decode()), int(agreed[1])
+        name, now = json.loads(of_all_hosts(json.dumps([name, now]))[0])
+        self.newest, self.start = Checkpoint(name), now
 
-    def starting_point(self, clone_from: str, weights_only: bool) -> "Checkpoints":
-        """Returns the checkpoints to start from: those of this run if it has any or `clone_from` is
-        empty, else those at the path `clone_from`. Raises CheckpointError if there are none, if the
-        newest has a different model, or if this run can't save its own."""
+    def starting_point(self, clone_from: str, weights_only: bool) -> tuple["Checkpoints", int]:
+        """Returns the checkpoints to start from, and the step to start at: those of this run if it
+        has any or `clone_from` is empty, else those at the path `clone_from`. Raises
+        CheckpointError if there are none, if the newest has a different model, or if this run can't
+        save its own."""
         source, prefix = self, ""
         if clone_from and not self.newest.step:
             source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
@@ -283,7 +283,7 @@ class Checkpoints:
         if source.newest.step:
             source.check_model(prefix)
         self._try_store()
-        return source
+        return source, 0 if prefix else source.newest.step
 
     def _try_store(self) -> None:
         """Writes, reads, lists and removes a group, as saves do with different libraries."""
@@ -337,9 +337,7 @@ class Checkpoints:
         if not self.saving:
             return
         (target, written), self.saving = self.saving, None
-        message = np.array([written.result().encode()], MESSAGE).view(np.uint8)
-        messages = multihost_utils.process_allgather(message).view(MESSAGE).ravel()
-        problem = next(filter(None, messages), b"").decode(errors="ignore")
+        problem = next(filter(None, of_all_hosts(written.result())), "")
         self.problem = problem and f"{target.path} can't be written: {problem}"
         if not problem:
             self.unmarked = target

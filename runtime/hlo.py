@@ -2,6 +2,7 @@
 events have the ops' type strings, and as a graph of its source lines."""
 
 import collections
+import contextlib
 import gzip
 import itertools
 import json
@@ -9,6 +10,7 @@ import linecache
 import os
 import pathlib
 import re
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,17 +42,17 @@ def op_names(hlo: str) -> dict[str, str]:
     return dict(re.findall(r'^ +(?:ROOT )?%(\S+) = .*op_name="([^"]*)"', hlo, re.MULTILINE))
 
 
-def start_profile(folder: pathlib.Path) -> None:
-    """Starts a profile. Each process needs a folder of its own, as several may share a machine."""
+@contextlib.contextmanager
+def profile(
+    folder: pathlib.Path, program: jax.stages.Compiled, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Profiles the block, and writes its events to a file for Perfetto, where `describe` names
+    those of the program. Says where it is. Each process needs a folder of its own, as several may
+    share a machine."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are many and tell little about the devices
-    jax.profiler.start_trace(str(folder), profiler_options=options)
-
-
-def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.Path:
-    """Ends the profile, and writes its events to a file for Perfetto, where `describe` names those
-    of the program. Returns that file."""
-    jax.profiler.stop_trace()
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        yield
     hlo = str(program.as_text())
     written = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     module, names = hlo.split(None, 2)[1].rstrip(","), op_names(hlo)
@@ -67,7 +69,7 @@ def stop_profile(folder: pathlib.Path, program: jax.stages.Compiled) -> pathlib.
     events.sort(key=lambda event: event.get("ts", -1))
     named = folder / "perfetto.json.gz"
     named.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    return named
+    say(f"profiled {named}")
 
 
 # --- The program's text ---------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import process_allgather
 from omegaconf import MISSING
 
 from runtime import chips, hlo
@@ -41,8 +40,8 @@ from runtime.config import (
     flat,
 )
 from runtime.errors import tell
-from runtime.sinks import SINKS, Row, check_sinks, json_lines
-from runtime.supervise import Stop, locked
+from runtime.sinks import SINKS, Row, json_lines
+from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib import devices
 from shardlib.errors import UserError
 from shardlib.types import axis_group, compute
@@ -66,6 +65,11 @@ class PathsConfig(Section, key="paths"):
         local = "://" not in self.root_working_dir
         self.require(local, "root_working_dir", "it must be a local folder, not a bucket")
 
+    @property
+    def folder(self) -> pathlib.Path:
+        """The run's folder."""
+        return pathlib.Path(self.root_working_dir, self.model_name)
+
 
 @dataclasses.dataclass(unsafe_hash=True)
 class IoConfig(Section, key="io"):
@@ -74,7 +78,7 @@ class IoConfig(Section, key="io"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MetricsConfig(Section, key="metrics"):
-    to: tuple[str, ...]  # in addition to metrics.jsonl: tensorboard, wandb
+    to: tuple[Annotated[str, OneOf(" ".join(SINKS))], ...]  # in addition to metrics.jsonl
     norms_interval: NonNegativeInt  # steps between logs of each tensor's norms; 0 disables
 
 
@@ -105,6 +109,12 @@ class RunConfig(Section):
         _, colon, port = self.coordinator.rpartition(":")
         valid = not self.coordinator or (colon and port.isdecimal() and 0 < int(port) < 2**16)
         self.require(valid, "coordinator", "it must be ADDRESS:PORT of the first host")
+
+    @property
+    def checkpoints_path(self) -> str:
+        """The folder or bucket that holds the run's checkpoints."""
+        root, name = self.checkpoints.root, self.paths.model_name
+        return f"{root}/{name}/checkpoints" if root else f"{self.paths.folder}/checkpoints"
 
 
 axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
@@ -159,16 +169,6 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     return devices.make_mesh(axes)
 
 
-def of_all_hosts(own: str) -> list[str]:
-    """Returns the texts with which all hosts call this."""
-    if jax.process_count() == 1:
-        return [own]
-    text = np.array([*own.encode()], np.uint8)
-    lengths = process_allgather(np.array(len(text)))
-    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
-    return [bytes(row[:n]).decode() for row, n in zip(texts, lengths, strict=True)]
-
-
 def check_hosts_agree(config: RunConfig) -> None:
     """Raises UserError on all hosts if their settings or their source differ. Each would train on
     with its own, or wait for the others without end."""
@@ -203,15 +203,18 @@ def say(text: str) -> None:
         tell(text, sys.stdout)
 
 
-def use_cache(root: str) -> None:
-    """Makes JAX cache compiled programs in `<root>/.compilation_cache`, unless the user has chosen
-    a cache folder. The next start of the same program then skips compiling."""
+@contextlib.contextmanager
+def reserved(config: RunConfig) -> Iterator[None]:
+    """Locks the run's folder against other processes. JAX caches compiled programs beside it unless
+    the user has chosen a cache folder; the next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        folder = pathlib.Path(root).absolute() / ".compilation_cache"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        cache = pathlib.Path(config.paths.root_working_dir).absolute() / ".compilation_cache"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Otherwise an edit that only changes a type string would load the old program.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    with locked(config.paths.folder) if jax.process_index() == 0 else contextlib.nullcontext():
+        yield
 
 
 def due(interval: int, step: int, steps: int) -> bool:
@@ -266,11 +269,12 @@ def open_folder(
     return [make(folder, first_step, config) for make in sinks]
 
 
+@dataclasses.dataclass
 class Run:
-    """One start of a run. Its folder `<root>/<name>/` is locked against other processes.
+    """One start of a run: its metrics, its clock, and the ways it can stop.
 
-        with Run(config) as run:
-            run.begin(first, steps, ...)
+        with Run(config, first, steps, ...) as run:
+            step_once = run.compile(...)
             for step in range(first, steps):
                 with run.step(step, waited):
                     ...
@@ -282,43 +286,54 @@ class Run:
                     break
             code = run.end()
 
-    All hosts make the same calls at the same steps.
+    All hosts make the same calls at the same steps. Making it opens the run's folder and the sinks.
+    Raises UserError on all hosts if one of them can't, or if `first` is beyond the last step.
     """
 
-    def __init__(self, config: RunConfig):
-        check_sinks(config.metrics.to)  # here, as only a run needs their packages
-        self.config, self.name = config, config.paths.model_name
-        self.folder = pathlib.Path(config.paths.root_working_dir) / self.name
+    config: RunConfig
+    first: int  # of the steps up to `steps`
+    steps: int
+    tokens: int  # of a step, and its model FLOPs
+    flops: int
+    max_skipped: int  # consecutive skipped updates, after which it ends
+
+    def __post_init__(self) -> None:
+        if self.first >= self.steps:
+            clone = f"paths.clone_from={self.config.paths.clone_from}"
+            raise UserError(f"{clone} is at step {self.first}; set training.steps above that")
+        self.folder = self.config.paths.folder
         self.first_host = jax.process_index() == 0
-        self.profile = self.folder / f"profile/host_{jax.process_index()}"
-        self.stop = Stop()
-        self.stopping = self.last = self.saves = False
-        self.unlogged = ""  # why metrics can't be written any more
         # On the first host, of each sink: its function, and the rows that it hasn't taken yet.
         self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
+        problem, to = "", self.config.metrics.to
+        try:
+            if self.first_host:
+                logs = open_folder(self.folder, to, self.config.to_yaml(), self.first)
+                self.loggers = [(log, []) for log in logs]
+        except ModuleNotFoundError as error:
+            problem = f"metrics.to=[{','.join(to)}] needs a package: pip install {error.name}"
+        except OSError as error:  # such as a full disk
+            problem = f"{error.filename or self.folder} can't be written: {error.strerror}"
+        except Exception as error:  # sinks raise errors of many types
+            problem = f"metrics.to=[{','.join(to)}]: {error}"
+        if problem := "".join(of_all_hosts(problem)):
+            raise UserError(problem)
+        self.stop, self.stopping = Stop(), False
+        self.unlogged = ""  # why metrics can't be written any more
         self.row: dict[str, Any] = {}  # the last step's, until it is written
-        self.at_start: Row = {}  # for the row of the first step
+        self.extra: Row = {}  # what `add` adds to it
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
         self.skipped = 0  # consecutive skipped updates
+        self.profile = contextlib.ExitStack()  # ends it
 
     def __enter__(self) -> "Run":
-        self.cleanup = contextlib.ExitStack()
-        if self.first_host:
-            self.cleanup.enter_context(locked(self.folder))
-        self.cleanup.enter_context(self.stop)
-        self.cleanup.callback(faulthandler.cancel_dump_traceback_later)
-        use_cache(self.config.paths.root_working_dir)
+        self.stop.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cleanup.close()
-
-    @property
-    def checkpoints(self) -> str:
-        """The folder or bucket that holds the run's checkpoints."""
-        root = self.config.checkpoints.root
-        return f"{root}/{self.name}/checkpoints" if root else f"{self.folder}/checkpoints"
+        faulthandler.cancel_dump_traceback_later()
+        self.stop.__exit__()
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the training step, and draws it if the config asks for that."""
@@ -326,76 +341,26 @@ class Run:
         say(f"compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
         if self.config.hlo_svg:  # else a cached program could show another source's lines
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        events: list[str] = []
-        jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         self.program = compile_step(self.config, lowered)
-        if "/jax/compilation_cache/cache_hits" in events:
-            say("this program has been compiled before: taken from the cache")
         if self.config.hlo_svg and self.first_host:
             say(hlo.draw(str(self.program.as_text()), self.folder / "step.svg"))
         return self.program
-
-    def begin(
-        self,
-        first: int,
-        steps: int,
-        tokens: int,
-        flops: int,
-        max_skipped: int,
-        origin: str,
-    ) -> None:
-        """Opens the run's folder before step `first` of `steps`.
-
-        tokens, flops: tokens and model FLOPs of a step.
-        max_skipped: the run ends after more than this many consecutive skipped updates.
-        origin: a line to print about where the state comes from, or "".
-
-        Raises UserError if `first` is beyond the last step."""
-        self.first, self.steps, self.tokens, self.flops = first, steps, tokens, flops
-        self.max_skipped, self.done = max_skipped, first
-        if first >= steps:
-            clone = self.config.paths.clone_from
-            raise UserError(
-                f"paths.clone_from={clone} is at step {first}; set training.steps above that"
-            )
-        window = range(min(first + 2, steps - 1), min(first + 5, steps))
-        self.profiled = window if self.config.profile else range(0)
-        problem, to = "", self.config.metrics.to
-        try:
-            if self.first_host:
-                logs = open_folder(self.folder, to, self.config.to_yaml(), first)
-                self.loggers = [(log, []) for log in logs]
-        except OSError as error:  # such as a full disk
-            problem = f"{error.filename or self.folder} can't be written: {error.strerror}"
-        except Exception as error:  # sinks raise errors of many types
-            problem = f"metrics.to=[{','.join(to)}]: {error}"
-        if problem := "".join(of_all_hosts(problem)):
-            raise UserError(problem)
-        if origin:
-            say(origin)
 
     @contextlib.contextmanager
     def step(self, step: int, waited: float) -> Iterator[None]:
         """Context manager for the call of the training step. `waited` is how many seconds the loop
         waited for the batch, which count as part of the step's time. If the next step or a pause
         hasn't begun within hang_timeout_seconds, the stacks of all threads go to standard error."""
-        self._watch()
-        if step in self.profiled[:1]:
+        if self.config.profile and step == min(self.first + 2, self.steps - 1):
             self.flush()
-            hlo.start_profile(self.profile)
-        self.saves = False
+            folder = self.folder / f"profile/host_{jax.process_index()}"
+            self.profile.enter_context(hlo.profile(folder, self.program, say))
+        self._watch()
         if not self.row:  # otherwise the previous step is still running, and this one follows it
             self.since = time.perf_counter() - waited
         self.waited = waited
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
-
-    def starts_from(self, validation_loss: float | None) -> None:
-        """Prints the validation loss before the first step, for whose row it is, unless a signal
-        interrupted the validation."""
-        if validation_loss is not None:
-            say(f"validation loss before the first step: {validation_loss:.4f}")
-            self.at_start = {"validation_loss_at_start": validation_loss}
 
     def log(self, step: int, values: dict[str, Any], explain: Callable[[], str] = str) -> None:
         """Starts the row of a step, and writes the row of the step before: reading metrics blocks,
@@ -404,16 +369,26 @@ class Run:
 
         Each entry of an array is logged by its index, as name/0/1. It and what else has a slash in
         its name is logged every metrics.norms_interval steps."""
-        self.flush()
-        self.row, self.explain = {"step": step, **values, **self.at_start}, explain
-        self.at_start = {}
-        self.row["data_wait_seconds"] = self.waited
+        self._settle()
+        self._write()
+        self.row = {"step": step, **values, "data_wait_seconds": self.waited}
+        self.explain = explain
+
+    def add(self, **values: float | None) -> None:
+        """Adds values to the next row that is written, but None."""
+        self.extra |= {name: float(x) for name, x in values.items() if x is not None}
 
     def pause(self) -> None:
-        """Blocks until the last step is done and stops its clock, so that validation isn't counted
-        as part of it, nor compiling it as a hang."""
+        """Blocks until the last step is done. The time from here to the next step counts for
+        neither, nor as a hang: validating, compiling that and saving may take any time."""
         self._settle()
         faulthandler.cancel_dump_traceback_later()
+
+    def flush(self) -> None:
+        """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
+        updates."""
+        self.pause()
+        self._write()
 
     def _settle(self) -> None:
         if not self.row or "tokens_per_second" in self.row:
@@ -429,7 +404,7 @@ class Run:
         now = time.perf_counter()
         self.seconds.append(now - self.since)
         self.since = now
-        if row["step"] == self.first:
+        if step == self.first:
             say(f"time to first step: {now - IMPORTED:.1f} s (imports not included)")
         self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
 
@@ -443,22 +418,14 @@ class Run:
         if seconds := self.config.hang_timeout_seconds:
             faulthandler.dump_traceback_later(seconds, exit=self.config.hang_ends)
 
-    def flush(self, **extra: Any) -> None:
-        """Writes the pending row, if there is one, with the extra values but None. The time from
-        here to the next step counts for neither step. Raises UserError after too many consecutive
-        skipped updates."""
+    def _write(self) -> None:
         if self.row:
-            self._settle()
-            row, self.row = self.row, {}
-            self.write(row | {name: float(x) for name, x in extra.items() if x is not None})
-        if self.saves:  # now, which may take longer than a step, and so may the save before it
-            faulthandler.cancel_dump_traceback_later()
+            row, self.row, self.extra = self.row | self.extra, {}, {}
+            self.write(row)
 
     def write(self, row: Row) -> None:
         """Logs a row, prints progress, and ends the run after too many skipped updates."""
-        for _, rows in self.loggers:
-            rows.append(row)
-        self._write_pending()
+        self._give_sinks(row)
         self._print_progress(row)
         self.skipped = self.skipped + 1 if row["skipped"] else 0
         if self.skipped:
@@ -469,9 +436,10 @@ class Run:
                 raise UserError(f"{problem}, in no checkpoint; {self.explain()}")
             say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
 
-    def _write_pending(self) -> None:
+    def _give_sinks(self, *row: Row) -> None:
         """Gives each sink the rows that it hasn't taken yet. An error stops the run."""
         for log, rows in self.loggers:
+            rows.extend(row)
             try:
                 while rows:
                     log(rows[0])
@@ -484,37 +452,29 @@ class Run:
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint is due after a step, because of the interval, a signal or
         the end of the run. Call it once per step: it also ends the profile."""
-        self.done, self.stopping = step + 1, self.stop.reached()
-        self.last = self.stopping or self.done == self.steps
-        if step in self.profiled and (self.last or self.done == self.profiled.stop):
+        self.stopping = self.stop.reached()
+        last = self.stopping or step + 1 == self.steps
+        if self.config.profile and (last or step == self.first + 4):
             self.flush()
-            say(f"profiled {hlo.stop_profile(self.profile, self.program)}")
-        self.saves = self.last or due(self.config.checkpoint_interval, step, self.steps)
-        return self.saves
+            self.profile.close()
+        return last or due(self.config.checkpoint_interval, step, self.steps)
 
     def end(self) -> int:
         """Prints how the run ended, after the last save. Returns the exit code."""
-        if not self.seconds:
-            say(
-                f"{self.folder} is complete: all its steps are done. Raise training.steps to "
-                "continue it, or choose another paths.model_name to start a new run"
-            )
-            return 0
         self.flush()
+        done = self.first + len(self.seconds)
         if self.unlogged:
-            self._write_pending()  # a save may have removed old checkpoints, and so made room
+            self._give_sinks()  # a save may have removed old checkpoints, and so made room
             for row in self.loggers[0][1] if self.first_host else []:
                 say(f"not in metrics.jsonl: {json.dumps(row)}")
-            raise UserError(f"{self.unlogged}; stopped after {self.done} steps, which are saved")
-        if self.stopping and self.done < self.steps:
+            raise UserError(f"{self.unlogged}; stopped after {done} steps, which are saved")
+        if self.stopping and done < self.steps:
             name = self.stop.signal.name
-            say(f"stopped by {name} after {self.done} steps; the same command resumes there")
+            say(f"stopped by {name} after {done} steps; the same command resumes there")
             return 128 + self.stop.signal
         typical = statistics.median(self.seconds[1:] or self.seconds)
-        say(
-            f"done: {self.steps - self.first} steps, {typical:.3f} s per step (median), "
-            f"{self.tokens / typical:,.0f} tokens/s, MFU {self._mfu(typical)}"
-        )
+        each = f"{typical:.3f} s per step (median), {self._speed(typical)}"
+        say(f"done: {self.steps - self.first} steps, {each}")
         return 0
 
     def _print_progress(self, row: Row) -> None:
@@ -527,19 +487,18 @@ class Run:
         self.printed = now
         typical = statistics.median(self.seconds[-20:])
         left = datetime.timedelta(seconds=round(typical * (self.steps - step - 1)))
-        parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}"]
-        if "validation_loss" in row:
-            parts.append(f"validation loss {row['validation_loss']:.4f}")
-        parts.append(f"{self.tokens / typical:,.0f} tokens/s")
-        if chips.find_chip(jax.devices()[0].device_kind):
-            parts.append(f"MFU {self._mfu(typical)}")
-        say("  ".join([*parts, f"{left} left"]))
+        losses = [name for name in row if name.startswith(("loss", "validation_loss"))]
+        losses = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in losses]
+        line = [f"step {step}/{self.steps}", *losses, self._speed(typical), f"{left} left"]
+        say("  ".join(line))
 
-    def _mfu(self, seconds: float) -> str:
-        if compute.dtype.itemsize > 2:
-            return "unknown in f32"  # chips are listed with their rates in bf16
-        kind, count = jax.devices()[0].device_kind, jax.sharding.get_mesh().size
-        return chips.mfu(kind, count, self.flops / seconds)
+    def _speed(self, seconds: float) -> str:
+        """Tokens per second and, where it is known, MFU, if a step takes so many seconds."""
+        speed, kind = f"{self.tokens / seconds:,.0f} tokens/s", jax.devices()[0].device_kind
+        if not chips.find_chip(kind) or compute.dtype.itemsize > 2:  # which has its rate in bf16
+            return speed
+        count = jax.sharding.get_mesh().size
+        return f"{speed}, MFU {chips.mfu(kind, count, self.flops / seconds)}"
 
 
 def origin() -> dict[str, Any]:

@@ -3,7 +3,6 @@ the run's, `config` is YAML text, and a row maps names to numbers."""
 
 import contextlib
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -14,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from omegaconf import OmegaConf
-
-from shardlib.errors import UserError
 
 Row = dict[str, float]
 
@@ -83,15 +80,3 @@ SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,
 }
-# Packages they need that aren't in requirements-cpu.txt.
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-def check_sinks(names: tuple[str, ...]) -> None:
-    """Raises UserError for a sink that doesn't exist or whose package isn't installed."""
-    for name in names:
-        if name not in SINKS:
-            raise UserError(f"unknown sink {name} in metrics.to; choose from {', '.join(SINKS)}")
-        package = PACKAGES.get(name)
-        if package and not importlib.util.find_spec(package):
-            raise UserError(f"metrics.to={name} needs a package: pip install {package}")

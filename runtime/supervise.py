@@ -1,4 +1,5 @@
-"""Signals that stop a run, and the lock that keeps a second run out of its folder."""
+"""Signals that stop a run, the lock that keeps a second run out of its folder, and what hosts tell
+each other."""
 
 import contextlib
 import fcntl
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 import jax
-from jax.experimental.multihost_utils import reached_preemption_sync_point
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather, reached_preemption_sync_point
 
 from runtime.errors import tell
 from shardlib.errors import UserError
@@ -105,3 +107,13 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def of_all_hosts(own: str) -> list[str]:
+    """Returns the texts with which all hosts call this."""
+    if jax.process_count() == 1:
+        return [own]
+    text = np.array([*own.encode()], np.uint8)
+    lengths = process_allgather(np.array(len(text)))
+    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
+    return [bytes(row[:n]).decode() for row, n in zip(texts, lengths, strict=True)]

@@ -51,11 +51,11 @@ def compose_config(
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
 
 
-def starting_state(config: train.Config, checkpoints: Any, data: Any) -> tuple[train.State, str]:
+def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.State:
     """The state with which train.py starts a run that has these checkpoints."""
     paths = config.paths
-    source = checkpoints.starting_point(paths.clone_from, paths.clone_weights_only)
-    return train.starting_state(config, checkpoints, source, data)
+    start = checkpoints.starting_point(paths.clone_from, paths.clone_weights_only)
+    return train.starting_state(config, *start, data)
 
 
 # A tiny model whose vocabulary covers the synthetic dataset.

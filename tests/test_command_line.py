@@ -84,7 +84,7 @@ def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
         r"^2,426,112 parameters, 1,024 tokens per step, .*\ncompiling for 8 x cpu \.\.\.$",
         r"^time to first step: [\d.]+ s \(imports not included\)$",
         r"^step 11/12  loss [\d.]+  validation loss [\d.]+  [\d,]+ tokens/s  0:00:00 left$",
-        r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s, MFU unknown on cpu$",
+        r"^done: 12 steps, [\d.]+ s per step \(median\), [\d,]+ tokens/s$",
     ):
         assert re.search(line, done.stdout, re.MULTILINE), done.stdout
     written = {path.name for path in tmp_path.iterdir()}
@@ -257,7 +257,6 @@ def test_a_sweep_over_learning_rates_compiles_once(tmp_path):
     done = run(*SWEEP, *settings, rates, JAX_COMPILATION_CACHE_DIR="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\ndone: 2 steps") == done.stdout.count("\ncompiling for ") == 4
-    assert done.stdout.count("has been compiled before: taken from the cache") == 3
     assert len([*tmp_path.glob(".compilation_cache/jit_training_step-*-cache")]) == 1
     rows = [path.read_text().splitlines()[-1] for path in tmp_path.glob("sweep/*/metrics.jsonl")]
     assert len({json.loads(row)["learning_rate"] for row in rows}) == 4

@@ -175,26 +175,28 @@ def test_a_clone_starts_from_anothers_whole_state(runs, start):
 FLAT = types.SimpleNamespace(resume=lambda position: None)  # batches
 
 
-def test_a_clone_starts_from_anothers_weights(runs):
+def test_a_clone_starts_from_anothers_weights(runs, capsys):
     path = runs / "whole/checkpoints"
     config = small_config("model.vocab=128", f"paths.clone_from={path}")
     wanted = arrays(checkpoint(runs / "whole", 6))
     arguments = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         own = Checkpoints(str(runs / "new"), *arguments)
-        state, line = starting_state(config, own, FLAT)
+        state = starting_state(config, own, FLAT)
         for name, actual in named(jax.device_get(state)).items():
             if name.startswith("weights/"):
                 assert actual.tobytes() == wanted[name]
             else:
                 assert not actual.any(), "moments, and the step"
-        assert line == f"weights from {checkpoint(runs / 'whole', 6)}"
+        assert capsys.readouterr().out == f"weights from {checkpoint(runs / 'whole', 6)}\n"
         assert jax.tree.map(lambda x: x.sharding, state) == make_shardings(train.state_type(config))
 
         # Once it has a checkpoint of its own, it resumes from that.
         own.save(5, dataclasses.replace(state, step=jnp.uint32(5)))
         own.wait()
-        state, line = starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        state = starting_state(config, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert int(state.step) == 5
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:

@@ -343,8 +343,8 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "validate", lambda *_: events.append("validate") or 0.0)
     settings = "training.steps=4", "training.validation_interval=2"
     config = small_config(*settings, f"paths.root_working_dir={tmp_path}")
-    with jax.set_mesh(mesh(4, 2)), Run(config) as run:
-        train.train(config, Loader(), Loader(), run, str)
+    with jax.set_mesh(mesh(4, 2)):
+        train.train(config, Loader(), Loader(), str)
     assert events[:6] == ["start 0", "start 1", "read 0", "read 1", "validate", "start 2"]
     assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 

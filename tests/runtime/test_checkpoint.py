@@ -230,8 +230,8 @@ def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost
                 checkpoints.starting_point("", False)
             golden.check("checkpoints.txt", case, str(error.value))
         else:
-            source = checkpoints.starting_point("", False)
-            assert source.newest.step == (5 if outcome else 7)
+            source, first = checkpoints.starting_point("", False)
+            assert first == source.newest.step == (5 if outcome else 7)
         written(checkpoints, 9, on_mesh(values()))  # which removes what is unfinished
         assert os.path.exists(one.path) == (outcome != "unfinished")
 

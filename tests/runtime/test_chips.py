@@ -55,5 +55,5 @@ def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, capsys, monkeypatch):
     more = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
     out, message = train_here(capsys, monkeypatch, *arguments, *more)
     assert not message
-    for line in r"^step 1/2 .*  MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
+    for line in r"^step 1/2 .*, MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
         assert re.search(line, out, re.MULTILINE), out

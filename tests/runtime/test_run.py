@@ -42,11 +42,10 @@ class Later:
 @contextlib.contextmanager
 def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0):
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
-    with jax.set_mesh(mesh(1, 1)), Run(config) as run:
-        run.begin(
-            first=first, steps=steps, tokens=100, flops=1, max_skipped=max_skipped,
-            origin="",
-        )  # fmt: skip
+    with (
+        jax.set_mesh(mesh(1, 1)),
+        Run(config, first, steps, tokens=100, flops=1, max_skipped=max_skipped) as run,
+    ):
         yield run
 
 
@@ -78,7 +77,8 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
             if step == 1:
                 run.pause()
                 advance(30)
-                run.flush(validation_loss=Later(9, lambda: advance(20)))
+                run.add(validation_loss=Later(9, lambda: advance(20)))
+                run.flush()
             if run.saves_after(step):
                 run.flush()
                 advance(1000)

@@ -497,7 +497,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     settings = train.state_type(start), train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
-        state, _ = starting_state(start, none, None)
+        state = starting_state(start, none, None)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: actual.pop(name) for name in wanted} == wanted
