@@ -32,8 +32,7 @@ Attention doesn't cross documents. "Nats per token" is the mean loss over all to
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
 training, the first tokens of a row don't see the row before, so longer rows get lower losses.
---length sets another length of the rows. Logits of at most 1,024 tokens exist at once, or of one in
-each row.
+--length sets another length of the rows.
 """
 
 import argparse
@@ -51,6 +50,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from hydra import compose, initialize_config_dir
 from jax import lax
 from tqdm import tqdm
@@ -69,6 +69,7 @@ from shardlib.types import (
     COMPUTE,
     Dim,
     Stacked,
+    bool_,
     compute,
     computing_in,
     f32,
@@ -272,6 +273,32 @@ def padded(rows: int) -> int:
     return -(-rows // parts) * parts
 
 
+@functools.partial(jax.jit, static_argnames="config")
+@typed_shard_map
+def scores(
+    weights: train.Weights, batch: TokenBatch, config: train.ModelConfig
+) -> tuple[f32["B/d L/c"], bool_["B/d L/c"]]:
+    """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
+    in train.total_loss. Logits of at most 1,024 tokens exist at once on a device, or of one in each
+    row."""
+    output, (rows, length) = train.output_weights(weights), batch.targets.shape
+    least = min(length, -(-rows * length // 1024))
+    parts = next(n for n in range(least, length + 1) if length % n == 0)
+
+    def score(part: Any) -> tuple[jax.Array, jax.Array]:
+        logits, targets = train.unembed(output, part[0], config), part[1]
+        logits = logits - ops.reduce_max("B/d l/c V/t -> B/d l/c", logits)[:, :, None]
+        logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
+        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
+        logit, sum_exp = (ops.psum("B/d l/c {U:t} -> B/d l/c", x) for x in (logit, sum_exp))
+        return logit - jnp.log(sum_exp), logit == 0
+
+    whole = train.forward(weights, batch, config)[0], batch.targets
+    split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
+    nats, best = (rearrange(x, "parts B l -> B (parts l)") for x in lax.map(score, split))
+    return nats, best
+
+
 # --- Checks ---------------------------------------------------------------------------------------
 
 
@@ -356,18 +383,6 @@ def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
     return Text(named)
 
 
-def with_rows(config: train.Config, length: int) -> train.Config:
-    """Returns the config with rows of another length, about as many tokens in a batch, and logits
-    of at most 1,024 tokens at once, or of one in each row."""
-    tokens = config.training.tokens
-    rows = max(1, tokens.batch * tokens.len // length)
-    least = min(length, -(-rows * length // 1024))
-    chunks = next(n for n in range(least, length + 1) if length % n == 0)
-    size = {"tokens": {"batch": rows, "len": length}, "loss_chunks": chunks, "microbatches": 1}
-    # c, as microbatches, divides the training's rows. Here rows aren't divided.
-    return config.changed({"training": size, "mesh.c": 1})
-
-
 def check_ids(name: str, largest: int, config: train.Config) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
     last = config.model.vocab - 1
@@ -380,17 +395,19 @@ def check_ids(name: str, largest: int, config: train.Config) -> None:
 
 @typechecked
 def evaluate(
-    weights: train.Stored,
+    weights: train.Weights,
     data: flat_tokens.FlatTokens,
+    length: int,
     batches: int | None,
     codec: Text | None,
     config: train.Config,
 ) -> str:
-    """Returns a line on how well the model predicts a split, or its first batches. Raises UserError
-    if the rows don't fit the data or the model."""
+    """Returns a line on how well the model predicts a split, or its first batches, in rows of a
+    length. Batches have about as many tokens as in training. Raises UserError if the data's ids
+    aren't the model's."""
     check_ids(data.name, data.max_token_id, config)
-    length = config.training.tokens.len
-    rows = padded(config.training.tokens.batch)
+    tokens = config.training.tokens
+    rows = padded(max(1, tokens.batch * tokens.len // length))
     size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
         last = min(first + size, data.token_count)
@@ -398,7 +415,8 @@ def evaluate(
         encoded = np.pad(encoded, (first == 0, fill), constant_values=flat_tokens.FILL)
         ids = flat_tokens.decode(rows_of(encoded, length))
         batch = TokenBatch.of(*ids, config.model.start_token)
-        nats += float(train.validation_step(weights, batch, config)["nats"])
+        likelihoods = np.asarray(scores(weights, batch, config.model)[0], np.float64)
+        nats -= likelihoods[batch.loss_mask].sum()
     bits = "bits per byte: name a --tokenizer to compute them"
     # In large parts, whatever the rows: what is cut at their ends is miscounted.
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
@@ -479,9 +497,9 @@ def run(args: argparse.Namespace) -> None:
                     check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
                 codec = Text(named) if named else None
                 data = flat_tokens.FlatTokens(args.evaluate, "validation")
-                config = with_rows(config, args.length or config.training.tokens.len)
-                weights = checkpoints.restore("weights")
-                print(evaluate(weights, data, args.batches, codec, config))
+                weights = lay_out(checkpoints.restore("weights"))
+                length = args.length or config.training.tokens.len
+                print(evaluate(weights, data, length, args.batches, codec, config))
             else:
                 codec = open_tokenizer(args.tokenizer, checkpoints.newest)
                 prompts = prompts_of(args, codec, config)

@@ -123,8 +123,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"qk_norm": "all"},
 }
 WITH_WINDOW = {"mistral", "mixtral"}  # or without
-# What all families with experts have, unless stated otherwise.
-EXPERTS = {"score": "softmax", "renormalize": True, "bias": False}
 
 # config.json's names for the fields of train.ModelConfig, for those of train.ExpertsConfig by
 # family, and for those of train.RopeScalingConfig, which are in its rope_parameters of type llama3.
@@ -180,11 +178,6 @@ class Tensor:
         return rearrange(values, f"{self.ours} -> {self.theirs}")
 
 
-def sizes(model: train.ModelConfig) -> dict[str, int]:
-    known = flat(dataclasses.asdict(model), "model.")
-    return {name: known[key] for name, key in train.DIMENSIONS.items() if known.get(key)}
-
-
 def stacked(array: str) -> list[str]:
     """The dimensions of an array of which each index has a tensor of its own."""
     name, theirs = TENSORS.get(array, ("", ""))
@@ -193,10 +186,11 @@ def stacked(array: str) -> list[str]:
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
     """Describes the arrays of a checkpoint of the weights, by name, except their chunks."""
+    known = flat(dataclasses.asdict(model), "model.")
+    sizes = {name: known[key] for name, key in train.DIMENSIONS.items() if known.get(key)}
+    hint = type_tree(train.Stored, train.weights_type(model))
     with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
-        every = checkpoint.describe(
-            type_tree(train.Stored, train.weights_type(model)), sizes(model)
-        )
+        every = checkpoint.describe(hint, sizes)
     return {f"weights/{name}": entry for name, entry in every.items()}
 
 
@@ -286,7 +280,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         found["rope_scaling"] = {ours: rope[key] for key, ours in LLAMA3.items()}
     if names := MIXTURES.get(family):
         experts = {ours: getattr(config, theirs) for theirs, ours in names.items()}
-        found |= {"d_ff": 0, "experts": EXPERTS | experts}
+        found |= {"d_ff": 0, "experts": {"bias": False} | experts}
     model, length = structured(train.ModelConfig, found, "", None), config.max_position_embeddings
     # The models compute the same if exporting ours would give the same config.json.
     wanted = described(model, length, family) | {"quantization_config": None}
@@ -525,23 +519,22 @@ def import_weights(path: str, output: str) -> None:
         kept = pathlib.Path(output, "huggingface")
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
-    print(RUN_CONFIG, end="")
-    print(OmegaConf.to_yaml(OmegaConf.create(section | run_config(model, length, output))), end="")
+    print(HOW_TO_START, end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
 
 
-RUN_CONFIG = """\
+HOW_TO_START = """\
 # Continues the training of an imported model. Save this as NAME.yaml and start a run with:
 # python -m train --config-dir=. --config-name=NAME flat_tokens.filespec=DATA paths.model_name=RUN
-defaults:
-  - base
-  - _self_
 """
 
 
 def run_config(model: train.ModelConfig, length: int, output: str) -> dict[str, Any]:
-    """Returns settings that continue the training of an imported model, on 8 devices if that
+    """Returns a config that continues the training of an imported model, on 8 devices if that
     divides its width."""
     return {
+        "defaults": ["base", "_self_"],
+        "model": dataclasses.asdict(model),
         "mesh": {"d": math.gcd(8, model.d_model), "t": 1},
         "training": {
             "tokens": {"batch": 8, "len": min(length, 2048)},

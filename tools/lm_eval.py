@@ -29,27 +29,22 @@ and weights are held as there.
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
-from jax import lax
 from tqdm import tqdm
 
-import train
 from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from runtime.config import within
 from runtime.errors import user_errors
-from shardlib import devices, ops
+from shardlib import devices
 from shardlib.errors import UserError
-from shardlib.types import bool_, computing_in, f32, typed_shard_map
+from shardlib.types import computing_in
 from tools import generate
 
 try:
@@ -59,32 +54,8 @@ try:
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
-except ModuleNotFoundError:  # `scores` doesn't need it, and `run` says how to get it
+except ModuleNotFoundError:  # `run` says how to get it
     TemplateLM, register_model = object, lambda _: lambda made: made
-
-
-@functools.partial(jax.jit, static_argnames="config")
-@typed_shard_map
-def scores(
-    weights: train.Weights, batch: TokenBatch, config: train.ModelConfig
-) -> tuple[f32["B/d L/c"], bool_["B/d L/c"]]:
-    """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
-    in train.total_loss, and logits exist for PREFILL positions at a time."""
-    output = train.output_weights(weights)
-
-    def score(part: Any) -> tuple[jax.Array, jax.Array]:
-        logits, targets = train.unembed(output, part[0], config), part[1]
-        logits = logits - ops.reduce_max("B/d l/c V/t -> B/d l/c", logits)[:, :, None]
-        logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
-        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
-        logit, sum_exp = (ops.psum("B/d l/c {U:t} -> B/d l/c", x) for x in (logit, sum_exp))
-        return logit - jnp.log(sum_exp), logit == 0
-
-    whole = train.forward(weights, batch, config)[0], batch.targets
-    parts = max(1, batch.targets.shape[1] // generate.PREFILL)
-    split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
-    nats, best = (rearrange(x, "parts B l -> B (parts l)") for x in lax.map(score, split))
-    return nats, best
 
 
 @register_model("shardlight")
@@ -153,7 +124,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                 for row, tokens in enumerate(these):
                     ids[row, : len(tokens)] = tokens
                 batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), self.eot_token_id)
-                nats, best = map(np.asarray, scores(self.weights, batch, self.config.model))
+                nats, best = map(
+                    np.asarray, generate.scores(self.weights, batch, self.config.model)
+                )
                 for row, i in enumerate(part):
                     end = len(these[row]) - 1
                     at = row, slice(end - len(requests[i][2]), end)

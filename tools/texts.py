@@ -15,13 +15,11 @@ class Text:
 
     def __init__(self, name: str):
         self.tokenizer = Tokenizer(name)
-        self.is_bytes = name == "bytes_utf8"
         self.ids, self.ends, self.special = range(1, 257), set[int](), set[int]()
-        if self.is_bytes:
+        if (slow := self.tokenizer.slow) is None:  # bytes
             return
         from transformers import GenerationConfig  # takes a second to import
 
-        slow = self.tokenizer.slow
         self.ids, ends = range(len(slow)), [slow.eos_token_id]
         if os.path.isfile(f"{name}/generation_config.json"):
             more = GenerationConfig.from_pretrained(name).eos_token_id
@@ -46,7 +44,7 @@ class Text:
         """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
         bytes, a character cut off at either end counts as the three bytes of a replacement
         character."""
-        if self.is_bytes:
+        if self.tokenizer.slow is None:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
         parts = (np.asarray(document, np.uint32) for document in documents)

@@ -420,8 +420,7 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     and chunks."""
     config = small_config()
     if length == 17:
-        parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
-        config = in_f32.with_rows(small_config(*parts), length)
+        config = small_config("training.microbatches=2", "training.loss_chunks=3", "mesh.c=2")
     weights, codec = random_weights(config), generate.Text(save_tokenizer(tmp_path))
     data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12), "validation")
     ids, starts = data.read(0, 222)
@@ -429,9 +428,9 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     texts = np.split(ids, np.flatnonzero(starts)[1:])
     size = len("".join(map(codec.decode, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
-        placed_weights = placed(in_f32.train.state_type(config).weights, weights)
-        actual = in_f32.evaluate(placed_weights, data, None, codec, config)
-        part = in_f32.evaluate(placed_weights, data, 1, codec, config)
+        placed_weights = placed(in_f32.train.weights_type(config.model), weights)
+        actual = in_f32.evaluate(placed_weights, data, length, None, codec, config)
+        part = in_f32.evaluate(placed_weights, data, length, 1, codec, config)
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / np.log(2) / size:.4f} bits per byte"
@@ -440,20 +439,17 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "rows", "chunks"),
-    [(1, 512, 16, 8), (1, 8192, 1, 8), (8, 1024, 8, 8), (1, 600, 13, 8), (1, 8, 1024, 8)],
+    ("rows", "length"), [(16, 512), (1, 8192), (8, 1024), (13, 600), (1024, 8)]
 )
-def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, batch, length, rows, chunks):
-    """Batches have 8,192 tokens. Logits of 1,024, from a vocabulary of 128,256, and what is made of
-    them are two arrays of 0.53 GB."""
+def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, rows, length):
+    """Logits of 1,024 tokens, from a vocabulary of 128,256, and what is made of them are two arrays
+    of 0.53 GB."""
     small = "model.vocab=128256", "model.n_q_per_kv=1", "model.n_kv=1", "model.layers=1"
-    tokens = f"training.tokens={{batch: {batch}, len: {8192 // batch}}}"
-    config = in_f32.with_rows(small_config(*small, tokens), length)
-    assert (config.training.tokens.batch, config.training.loss_chunks) == (rows, chunks)
+    config = small_config(*small, f"training.tokens={{batch: {rows}, len: {length}}}")
     with jax.set_mesh(mesh(1, 1)):
-        hint = train.state_type(config).weights, type_tree(TokenBatch)
+        hint = train.weights_type(config.model), type_tree(TokenBatch)
         shapes = make_shapes(hint, train.dimensions(config))
-        compiled = train.validation_step.lower(*shapes, config).compile()
+        compiled = in_f32.scores.lower(*shapes, config.model).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
 
 

@@ -23,8 +23,7 @@ from tools import generate, huggingface_weights
 from tools import lm_eval as tool
 
 
-def test_scores_are_those_of_the_oracle_in_parts_of_rows_too(monkeypatch):
-    monkeypatch.setattr(generate, "PREFILL", 4)
+def test_scores_are_those_of_the_oracle():
     config = small_config()
     weights, rng = random_weights(config), np.random.default_rng(0)
     ids = rng.integers(0, 48, (8, 13)).astype(np.uint32)
@@ -39,7 +38,7 @@ def test_scores_are_those_of_the_oracle_in_parts_of_rows_too(monkeypatch):
         kind = train.weights_type(config.model)
         batch = TokenBatch.of(padded, np.zeros(ids.shape, np.bool_), 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        found = tool.scores(placed(kind, weights), batch, config.model)
+        found = generate.scores(placed(kind, weights), batch, config.model)
         nats, best = (np.array(x) for x in found)
     nats[6, 8:], best[6, 8:] = wanted[6, 8:], False
     likeliest = logits.argmax(-1) == ids[:, 1:]
