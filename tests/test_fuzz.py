@@ -36,6 +36,7 @@ from tools import (
     huggingface_to_flat_tokens,
     huggingface_weights,
     plot,
+    synthetic_dataset,
 )
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
@@ -141,6 +142,7 @@ WITH_ARGPARSE = {
     ],
     huggingface_weights: [["export", "checkpoints", "new"], ["import", "llama", "new"]],
     plot: [["runs/run"]],
+    synthetic_dataset: [["new.zarr", "--train-tokens=9"]],
 }
 
 
@@ -313,10 +315,16 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
 @some_or_many(WITH_ARGPARSE)
 def test_a_program_with_options(module, examples, folder, little_memory, monkeypatch):
     main, starts = module.main, WITH_ARGPARSE[module]
-    whole = generate.generate
+    whole, append = generate.generate, Writer.append
     monkeypatch.setattr(generate, "generate", lambda *args: itertools.islice(whole(*args), 3))
     if examples < MANY:  # compiling takes seconds
         monkeypatch.setattr(generate.Checkpoints, "restore", lambda *_: sys.exit())
+
+    def append_and_end(writer, ids):
+        append(writer, ids)
+        writer.token_count = 2**31
+
+    monkeypatch.setattr(synthetic_dataset.Writer, "append", append_and_end)
     arguments, numbers = options(main, starts[0])
     if examples == MANY:
         with tempfile.TemporaryDirectory() as copy:

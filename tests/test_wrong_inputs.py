@@ -27,7 +27,7 @@ from runtime.run import Run
 from shardlib.types import make_shapes, make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, compose_config, mesh, train_here
-from tools import flat_tokens_info, generate, huggingface_to_flat_tokens, plot
+from tools import flat_tokens_info, generate, huggingface_to_flat_tokens, plot, synthetic_dataset
 
 START = [
     "--config-name=local_test_synthetic",
@@ -239,6 +239,7 @@ TOOLS = {
     "generate: a seed that is too large": (generate, ["x", "--seed=99999999999999999999"]),
     "flat_tokens_info: fewer documents than none": (flat_tokens_info, ["x", "--decode=-1"]),
     "plot: smoothing of nan": (plot, ["x", "--smoothing=nan"]),
+    "synthetic_dataset: a small vocabulary": (synthetic_dataset, ["x", "--vocab=5"]),
 }
 
 
@@ -246,7 +247,7 @@ TOOLS = {
 def test_an_option(case, folder, capsys, monkeypatch):
     tool, arguments = TOOLS[case]
     before = contents(folder)
-    monkeypatch.setattr("sys.argv", [f"python -m {tool.__name__}", *arguments])
+    monkeypatch.setattr("sys.argv", ["python -m tools.synthetic_dataset", *arguments])
     with pytest.raises(SystemExit) as stopped:
         tool.main()
     assert stopped.value.code == 2 and contents(folder) == before
