@@ -156,7 +156,8 @@ def structured(schema: type[C], values: Any, section: str, defaults: Any) -> C:
         merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, values)
         return typing.cast(C, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+        key = getattr(error, "full_key", None)
+        raise ValueError(f"{key}: " * bool(key) + str(error).splitlines()[0]) from None
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
