@@ -67,7 +67,6 @@ class WeightedDataset(Section, key="flat_tokens.mixture"):
     weight: NonNegativeFloat  # its share of the rows is this, divided by the sum of all weights
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.weight > 0, "weight", "it must be above 0")
 
 

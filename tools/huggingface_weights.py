@@ -35,7 +35,7 @@ import re
 import shutil
 import time
 from collections.abc import Container, Iterator
-from typing import Any, cast
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -43,14 +43,13 @@ import numpy as np
 import safetensors.numpy
 from einops import rearrange
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 import train
 from data.sources import has_tokenizer, kept_by_import
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
-from runtime.config import flat
+from runtime.config import flat, load
 from runtime.errors import user_errors
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
@@ -331,8 +330,8 @@ def copy_settings(name: str, folder: pathlib.Path, vocab: float = math.inf) -> d
 def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
     CheckpointError if the model isn't train.py's."""
-    model = source.config(train.ModelConfig, "model")
-    length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
+    model = source.config(train.ModelConfig)
+    length = source.config(train.TokensConfig, {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
 
@@ -476,11 +475,7 @@ def model_in(folder: pathlib.Path) -> tuple[train.ModelConfig, int]:
         experts = {ours: getattr(config, theirs) for theirs, ours in names.items()}
         values |= {"d_ff": 0, "experts": EXPERTS | experts}
     try:
-        checked = OmegaConf.merge(OmegaConf.structured(train.ModelConfig), values)
-        model = cast(train.ModelConfig, OmegaConf.to_object(checked))
-    except OmegaConfBaseException as error:  # of a value's type, which transformers doesn't check
-        problem = f"{error.full_key}: {str(error).splitlines()[0]}"
-        raise UserError(f"{path} doesn't give train.py's model: {problem}") from None
+        model = load(train.ModelConfig, values)
     except UserError as error:
         raise UserError(f"{path} doesn't give train.py's model: {error}") from None
     # The models compute the same if exporting ours would give the same config.json.
