@@ -61,7 +61,7 @@ from data.loader import Batches, TokenBatch, random_batch
 from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints
-from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Section
+from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.program import program
 from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, reserved, say
 from shardlib import kernels, ops
@@ -124,7 +124,6 @@ class ModelConfig(Section, key="model"):
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
         self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
         self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
@@ -364,12 +363,12 @@ class TrainingConfig(Section, key="training"):
     steps: PositiveInt
     steps_for_lr: PositiveInt
     learning_rate: NonNegativeFloat
-    schedule: Annotated[str, OneOf("cosine linear wsd constant")]  # see `learning_rate`
+    schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
     cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
     cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
-    optimizer: Annotated[str, OneOf("adamw muon")]
+    optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
-    no_decay: tuple[Annotated[str, OneOf(" ".join(KINDS))], ...]  # weights that don't decay
+    no_decay: tuple[Annotated[str, one_of(" ".join(KINDS))], ...]  # weights that don't decay
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: NonNegativeFloat
@@ -388,7 +387,6 @@ class TrainingConfig(Section, key="training"):
     max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
         problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
@@ -400,7 +398,7 @@ class Config(RunConfig, DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    dtype: Annotated[str, OneOf(" ".join(COMPUTE))]  # of compute[...]
+    dtype: Annotated[str, one_of(" ".join(COMPUTE))]  # of compute[...]
 
     def __post_init__(self) -> None:
         super().__post_init__()

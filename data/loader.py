@@ -29,6 +29,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
+from pydantic import Field
 
 from data.flat_tokens import (
     FILL,
@@ -43,7 +44,6 @@ from data.flat_tokens import (
 from data.text import ahead, difference
 from runtime.config import (
     NOT_EMPTY,
-    Bound,
     Kept,
     NonNegativeInt,
     PositiveInt,
@@ -65,7 +65,7 @@ from shardlib.types import (
 class WeightedDataset(Section, key="flat_tokens.mixture"):
     filespec: Annotated[Kept, NOT_EMPTY]
     # Its share of the rows is this, divided by the sum of all weights.
-    weight: Annotated[float, Bound(1e-9, math.inf)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclasses.dataclass(unsafe_hash=True)

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import time
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -20,15 +21,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import zarr
+from omegaconf import OmegaConf
 
 from runtime import storage
-from runtime.config import NonNegativeInt, Path, Section, flat, plain, structured
+from runtime.config import NonNegativeInt, Path, Section, flat, load, plain
 from runtime.storage import DamageError
 from runtime.supervise import of_all_hosts
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, make_shardings, named, type_tree
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Section)
 FORMAT = 3
 # Of a checkpoint: the steps done, and when its run started, in milliseconds.
 NAME = r"\d{8,10}\.\d{1,16}"
@@ -188,12 +190,21 @@ class Checkpoint:
         with self._reading(), storage.reading("its config"):
             return plain(config)
 
-    def config(self, schema: type[C], section: str = "", defaults: Any = None) -> C:
-        """Returns the checkpoint's config, or a section of it, as the dataclass `schema`. Keys that
-        it lacks are taken from `defaults`. Raises CheckpointError if a section has other keys or
-        types."""
+    def config(self, schema: type[C], defaults: Any = None) -> C:
+        """Returns the checkpoint's config, or the section of it that is a `schema`. Keys that it
+        lacks are taken from `defaults`; keys at the top that are no more don't matter. Raises
+        CheckpointError for any other difference."""
+        values: Any = self.settings
+        for name in filter(None, schema.prefix.split(".")):
+            values = values.get(name, {}) if isinstance(values, dict) else {}
+        if not schema.prefix:
+            known = typing.get_type_hints(schema)
+            values = {key: values[key] for key in values if key in known}
         try:
-            return structured(schema, self.settings, section, defaults)
+            merged: Any = OmegaConf.create(defaults or {})
+            OmegaConf.set_struct(merged, False)  # else what Hydra has composed refuses other keys
+            merged.merge_with(values)
+            return load(schema, OmegaConf.to_container(merged, resolve=True))
         except ValueError as error:
             problem = f"has a config of another version: {error}"
             raise CheckpointError(f"{self.path} {problem}") from None

@@ -2,36 +2,23 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
-import math
 import operator
 import os
 import pathlib
 import typing
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardlib.errors import UserError
 
 C = TypeVar("C")
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-class Bound(NamedTuple):
-    """Numbers from `low` to less than `below`. A NaN is out of bounds."""
-
-    low: float
-    below: float = 2**31
-
-
-class OneOf(NamedTuple):
-    """Strings out of a few, which `names` lists."""
-
-    names: str
 
 
 def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], Any]:
@@ -45,81 +32,118 @@ def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], A
     return number
 
 
-NOT_EMPTY, PATH, KEPT = "not empty", "path", "kept"
-PositiveInt = Annotated[int, Bound(1)]
-NonNegativeInt = Annotated[int, Bound(0)]
-NonNegativeFloat = Annotated[float, Bound(0, below=math.inf)]
-Seconds = Annotated[float, Bound(0)]  # what a timer can wait for
-Fraction = Annotated[float, Bound(0, below=1)]
+def one_of(names: str) -> AfterValidator:
+    """Strings out of a few, which `names` lists."""
+
+    def check(value: str) -> str:
+        if value not in names.split():
+            raise ValueError(f"choose from {', '.join(names.split())}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _absolute(path: str) -> str:
+    # bytes_utf8 is a tokenizer, whatever else is here.
+    return os.path.abspath(path) if os.path.exists(path) and path != "bytes_utf8" else path
+
+
+UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of this error
+NOT_EMPTY = Field(min_length=1)
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, NOT_EMPTY]
-Path = Annotated[str, PATH]  # ~ is expanded, which only some of the libraries below do
-Kept = Annotated[Path, KEPT]  # of what is there, an absolute one, to be found from other folders
+# ~ is expanded, which only some of the libraries below do.
+Path = Annotated[str, AfterValidator(os.path.expanduser)]
+# Of what is there, an absolute one, to be found from other folders.
+Kept = Annotated[Path, AfterValidator(_absolute)]
 
 
 class Section:
-    """Base of the dataclasses that make up a config. Values are checked on construction.
+    """Base of the dataclasses that make up a config. `key` is the section's place in the config.
 
-    `key` is the section's place in the config. OmegaConf checks types. This class raises UserError
-    for a number out of the bounds of its type, for a string that isn't one of its names, and for an
-    empty one. A section checks anything else in its own __post_init__, after calling this one.
+    pydantic checks keys, types and bounds when a config is loaded. What else a section checks
+    stands in its __post_init__.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
     prefix = ""
 
     def __init_subclass__(cls, key: str = "") -> None:
         cls.prefix = f"{key}." if key else ""
 
-    def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(type(self), include_extras=True).items():
-            key, value, parts = self.prefix + name, getattr(self, name), [*_parts(hint)]
-            if value is None:  # an optional section
-                continue
-            if tuple in parts:
-                setattr(self, name, tuple(value))  # OmegaConf has a list
-            if NOT_EMPTY in parts and not value.strip():
-                raise UserError(f"{key} must not be empty")
-            if PATH in parts:
-                value = os.path.expanduser(value)
-                # bytes_utf8 is a tokenizer, whatever else is here.
-                if KEPT in parts and os.path.exists(value) and value != "bytes_utf8":
-                    value = os.path.abspath(value)
-                setattr(self, name, value)
-            values = value if tuple in parts else [value]
-            for names in (part.names.split() for part in parts if isinstance(part, OneOf)):
-                if not {*values} <= {*names}:
-                    raise UserError(f"{key}={value}: choose from {', '.join(names)}")
-            for low, below in (part for part in parts if isinstance(part, Bound)):
-                for number in values:
-                    if not (isinstance(number, int | float) and low <= number < below):
-                        limit = f"below {below}" if below < math.inf else "finite"
-                        raise UserError(f"{key}={value}: it must be at least {low} and {limit}")
-
     def require(self, condition: object, name: str, problem: str) -> None:
         """Raises UserError with the key, its value and `problem` unless the condition holds."""
         if not condition:
             value = operator.attrgetter(name)(self)
-            raise UserError(f"{self.prefix}{name}={'null' if value is None else value}: {problem}")
+            raise UserError(f"{self.prefix}{name}={_shown(value)}: {problem}")
 
     def changed(self, values: dict[str, Any]) -> typing.Self:
         """Returns a copy with these values, by dotted key. Raises UserError for a bad one."""
-        config = OmegaConf.structured(self)
+        config = OmegaConf.create(self.values())
         for key, value in values.items():
-            try:
-                OmegaConf.update(config, key, value)
-            except OmegaConfBaseException as error:
-                raise UserError(f"{key}={value}: {str(error).splitlines()[0]}") from None
-        return typing.cast(typing.Self, OmegaConf.to_object(config))
+            OmegaConf.update(config, key, value, force_add=True)
+        return load(type(self), OmegaConf.to_container(config))
+
+    def values(self) -> dict[str, Any]:
+        """The section as plain values."""
+        return dataclasses.asdict(typing.cast(Any, self))
 
     def to_yaml(self) -> str:
         """The section as YAML text."""
-        return OmegaConf.to_yaml(OmegaConf.structured(self))
+        return OmegaConf.to_yaml(OmegaConf.create(self.values()))
 
 
-def _parts(hint: Any) -> Iterator[Any]:
-    """Yields a type hint and everything nested in it, down to `int` and bounds."""
-    yield from (hint, typing.get_origin(hint))
-    for part in typing.get_args(hint):
-        yield from _parts(part)
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def load(schema: type[C], values: Any) -> C:
+    """Returns plain values as the dataclass `schema`. Raises UserError that says what is wrong with
+    which key."""
+    try:
+        return TypeAdapter(schema).validate_python(values)
+    except ValidationError as found:
+        error, *others = found.errors()
+    # What is unknown may be a misspelling of what is missing.
+    error = next((each for each in others if each["type"] == UNKNOWN), error)
+    names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error["loc"])
+    key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")
+    if error["type"] == UNKNOWN:
+        raise UserError(unknown(schema, key))
+    if error["type"] == "missing":
+        raise UserError(f"{key} is missing" + ("" if "[" in key else f": add {key}=..."))
+    if error["type"] == "dataclass_type" and "[" not in key:
+        raise UserError(f"{key} is a section: set {key}.KEY=...")
+    if isinstance(cause := error.get("ctx", {}).get("error"), UserError):
+        raise cause
+    problem = error["msg"].removeprefix("Value error, ").replace("tuple", "list in brackets")
+    quoted = f"; quote text: '{key}=\"...\"'" if error["type"] == "string_type" else ""
+    raise UserError(f"{key}={_shown(error['input'])}: {problem}{quoted}")
+
+
+def unknown(schema: Any, key: str) -> str:
+    """A message for a key that the schema lacks."""
+    known = keys(schema, getattr(schema, "prefix", ""))
+    similar = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    similar = similar or difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
+
+
+def keys(schema: Any, prefix: str = "") -> dict[str, tuple[Any, ...]]:
+    """Returns the schema's dotted keys, including those of its sections, and the types of their
+    values."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, hint in typing.get_type_hints(schema).items():
+        # A section, or an optional one. A list of sections has no keys.
+        several = typing.get_origin(hint) in (tuple, dict)
+        found[prefix + name] = kinds = () if several else (hint, *typing.get_args(hint))
+        for kind in filter(dataclasses.is_dataclass, kinds):
+            found |= keys(kind, f"{prefix}{name}.")
+    return found
 
 
 class _Plain(yaml.SafeLoader):
@@ -141,23 +165,6 @@ def plain(text: str) -> dict[str, Any]:
     except Exception as error:  # of YAML, or a RecursionError
         raise ValueError(" ".join(str(error).split())) from None
     return values
-
-
-def structured(schema: type[C], values: Any, section: str, defaults: Any) -> C:
-    """Returns plain values, or the section of them with this dotted key, as the dataclass `schema`.
-    Keys that it lacks are taken from `defaults`. Raises ValueError if it has other keys or types,
-    except at the top: keys there that are no more don't matter."""
-    for key in filter(None, section.split(".")):
-        values = values.get(key, {}) if isinstance(values, dict) else {}
-    if not section:
-        known = {field.name for field in dataclasses.fields(typing.cast(Any, schema))}
-        values = {key: value for key, value in values.items() if key in known}
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), defaults or {}, values)
-        return typing.cast(C, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key = getattr(error, "full_key", None)
-        raise ValueError(f"{key}: " * bool(key) + str(error).splitlines()[0]) from None
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

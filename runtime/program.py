@@ -1,7 +1,5 @@
 """Turns config files and overrides into a typed config, and mistakes in them into one message."""
 
-import dataclasses
-import difflib
 import functools
 import operator
 import os
@@ -11,9 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import typing
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import hydra
@@ -28,7 +25,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from runtime.config import ROOT
+from runtime.config import ROOT, keys, load, unknown
 from runtime.errors import user_errors
 from shardlib.errors import UserError
 
@@ -54,9 +51,7 @@ def program(
     key `names`. All configs are checked before the first job starts.
     """
 
-    # Hydra needs a ++ before keys that are in no file: those with a default, and in their sections.
-    added = "|".join(key for key, (default, _) in _keys(schema) if default)
-    texts = {key for key, (_, kinds) in _keys(schema) if str in kinds}
+    kinds = keys(schema)
 
     def typed(composed: DictConfig, hydra_config: Any) -> C:
         if (name := hydra_config.job.config_name) == "base":
@@ -66,10 +61,8 @@ def program(
             sources = [each.path for each in hydra_config.runtime.config_sources]
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
-        # Interpolations are resolved first, as OmegaConf doesn't check their types.
-        plain = OmegaConf.to_container(composed, resolve=True)
-        merged = OmegaConf.merge(OmegaConf.structured(schema), preset or {}, plain)
-        return cast(C, OmegaConf.to_object(merged))
+        merged = OmegaConf.merge(preset or {}, composed)
+        return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
         @functools.wraps(function)
@@ -79,8 +72,7 @@ def program(
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors, don't print them
             # argparse wants all overrides together.
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: bool(re.match(OVERRIDE, a)))
-            sys.argv = [_as_typed(argument, texts) for argument in sys.argv]
-            sys.argv = [f"++{a}" if re.match(rf"({added})[.=]", a) else a for a in sys.argv]
+            sys.argv[1:] = [_as_typed(argument, kinds, folder) for argument in sys.argv[1:]]
 
             @hydra.main(config_path=str(ROOT / folder), config_name="base", version_base="1.3")
             def compose(config: DictConfig) -> None:
@@ -95,8 +87,8 @@ def program(
                     for config, hydra_config in composed:  # in compose Hydra would print errors
                         jobs.append((typed(config, hydra_config), hydra_config))
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
-                    message = re.sub(rf"\+\+(?=({added})[.=])", "", _message(error, schema, folder))
-                    raise UserError(message) from error
+                    message = _message(error, schema, folder)
+                    raise UserError(re.sub(r"\+\+(?=[\w.]+=)", "", message)) from error
                 if not jobs:  # with --help
                     return
                 first, hydra_config = jobs[0]
@@ -115,7 +107,8 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
     sweep stops too; if one fails, the sweep continues."""
     flags = [a for a in sys.argv[1:] if a not in ("-m", "--multirun") and not re.match(OVERRIDE, a)]
     program, failed = sys.orig_argv[: -len(sys.argv[1:])], []
-    overrides = [list(hydra_config.overrides.task) for _, hydra_config in jobs]
+    given = [hydra_config.overrides.task for _, hydra_config in jobs]
+    overrides = [[argument.removeprefix("++") for argument in each] for each in given]
     process: subprocess.Popen[bytes] | None = None
     signals: list[int] = []
 
@@ -131,7 +124,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         if names:
             # By its values, so that the same sweep with more of them goes on in the same folders.
             own = [a for a in overrides[number] if not all(a in others for others in overrides)]
-            own = [a for a in own if not a.lstrip("+").startswith(f"{names}=")]
+            own = [a for a in own if not a.startswith(f"{names}=")]
             folder = quote(",".join(own), safe="=,+~{}[]: ") or "0"
             arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{folder}"))
         print(f"job {number}: {' '.join(arguments)}", flush=True)
@@ -155,34 +148,21 @@ def _quoted(key: str, value: str) -> str:
     return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
 
 
-def _as_typed(argument: str, texts: set[str]) -> str:
-    """Quotes a text that Hydra would read as a number: 1e3 would become 1000.0, and 0.10 0.1."""
+def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> str:
+    """Quotes a text that Hydra would read as a number: 1e3 would become 1000.0, and 0.10 0.1. Adds
+    ++, with which Hydra takes any key; the schema then checks all keys alike."""
     key, equals, value = argument.partition("=")
-    if key.lstrip("+") in texts and not re.search("[\"'([{]", value):
+    if str in kinds.get(key.lstrip("+"), ()) and not re.search("[\"'([{]", value):
         value = re.sub(NUMBER, r'"\1"', value)
-    return key + equals + value
+    is_value = "." in key or (key in kinds and not (ROOT / folder / key).is_dir())
+    forced = equals and is_value and re.match(r"\w", key)
+    return ("++" if forced else "") + key + equals + value
 
 
 def _names(folder: str) -> list[str]:
     """Names of the configs that a run may choose in a folder."""
     files = (ROOT / folder).glob("*.yaml")
     return sorted(file.stem for file in files if file.stem != "base")
-
-
-def _keys(schema: Any, prefix: str = "") -> Iterator[tuple[str, tuple[bool, tuple[Any, ...]]]]:
-    """Yields the schema's dotted keys, including those of its sections, whether they have a default
-    and the types of their values."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        name, hint = field.name, hints[field.name]
-        defaults = {field.default, field.default_factory}
-        # A section, or an optional one. A list of sections has no keys.
-        several = typing.get_origin(hint) in (tuple, dict)
-        kinds = () if several else (hint, *typing.get_args(hint))
-        yield prefix + name, (defaults != {dataclasses.MISSING}, kinds)
-        for kind in kinds:
-            if dataclasses.is_dataclass(kind):
-                yield from _keys(kind, f"{prefix}{name}.")
 
 
 def _message(error: Exception, schema: Any, folder: str) -> str:
@@ -199,40 +179,20 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         cure = f"; if it is text, quote it: {shlex.quote(_quoted(key, value))}"
         return f"can't parse {error.override}: {problem}" + (cure if equals else "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key, known = getattr(cause, "full_key", None) or "", list(dict(_keys(schema)))
-    section, _, last = key.rpartition(".")
+    key = getattr(cause, "full_key", None) or ""
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} is missing" + ("" if "[" in key else f": add {key}=...")
-    if any(name.startswith(f"{key}.") for name in known):
-        return f"{key} is a section: set {key}.KEY=..."
+        return f"{key} is missing: add {key}=..."
     if key and isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        if key in known and not section:  # base.yaml leaves it to the configs that extend it
-            names = ", ".join(_names(folder))
-            return f"{key} isn't set here; choose another config with --config-name=NAME: {names}"
-        if key in known:
-            return f"{key} can't be set: {section} is null in this config"
-        if section in known and not any(name.startswith(f"{section}.") for name in known):
-            return f"unknown key {key}; to add it to {section}, write +{key}=..."
-        similar = [name for name in known if name.rpartition(".")[2] == last]
-        similar = similar or difflib.get_close_matches(key, known, n=1)
-        return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
+        return unknown(schema, key)
     problem = " ".join(str(cause).split("\n    ")[0].split())
     if group := re.search(r"Could not override '([^']+)'", problem):
-        files = {name: (ROOT / folder / f"{name}.yaml").read_text() for name in _names(folder)}
-        names = ", ".join(name for name in files if f"\n  - {group[1]}: " in files[name])
-        cure = f"; choose another config with --config-name=NAME: {names}" if names else ""
-        return f"this config has no choice of {group[1]}{cure}"
+        cure = "choose a config that has one with --config-name=NAME"
+        return f"this config has no choice of {group[1]}; {cure}"
     if commas := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' 1\. ", problem):
         key, value = commas.groups()
         text = shlex.quote(_quoted(key.lstrip("+"), value))
         sweep = f"{key}={value}: add --multirun to sweep over these"
         return f"{sweep}, or write {key}=[...] for a list and {text} for a text"
-    problem = re.sub(".* is not a ListConfig.*", "it must be a list in brackets", problem)
-    if "Config' to string" in problem:
-        problem += f"; quote text: '{key}=\"...\"'"
-    # Hydra names no key when a whole section or config group is wrong, nor when a flag is.
-    if not key and " --" not in problem:
-        values = {*known} - {name.partition(".")[0] for name in known if "." in name}
-        words = [arg for arg in sys.argv[1:] if re.match(r"\+*\w+=", arg)]
-        key = ", ".join(arg for arg in words if arg.lstrip("+").split("=")[0] not in values)
+    if "Config group override" in problem:
+        key = ", ".join(arg for arg in sys.argv[1:] if (ROOT / folder / arg.split("=")[0]).is_dir())
     return f"{key}: {problem}" if key else problem

@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-from omegaconf import MISSING
 
 from runtime import chips, hlo
 from runtime.checkpoint import CheckpointsConfig
@@ -32,12 +31,12 @@ from runtime.config import (
     Kept,
     Name,
     NonNegativeInt,
-    OneOf,
     Path,
     PositiveInt,
     Seconds,
     Section,
     flat,
+    one_of,
 )
 from runtime.errors import tell
 from runtime.sinks import SINKS, Row, json_lines
@@ -55,10 +54,9 @@ class PathsConfig(Section, key="paths"):
     root_working_dir: Path
     clone_from: Kept  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
     clone_weights_only: bool  # true: weights only, from step 0; false: the whole state
-    model_name: Name = MISSING
+    model_name: Name
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         folder = pathlib.PurePath(self.model_name)
         inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
         self.require(inside, "model_name", "it must name a folder inside paths.root_working_dir")
@@ -78,7 +76,7 @@ class IoConfig(Section, key="io"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MetricsConfig(Section, key="metrics"):
-    to: tuple[Annotated[str, OneOf(" ".join(SINKS))], ...]  # in addition to metrics.jsonl
+    to: tuple[Annotated[str, one_of(" ".join(SINKS))], ...]  # in addition to metrics.jsonl
     norms_interval: NonNegativeInt  # steps between logs of each tensor's norms; 0 disables
 
 
@@ -89,7 +87,7 @@ class RunConfig(Section):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    check: Annotated[str, OneOf("numbers types none")]  # before the first step
+    check: Annotated[str, one_of("numbers types none")]  # before the first step
     checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
     checkpoints: CheckpointsConfig
     hang_timeout_seconds: Seconds  # before a step counts as hung; 0 disables
@@ -105,7 +103,6 @@ class RunConfig(Section):
     simulate_devices: bool
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _, colon, port = self.coordinator.rpartition(":")
         valid = not self.coordinator or (colon and port.isdecimal() and 0 < int(port) < 2**16)
         self.require(valid, "coordinator", "it must be ADDRESS:PORT of the first host")
@@ -128,7 +125,6 @@ class MeshConfig(Section, key="mesh"):
     c: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.d % self.r == 0, "r", f"it must divide mesh.d={self.d}")
 
     @property

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 import train
 from data.flat_tokens import NO_TOKEN
-from runtime.config import ROOT
+from runtime.config import ROOT, load
 from shardlib.devices import QUICK_COMPILES, make_mesh
 from shardlib.types import make_shardings, named
 from tests import mutations
@@ -48,7 +48,7 @@ def compose_config(
 ) -> "train.Config":
     with initialize_config_dir(str(ROOT / folder), version_base="1.3"):
         composed = compose(name, overrides=list(overrides))
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed))
+    return load(schema, OmegaConf.to_container(composed, resolve=True))
 
 
 def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.State:

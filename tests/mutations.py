@@ -38,6 +38,7 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import runtime.config
 from runtime import checks
 from runtime.config import ROOT
 from shardlib import activations, audit, numbers, ops
@@ -250,9 +251,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
     """Returns the kind of check of an edited train.py's types that refuses it, and the first line
     of its message; or two empty strings."""
     try:
-        given = OmegaConf.create(config.to_yaml())
-        schema = OmegaConf.structured(load(source).Config)
-        checks.probe(OmegaConf.to_object(OmegaConf.merge(schema, given)))
+        checks.probe(runtime.config.load(load(source).Config, config.values()))
     except Exception as error:  # of any class
         return _kind(error), str(error).split("\n")[0]
     return "", ""
@@ -284,7 +283,7 @@ def config_of(train: types.ModuleType, settings: Collection[str]) -> Any:
     """A config with these settings, of the class that this copy of train.py defines."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         composed = compose("local_test_synthetic", overrides=[*SETTINGS, *settings])
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(train.Config), composed))
+    return runtime.config.load(train.Config, OmegaConf.to_container(composed, resolve=True))
 
 
 def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:

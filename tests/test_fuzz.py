@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 import train
 from data.flat_tokens import SPLITS, Writer, encode
-from runtime import checks, program
-from runtime.program import _keys
+from runtime import checks, config, program
 from tests.helpers import ROOT
 from tests.tools.test_huggingface_weights import LLAMA_2, random_tensors, write_folder
 from tests.tools.test_plot import make_run
@@ -67,7 +66,7 @@ SECONDS = 60  # that a program may take
 def overrides(schema):
     """A strategy for an override, with the names of which its error message must have one. They are
     empty unless the override sets a known key."""
-    known = st.sampled_from(sorted(dict(_keys(schema))))
+    known = st.sampled_from(sorted(config.keys(schema)))
     keys = st.one_of(
         known,
         known.map(lambda key: key[:-1]),

@@ -293,7 +293,6 @@ CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]
 CONVERSIONS = {
     "convert: no output": CONVERT,
     "convert: the output is there": [*CONVERT, "output=tokens.zarr"],
-    "convert: an argument that the config lacks": [*CONVERT, "load_dataset.data_dir=x"],
     "convert: one document": [*CONVERT, "output=new.zarr"],
 }
 

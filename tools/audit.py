@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import train
 from runtime import checks, chips
-from runtime.config import ROOT
+from runtime.config import ROOT, Section
 from runtime.program import program
 from shardlib import audit, devices
 from shardlib.errors import UserError
@@ -35,7 +35,7 @@ from tools.tables import show, table, texts, totals
 
 
 @dataclasses.dataclass
-class AuditOptions:
+class AuditOptions(Section, key="audit"):
     json: str = ""  # file for the ledger as JSON
     html: str = ""  # file for the source as a page with the ledger's amounts beside its lines
     against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it

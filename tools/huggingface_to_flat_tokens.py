@@ -15,14 +15,15 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
+from pydantic import Field
 from tqdm import tqdm
 
 from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit
 from runtime import storage
-from runtime.config import NOT_EMPTY, Bound, Kept, Name, Path, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -39,9 +40,9 @@ class ConvertConfig(Section):
     skip_not_text: bool  # leave out values that aren't text, and count them as empty
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
-    validation_share: Annotated[float, Bound(1e-9, below=1)]  # as a dataset needs both splits
+    validation_share: Annotated[float, Field(gt=0, lt=1)]  # as a dataset needs both splits
     max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
-    output: Annotated[Path, NOT_EMPTY] = MISSING
+    output: Annotated[Path, NOT_EMPTY]
 
 
 def python_stdlib() -> list[str]:
@@ -72,8 +73,7 @@ class Conversion:
         self.config = config
         with storage.opening(config.output):
             self.root: Any = storage.group(config.output, "a")
-        settings: Any = OmegaConf.to_container(OmegaConf.structured(config))
-        settings = {k: v for k, v in settings.items() if k != "output"}
+        settings = {k: v for k, v in config.values().items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         self.provenance = {"settings": settings, "versions": versions}
         saved: Any = self.root.attrs.get("conversion", {})

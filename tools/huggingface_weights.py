@@ -49,7 +49,7 @@ import train
 from data.sources import kept_by_import
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
-from runtime.config import flat, structured
+from runtime.config import flat, load
 from runtime.errors import user_errors
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
@@ -281,7 +281,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     if names := MIXTURES.get(family):
         experts = {ours: getattr(config, theirs) for theirs, ours in names.items()}
         found |= {"d_ff": 0, "experts": {"bias": False} | experts}
-    model, length = structured(train.ModelConfig, found, "", None), config.max_position_embeddings
+    model, length = load(train.ModelConfig, found), config.max_position_embeddings
     # The models compute the same if exporting ours would give the same config.json.
     wanted = described(model, length, family) | {"quantization_config": None}
     if family not in WITH_WINDOW:
@@ -331,8 +331,8 @@ def copy_settings(source: str, folder: pathlib.Path) -> None:
 def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
     CheckpointError if the model isn't train.py's."""
-    model = source.config(train.ModelConfig, "model")
-    length = source.config(train.TokensConfig, "training.tokens", {"batch": 1}).len
+    model = source.config(train.ModelConfig)
+    length = source.config(train.TokensConfig, {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
 

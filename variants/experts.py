@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
+from runtime.config import NonNegativeFloat, PositiveInt, Section, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
@@ -26,12 +26,11 @@ class ExpertsConfig(Section, key="model.experts"):
     count: PositiveInt
     per_token: PositiveInt
     d_ff: PositiveInt  # of each expert
-    score: Annotated[str, OneOf("softmax sigmoid")] = "softmax"
+    score: Annotated[str, one_of("softmax sigmoid")] = "softmax"
     renormalize: bool = True  # makes the scores of a token's experts add up to one
     bias: bool = True  # added to the scores for the choice alone
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         problem = f"there are only {self.count} experts"
         self.require(self.per_token <= self.count, "per_token", problem)
         problem = "with per_token=1 each score would be 1, and the router would learn nothing"

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.config import NonNegativeFloat, OneOf, PositiveInt, Section
+from runtime.config import NonNegativeFloat, PositiveInt, Section, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import choose, compute, f32, pytree_dataclass, typechecked, u32
 
-QK_NORMS = Annotated[str, OneOf("head all")]  # see HeadNorms and AllNorms
+QK_NORMS = Annotated[str, one_of("head all")]  # see HeadNorms and AllNorms
 
 
 @dataclasses.dataclass(unsafe_hash=True)

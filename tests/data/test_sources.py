@@ -80,7 +80,7 @@ def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
     _, message = train_here(
         capsys, monkeypatch, *arguments, overrides[0], "counting={first: -5}", program=train.main
     )
-    assert message == "error: counting.first=-5: it must be at least 0 and below 2147483648"
+    assert message == "error: counting.first=-5: Input should be greater than or equal to 0"
 
 
 def of_tokenizer(path, tokenizer):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import runtime.checkpoint
 from runtime import storage
 from runtime.checkpoint import CHUNK_BYTES, CheckpointError, Checkpoints, chunk_shape
+from runtime.config import Section
 from runtime.storage import DamageError
 from shardlib.errors import UserError
 from shardlib.types import Stacked, bf16, f32, make_shardings, pytree_dataclass, u32
@@ -354,20 +355,20 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
 
 
 @dataclasses.dataclass
-class Section:
+class Model(Section, key="model"):
     size: int
     rope: int
 
 
 @dataclasses.dataclass
-class Whole:
-    model: Section
+class Whole(Section):
+    model: Model
 
 
 CONFIGS = {
-    "model: {size: 3, rope: 2, gate: 1}": "Key 'gate' not in 'Section'",
-    "model: {size: small}": "Value 'small' of type 'str' could not be converted to Integer",
-    "other: 1": ".* has missing mandatory value: size",
+    "model: {size: 3, rope: 2, gate: 1}": "unknown key model.gate",
+    "model: {size: small}": "model.size=small: Input should be a valid integer, ",
+    "other: 1": "model.size is missing",
 }
 
 
@@ -377,13 +378,13 @@ def test_a_config_of_another_schema_is_refused(tmp_path):
         for step, text in enumerate(["model: {size: 3}\ncompiled_step: x", *CONFIGS]):
             written(Checkpoints(str(tmp_path), Tree, SIZES, text, 4), step, on_mesh(values()))
     one, *others = runtime.checkpoint.list_checkpoints(str(tmp_path))
-    assert one.config(Section, "model", {"rope": 2}) == Section(3, 2)
-    assert one.config(Whole, defaults={"model": {"rope": 2}}) == Whole(Section(3, 2))
-    with pytest.raises(CheckpointError, match="Key 'gate' not in 'Section'"):
+    assert one.config(Model, {"rope": 2}) == Model(3, 2)
+    assert one.config(Whole, defaults={"model": {"rope": 2}}) == Whole(Model(3, 2))
+    with pytest.raises(CheckpointError, match=r"unknown key model\.gate"):
         others[0].config(Whole)
     for other, problem in zip(others, CONFIGS.values(), strict=True):
         with pytest.raises(CheckpointError, match=f"^{re.escape(other.path)} has .*: {problem}"):
-            other.config(Section, "model", {"rope": 2})
+            other.config(Model, {"rope": 2})
 
 
 OTHERS = {
