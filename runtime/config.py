@@ -80,6 +80,7 @@ class Section:
                 raise UserError(f"{key} must not be empty")
             if PATH in parts:
                 value = os.path.expanduser(value)
+                value = value.rstrip("/") or value  # in a bucket `x//y` is another place than `x/y`
                 # bytes_utf8 is a tokenizer, whatever else is here.
                 if KEPT in parts and os.path.exists(value) and value != "bytes_utf8":
                     value = os.path.abspath(value)
