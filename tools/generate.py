@@ -402,9 +402,11 @@ def evaluate(
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
     if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
+    loss = nats / last
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # which raises for what is no float
     return (
-        f"{data.name}, {last:,} tokens: {nats / last:.4f} nats per token, "
-        f"perplexity {math.exp(nats / last):.4g}, {bits}"
+        f"{data.name}, {last:,} tokens: {loss:.4f} nats per token, "
+        f"perplexity {perplexity:.4g}, {bits}"
     )
 
 
