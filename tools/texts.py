@@ -38,7 +38,9 @@ class Text:
     def __init__(self, name: str):
         self.tokenizer = Tokenizer(name)
         self.is_bytes = name == "bytes_utf8"
-        self.ids = range(1, 257) if self.is_bytes else range(len(self.tokenizer.slow))
+        # A vocabulary may have gaps, so that ids are beyond its length.
+        last = 256 if self.is_bytes else max(self.tokenizer.slow.get_vocab().values())
+        self.ids = range(int(self.is_bytes), last + 1)
         ends = [] if self.is_bytes else [self.tokenizer.slow.eos_token_id]
         settings = pathlib.Path(name, "generation_config.json")
         if settings.is_file():

@@ -356,6 +356,9 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     ids = np.array(codec.encode("the snow man"))
     assert codec.decode(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
+    inner = models.BPE({"a": 0, "b": 7}, [])
+    Tokenizer(inner).save(str(tmp_path / "gaps.json"))
+    assert generate.Text(str(tmp_path / "gaps.json")).ids == range(8)
     codec = generate.Text("bytes_utf8")
     assert codec.encode("é") == [0xC4, 0xAA] and codec.count_bytes(ids, ids == 0) == len(ids)
     assert not codec.ends and codec.ids == range(1, 257)
