@@ -222,7 +222,7 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as text:
-        yield {"text": text.read()}
+        yield {"text": text.read().removeprefix("\ufeff")}  # the byte order mark, as above
 
 
 READERS = {"json": json_rows, "parquet": parquet_rows, "text": text_rows}

@@ -16,7 +16,7 @@ def prompts_in(path: str) -> dict[str, str]:
     """Returns the prompts in a file by the names of their lines: JSON strings if the file's name
     ends in .jsonl, else plain text. Raises UserError or OSError if it can't be read."""
     try:
-        text = pathlib.Path(path).read_text("utf-8")
+        text = pathlib.Path(path).read_text("utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
     if not text:

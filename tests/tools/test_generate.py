@@ -524,7 +524,7 @@ def test_prompts_in_a_file(name, run, tmp_path, capsys, monkeypatch):
     byte and its number. stderr is a terminal."""
     prompts, asked = ["ab", "é\u2028", "an"], []
     lines = map(json.dumps, prompts) if name.endswith("jsonl") else prompts
-    (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    (tmp_path / name).write_text("\ufeff" + "".join(f"{line}\n" for line in lines))
 
     def echo(_, prompts, numbers, tokens, rows, *others):
         asked.append((numbers, rows))
