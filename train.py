@@ -849,7 +849,7 @@ def starting_state(
         make = jax.jit(fresh_state, donate_argnums=0, static_argnums=1, out_shardings=shardings)
         return make(weights, config), f"weights from {source.newest.path}"
     state = source.restore()  # of the newest one that isn't damaged
-    check_same_rows(config, source.newest.settings, source.newest.path)
+    check_same_rows(config, source.newest, data)
     data.resume(source.position)
     return state, f"resumed at step {source.newest.step} from {source.newest.path}"
 

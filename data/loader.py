@@ -266,7 +266,9 @@ class Batches(abc.ABC):
 
     count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
-    position: Any = None  # JSON, of a stream: where it continues after the last batch
+    # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
+    position: Any = None
+    made_of: Any = None  # the number of tokens of each dataset of flat tokens, and their tokenizer
 
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
@@ -354,6 +356,7 @@ class Loader(Batches):
                 f"too few for training.tokens.batch={batch}"
             )
         self.count = count
+        self.made_of = {"tokens": [data.token_count], "tokenizer": config.tokenizer_used(True)}
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         self.streams = [
             Stream(self, i, first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))
@@ -408,7 +411,7 @@ class Loader(Batches):
         return decode(self.sequences(number * self.shape[0] + np.array(indices))[0])
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        return ((*self.rows(number, self.local_rows), None) for number in numbers)
+        return ((*self.rows(number, self.local_rows), self.made_of) for number in numbers)
 
     def origin(self, number: int) -> str:
         return self.describe(number * self.shape[0] + np.arange(self.shape[0]))
@@ -439,6 +442,8 @@ class Mixture(Batches):
                 )
         single = (dataclasses.replace(config, filespec=path, mixture=()) for path in paths)
         self.loaders = [Loader(part, spec, split) for part in single]
+        tokens = [loader.dataset.token_count for loader in self.loaders]
+        self.made_of = {"tokens": tokens, "tokenizer": config.tokenizer_used(True)}
         # As the decimals say, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.mixture]
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
@@ -466,7 +471,7 @@ class Mixture(Batches):
                 held = local[local < len(rows)]
                 encoded.append(loader.sequences(rows[held])[0])
                 local = local[len(held) :] - len(rows)
-            yield *decode(np.concatenate(encoded)), None
+            yield *decode(np.concatenate(encoded)), self.made_of
 
     def origin(self, number: int) -> str:
         return "; ".join(loader.describe(rows) for loader, rows in self.parts(number) if len(rows))
