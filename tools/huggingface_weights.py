@@ -48,6 +48,7 @@ from tqdm import tqdm
 
 import train
 from data.sources import has_tokenizer, kept_by_import
+from data.text import Tokenizer
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat
@@ -301,10 +302,10 @@ def copy_settings(name: str, folder: pathlib.Path, vocab: float = math.inf) -> d
     """Copies the tokenizer's files, chat template and generation_config.json from a folder or hub
     repository. Returns the ids that end a text and that pad a batch. Raises UserError if there is
     no tokenizer, or if it has ids that the model hasn't."""
-    import transformers  # takes two seconds
-
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file: name a folder that has it as tokenizer.json")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = Tokenizer(name).slow
         if not os.path.isdir(name):
             name = huggingface_hub.snapshot_download(
                 name, allow_patterns=[*SETTINGS, "config.json"]
