@@ -849,7 +849,7 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
         say(f"weights from {source.newest.path}")
         return make(weights, config)
     state = source.restore()
-    check_same_rows(config, source.newest.settings, source.newest.path)
+    check_same_rows(config, source.newest, data)
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
     return state

@@ -250,7 +250,9 @@ class Batches(abc.ABC):
 
     count: int | None = None  # rows of an epoch, if known
     waited = 0.0  # seconds that the caller waited for the last batch
-    position: Any = None  # JSON, of a stream: where it continues after the last batch
+    # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
+    position: Any = None
+    made_of: Any = None  # the number of tokens of each dataset of flat tokens, and their tokenizer
 
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
@@ -414,6 +416,8 @@ class Mixture(Batches):
                 )
         self.datasets = [Shuffled(path, config, spec, split) for path in paths]
         self.count = self.datasets[0].count if len(paths) == 1 else None
+        tokens = [dataset.data.token_count for dataset in self.datasets]
+        self.made_of = {"tokens": tokens, "tokenizer": config.tokenizer_used(True)}
         # As the decimals say, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in mixture]
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
@@ -443,7 +447,7 @@ class Mixture(Batches):
         return decode(np.concatenate([dataset.sequences(rows)[0] for dataset, rows in parts]))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        return ((*self.rows(number, self.local_rows), None) for number in numbers)
+        return ((*self.rows(number, self.local_rows), self.made_of) for number in numbers)
 
     def origin(self, number: int) -> str:
         parts = self.parts(number, range(self.spec.rows))

@@ -67,12 +67,22 @@ def has_tokenizer(folder: str | pathlib.Path) -> bool:
     return any(pathlib.Path(folder).glob("tokenizer*"))
 
 
+def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
+    """Returns what a checkpoint records of the datasets of flat tokens that its run's batches were
+    made of, `Batches.made_of`, or {}: for a stream, an import or an earlier version."""
+    position = checkpoint.metadata["positions"][0]
+    return position if isinstance(position, dict) and "tokens" in position else {}
+
+
 def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
-    """Returns the tokenizer that an import kept, else that of the dataset of a checkpoint's run.
-    None if neither is on this machine."""
+    """Returns the tokenizer that an import kept, else that of the dataset of a checkpoint's run, as
+    the dataset was then. None if neither is on this machine."""
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         return kept
     with contextlib.suppress(UserError):
+        name = made_of_flat_tokens(checkpoint).get("tokenizer")
+        if name and (os.path.exists(name) or not os.path.isabs(name)):
+            return str(name)
         data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
         return data.source().tokenizer_used()
     return None
@@ -89,10 +99,10 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) ->
         )
 
 
-def check_same_rows(config: Any, saved: dict[str, Any], path: str) -> None:
-    """Raises UserError if a run that goes on from the checkpoint at `path`, with the settings
-    `saved`, would take other rows of flat tokens into its batches, unless the config allows it. A
-    stream goes on after the last token that was used, whatever the batches."""
+def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
+    """Raises UserError if a run that goes on from the checkpoint would take other rows of flat
+    tokens into its batches than the run that wrote it, unless the config allows it. A stream goes
+    on after the last token that was used, whatever the batches."""
     if not config.flat_tokens or config.flat_tokens.other_rows:
         return
 
@@ -103,14 +113,17 @@ def check_same_rows(config: Any, saved: dict[str, Any], path: str) -> None:
         chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
         return flat({"flat_tokens": chosen, "training.tokens": settings["training"]["tokens"]})
 
-    before, now = rows(saved), rows(plain(config.to_yaml()))
+    before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
+    if made_of := made_of_flat_tokens(checkpoint):
+        key = "the datasets' tokens"
+        before[key], now[key] = made_of["tokens"], data.made_of["tokens"]
     for key in before.keys() & now.keys():
         if before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             raise UserError(
-                f"{path} was written with {what}={before[key]}, now {now[key]}: in this epoch rows "
-                "that were used would come again, or others never. Keep the earlier value, or "
-                "accept that with flat_tokens.other_rows=true"
+                f"{checkpoint.path} was written with {what}={before[key]}, now {now[key]}: in this "
+                "epoch rows that were used would come again, or others never. Keep the earlier "
+                "value, or accept that with flat_tokens.other_rows=true"
             )
 
 

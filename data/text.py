@@ -103,12 +103,19 @@ class Tokenizer:
             return None
         import tokenizers
         import transformers  # takes a second to import; bytes_utf8 doesn't need it
+        from transformers import PreTrainedTokenizerFast
 
         try:
             if self.name.endswith(".json"):
                 inner = tokenizers.Tokenizer.from_file(self.name)
-                return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
-            return transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+                return PreTrainedTokenizerFast(tokenizer_object=inner)
+            opened = transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+            if transformers.utils.has_file(self.name, "tokenizer.json"):
+                # The class of a family may replace parts of it by its own, which give other ids.
+                end, opened = opened.eos_token, PreTrainedTokenizerFast.from_pretrained(self.name)
+                if opened.eos_token is None and end in opened.get_vocab():
+                    opened.eos_token = end  # which only the class names
+            return opened
         except Exception as error:  # what tokenizers raises is a plain Exception
             problem = f"tokenizer={self.name} can't be opened: {error}"
             raise UserError(problem.split("\n")[0]) from None
@@ -215,7 +222,7 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as text:
-        yield {"text": text.read()}
+        yield {"text": text.read().removeprefix("\ufeff")}  # the byte order mark, as above
 
 
 READERS = {"json": json_rows, "parquet": parquet_rows, "text": text_rows}

@@ -43,6 +43,11 @@ def one_of(names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _plain_path(path: str) -> str:
+    path = os.path.expanduser(path)  # which only some of the libraries below do
+    return path.rstrip("/") or path  # in a bucket `x//y` is another place than `x/y`
+
+
 def _absolute(path: str) -> str:
     # bytes_utf8 is a tokenizer, whatever else is here.
     return os.path.abspath(path) if os.path.exists(path) and path != "bytes_utf8" else path
@@ -56,8 +61,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, NOT_EMPTY]
-# ~ is expanded, which only some of the libraries below do.
-Path = Annotated[str, AfterValidator(os.path.expanduser)]
+Path = Annotated[str, AfterValidator(_plain_path)]
 # Of what is there, an absolute one, to be found from other folders.
 Kept = Annotated[Path, AfterValidator(_absolute)]
 

@@ -1,6 +1,7 @@
 """Turns config files and overrides into a typed config, and mistakes in them into one message."""
 
 import functools
+import hashlib
 import operator
 import os
 import re
@@ -126,6 +127,8 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
             own = [a for a in overrides[number] if not all(a in others for others in overrides)]
             own = [a for a in own if not a.startswith(f"{names}=")]
             folder = quote(",".join(own), safe="=,+~{}[]: ") or "0"
+            if len(folder) > 255:  # which file systems refuse
+                folder = f"{folder[:238]}~{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
             arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{folder}"))
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         process = subprocess.Popen([*program, *arguments])

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import time
 import weakref
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def wandb(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row],
 
     name = folder / "wandb.id"
     if first_step == 0 or not name.exists():
-        name.write_text(f"{folder.name}-{time.time_ns() // 10**6}")
+        name.write_text(secrets.token_hex(8))  # not the folder's name: an id has no `,` or `:`
     settings: Any = OmegaConf.to_container(OmegaConf.create(config))
     run = wandb.init(
         id=name.read_text(), name=folder.name, dir=str(folder), config=settings, resume="allow"

@@ -190,6 +190,9 @@ def test_a_run_of_a_sweep_has_the_folder_of_its_values(jobs):
     grid = folders("training.seed=1,2", "flat_tokens.filespec=a/b,c", "training.steps=5")
     assert grid[0] == 'paths.model_name="sweep/training.seed=1,flat_tokens.filespec=a%2Fb"'
     assert len(set(grid)) == 4
+    long = folders("training.seed=1,2", f"flat_tokens.filespec={'x' * 300},{'x' * 301}")
+    names = [folder.partition("/")[2].rstrip('"') for folder in long]
+    assert len(set(names)) == 4 and {*map(len, names)} == {255}
 
 
 def test_a_sweep_is_of_the_config_that_was_asked_for(jobs, tmp_path):

@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import zarr
 
+from data.flat_tokens import SPLITS, Writer
 from runtime.config import ROOT
 from runtime.run import open_folder
 from tests.helpers import SMALL, arrays, rows, train_here
@@ -109,6 +112,39 @@ def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
     accepted = "training.tokens.batch=16", "flat_tokens.other_rows=true"
     out, message = train_here(capsys, monkeypatch, *run, *accepted, "training.steps=3")
     assert not message and "\nresumed at step 2 from " in out
+
+
+@pytest.mark.slow
+def test_a_dataset_that_has_become_another_is_refused(tmp_path, capsys, monkeypatch):
+    """Under the same name, with another tokenizer or number of tokens, by which rows are chosen; or
+    with the datasets of a mixture in another order."""
+    for name, tokens in ("one", 200), ("other", 210):
+        for split in SPLITS:
+            with Writer(f"{tmp_path}/{name}.zarr", split) as writer:
+                writer.append(np.arange(tokens) % 128)
+    run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
+    one, other = f"{tmp_path}/one.zarr", f"{tmp_path}/other.zarr"
+    both = [f"{{filespec: {path}, weight: 1}}" for path in (one, other)]
+    mixed = ["flat_tokens.filespec=null", f"flat_tokens.mixture=[{','.join(both)}]"]
+    turned = ["flat_tokens.filespec=null", f"flat_tokens.mixture=[{','.join(both[::-1])}]"]
+    for name, begun, changed, message in (
+        ("single", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={other}"],
+         "the datasets' tokens=[200], now [210]: "),
+        ("mixed", mixed, turned, "the datasets' tokens=[200, 210], now [210, 200]: "),
+    ):  # fmt: skip
+        run_of = [*run, f"paths.model_name={name}"]
+        train_here(capsys, monkeypatch, *run_of, *begun, "training.steps=1")
+        _, refused = train_here(capsys, monkeypatch, *run_of, *changed, "training.steps=2")
+        assert message in refused and "flat_tokens.other_rows=true" in refused
+    accepted = [*run_of, *turned, "flat_tokens.other_rows=true", "training.steps=2"]
+    out, refused = train_here(capsys, monkeypatch, *accepted)
+    assert not refused and "\nresumed at step 1 from " in out
+    run_of = [*run, f"flat_tokens.filespec={one}", "paths.model_name=tokenized"]
+    for steps, tokenizer in (1, "bytes_utf8"), (2, "gone"):
+        settings = {"settings": {"tokenizer": tokenizer}}
+        zarr.open_group(one).attrs["conversion"] = settings
+        _, refused = train_here(capsys, monkeypatch, *run_of, f"training.steps={steps}")
+    assert " is bytes_utf8, the dataset's is gone: " in refused
 
 
 RING = ["{d: 4, t: 2, r: 2}", "{d: 2, t: 1, r: 2, c: 4}", "{d: 1, t: 1}"]

@@ -422,9 +422,11 @@ def evaluate(
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
     if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
+    loss = nats / last
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # which raises for what is no float
     return (
-        f"{data.name}, {last:,} tokens: {nats / last:.4f} nats per token, "
-        f"perplexity {math.exp(nats / last):.4g}, {bits}"
+        f"{data.name}, {last:,} tokens: {loss:.4f} nats per token, "
+        f"perplexity {perplexity:.4g}, {bits}"
     )
 
 
@@ -434,7 +436,7 @@ def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> l
     texts = [args.prompt or ""]
     if args.prompts:
         try:
-            texts = pathlib.Path(args.prompts).read_text("utf-8").removesuffix("\n").split("\n")
+            texts = pathlib.Path(args.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
         except UnicodeDecodeError:
             raise UserError(f"{args.prompts} is not UTF-8 text") from None
     prompts = [codec.encode(text) for text in texts]

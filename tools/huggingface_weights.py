@@ -47,6 +47,7 @@ from tqdm import tqdm
 
 import train
 from data.sources import kept_by_import
+from data.text import Tokenizer
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
@@ -341,10 +342,10 @@ def copy_tokenizer(name: str, folder: pathlib.Path, vocab: int) -> dict[str, Any
     """Copies the settings of a folder or hub repository. Returns the ids that end a text and that
     pad a batch. Raises UserError if there is no tokenizer, or if it has ids that the model
     hasn't."""
-    import transformers  # takes two seconds
-
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file: name a folder that has it as tokenizer.json")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = Tokenizer(name).slow
         if not os.path.isdir(name):
             name = huggingface_hub.snapshot_download(name, allow_patterns=[*SETTINGS])
     except Exception as error:  # what tokenizers raises is a plain Exception

@@ -20,7 +20,7 @@ class Text:
             return
         from transformers import GenerationConfig  # takes a second to import
 
-        self.ids, ends = range(len(slow)), [slow.eos_token_id]
+        self.ids, ends = range(1 + max(slow.get_vocab().values())), [slow.eos_token_id]
         if os.path.isfile(f"{name}/generation_config.json"):
             more = GenerationConfig.from_pretrained(name).eos_token_id
             ends += more if isinstance(more, list) else [more]

@@ -1,5 +1,6 @@
 """Texts as tokens: the end token, special tokens, and what a tokenizer is known by."""
 
+import json
 import os
 
 import numpy as np
@@ -52,6 +53,26 @@ def test_the_end_token_ends_what_is_not_empty(tmp_path):
     plain = text.Tokenizer(path)
     (ids,) = tokenized(plain, ["hello<|endoftext|>"])
     assert min(ids) > END_OF_MESSAGE, "the name of a special token in a text is text"
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "GPT2"])
+def test_ids_are_those_of_tokenizer_json_whatever_class_the_folder_names(tmp_path, family):
+    """transformers' classes of these families split numbers and words by rules of their own."""
+    inner = trained_tokenizer(["1024 and 2048 and 4096"] * 9, SPECIAL)
+    split = pre_tokenizers.Split("4", "isolated")
+    bytelevel = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, bytelevel])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": f"{family}Tokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family.lower()}))
+    opened = text.Tokenizer(str(tmp_path))
+    document = "2048 and 1024"
+    (ids,) = tokenized(opened, [document])
+    assert ids.tolist() == inner.encode(document).ids
+    assert opened.decode(ids) == document
+    if family == "GPT2":  # of which only the class names it, as on the hub
+        assert opened.slow.eos_token_id == END_OF_TEXT
 
 
 def test_the_digest_tells_what_a_document_becomes(tmp_path):

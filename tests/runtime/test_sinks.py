@@ -136,11 +136,14 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
         return types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    folder = tmp_path / "training.seed=1,mesh={d:1,t:1}"  # as a sweep names one
     for first_step in 0, 3, 0:
-        for write in open_folder(tmp_path / "run", ("wandb",), CONFIG, first_step):
+        for write in open_folder(folder, ("wandb",), CONFIG, first_step):
             write({"step": first_step, "loss": 1.5})
     one, resumed, anew = (settings["id"] for settings in asked)
     assert one == resumed != anew
+    assert one.isalnum(), "W&B refuses ids with any of :;,#?/'"
+    assert asked[0]["name"] == folder.name
     assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"
     assert logged == [{"step": step, "loss": 1.5} for step in (0, 3, 0)]
 

@@ -355,6 +355,9 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     ids = np.array(codec.encode("the snow man"))
     assert codec.decode(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
+    inner = models.BPE({"a": 0, "b": 7}, [])
+    Tokenizer(inner).save(str(tmp_path / "gaps.json"))
+    assert generate.Text(str(tmp_path / "gaps.json")).ids == range(8)
     codec = generate.Text("bytes_utf8")
     assert codec.encode("é") == [0xC4, 0xAA] and codec.count_bytes(ids, ids == 0) == len(ids)
     assert not codec.ends and codec.ids == range(1, 257)
@@ -506,7 +509,7 @@ def test_prompts_in_a_file(run, tmp_path, capsys, monkeypatch):
     """Three prompts with two samples each, in batches of four. A row goes on with its prompt's last
     byte and its number."""
     prompts, asked = ["ab", "é\u2028", "an"], []
-    (tmp_path / "prompts.txt").write_text("".join(f"{line}\n" for line in prompts))
+    (tmp_path / "prompts.txt").write_text("\ufeff" + "".join(f"{line}\n" for line in prompts))
 
     def echo(_, prompts, numbers, tokens, rows, *others):
         asked.append((numbers, rows))
@@ -596,6 +599,9 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
     short = "--evaluate=nameless.zarr", "--batches=1"
     out, _, message = call(capsys, monkeypatch, run, "bytes", *short)
     assert "bits per byte: name a --tokenizer" in out and not message
+    monkeypatch.setattr(generate.train, "validation_step", lambda *_: {"nats": 1e6})
+    out, _, message = call(capsys, monkeypatch, run, "bytes", *short)
+    assert ", perplexity inf, " in out and not message
 
 
 WRONG = {

@@ -493,8 +493,8 @@ def test_a_parquet_column_that_is_not_text(folder, run_here):
 
 
 def test_a_folder_of_text_files_has_a_document_per_file(folder, run_here):
-    for i in range(3):
-        (folder / f"{i}.txt").write_text(f"{i}\nline\n")
+    for i in range(3):  # one with a byte order mark
+        (folder / f"{i}.txt").write_text("\ufeff" * (i == 1) + f"{i}\nline\n")
     out, message = converted(run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}")
     assert message == "" and "read 3 files: 3 documents with text" in out
     assert all_texts(folder.parent / "x.zarr") == [f"{i}\nline\n" for i in range(3)]

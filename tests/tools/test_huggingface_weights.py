@@ -26,6 +26,7 @@ from runtime.config import load
 from shardlib.errors import UserError
 from shardlib.types import computing_in, f32, make_shardings, typed_shard_map, u32
 from tests import golden
+from tests.data.test_text import trained_tokenizer
 from tests.helpers import (
     arrays,
     assert_close,
@@ -782,3 +783,17 @@ def test_experts_generate_what_transformers_does(family, tmp_path, run):
         made = np.concatenate([*steps], axis=1)
     assert (made == wanted.numpy()[:, 24:]).all()
     assert len(np.unique(made)) > 4
+
+
+def test_a_tokenizer_has_the_ids_of_its_file(tmp_path):
+    """transformers' class for Qwen2 adds tokens that neither the file nor the model has."""
+    vocabulary = trained_tokenizer(["two and two is four"], ["<|end|>"]).get_vocab_size()
+    trained_tokenizer(["two and two is four"], ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = tool.copy_settings(str(tmp_path), tmp_path / "out", vocabulary)
+    assert ids == {"eos_token_id": 0, "pad_token_id": None}
+    assert (tmp_path / "out/tokenizer.json").exists()
+    file = str(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"is a file: name a folder that has it"):
+        tool.copy_settings(file, tmp_path / "other")
