@@ -350,28 +350,19 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
 def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str] | None:
     """The place where two traces of a function first compute something else between ops, and what
     each computes there; None if they compute the same, with the same numbers, or if `sizes` differ,
-    with numbers at the same places. What only casts or shapes arrays doesn't count, as JAX does
-    that differently where an axis or a length is one."""
-    for one, two in itertools.zip_longest(_computed(jaxpr), _computed(other)):
-        what = ["nothing", "nothing"]
-        for i, each in enumerate((one, two)):
-            if each:
-                numbers = ["a number" if sizes else number for number in each.numbers]
-                what[i] = each.primitive + (f" with {', '.join(numbers)}" if numbers else "")
-        if what[0] != what[1]:
-            return (one or two).line.replace(" ", ", in "), what[0], what[1]
+    with numbers at the same places."""
+    both = _computed(jaxpr, sizes), _computed(other, sizes)
+    pairs = itertools.zip_longest(*both, fillvalue=("", "nothing"))
+    for (line, here), (other_line, there) in pairs:
+        if here != there:
+            return (line or other_line).replace(" ", ", in "), here, there
     return None
 
 
-class _Computed(NamedTuple):
-    """A primitive between ops, with those of its operands that are numbers."""
-
-    line: str
-    primitive: str
-    numbers: list[str]
-
-
-def _computed(jaxpr: Any) -> Iterator[_Computed]:
+def _computed(jaxpr: Any, sizes: bool) -> Iterator[tuple[str, str]]:
+    """Yields the line of each equation between ops, and its primitive, with those of its operands
+    that are numbers. What only casts or shapes arrays doesn't count, as JAX does that differently
+    where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, str] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call
@@ -382,17 +373,20 @@ def _computed(jaxpr: Any) -> Iterator[_Computed]:
         return str(np.asarray(x.val)) if isinstance(x, Literal) else known.get(x, "")
 
     for eqn, path, line, _ in equations(jaxpr):
-        operands, inner = [number(x) for x in eqn.invars], [*jaxprs_in_params(eqn.params)]
+        name, operands = eqn.primitive.name, [number(x) for x in eqn.invars]
+        inner = [*jaxprs_in_params(eqn.params)]
         for body in inner:
             known |= zip(body.invars[::-1], operands[::-1], strict=False)
-            if eqn.primitive.name not in ("scan", "while", "cond"):
+            if name not in ("scan", "while", "cond"):
                 same |= zip(eqn.outvars, body.outvars, strict=False)
-        if eqn.primitive.name in SHAPING and not SCOPE.search(path):
+        if SCOPE.search(path):
+            continue
+        if name in SHAPING:
             known |= zip(eqn.outvars, operands, strict=False)
-        elif not SCOPE.search(path):
-            counts = not inner and eqn.outvars[:1] and eqn.outvars[0] not in indices
-            numbers = [x for x in operands if x and counts]
-            yield _Computed(line, eqn.primitive.name, numbers)
+            continue
+        counts = not (inner or {*eqn.outvars} <= indices)
+        numbers = ["a number" if sizes else x for x in operands if x and counts]
+        yield line, name + (f" with {', '.join(numbers)}" if numbers else "")
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
