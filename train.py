@@ -283,11 +283,12 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it; kernels
-    # also save the softmax's denominators), x after attention, gate and up; and once for all layers
-    # what `block` uses from outside: sin, cos and positions. From these it recomputes what else it
-    # needs: the norms, attention's scores, the product of gate and up, and the gathers of x and of
-    # weights. It repeats no reduce-scatter, as what each one leads to is kept.
+    # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
+    # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
+    # uses from outside, sin, cos and positions, and the ids that the embedding was looked up with.
+    # From these it recomputes what else it needs: the norms, attention's scores, the product of
+    # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter, as what each
+    # one leads to is kept.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
@@ -507,7 +508,8 @@ def total_loss(
 
     x, routed = forward(weights, batch, config.model)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
-    # only the gradients: that of x, and those of the gain and the unembedding, summed in f32.
+    # only the gradients: that of x, and those of the gain and the unembedding, summed in f32. The
+    # audit counts the collectives of these gradients as backward ones.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
     if routed:

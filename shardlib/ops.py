@@ -157,7 +157,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     """Gathers dimensions over the axes that the right side leaves out.
 
         ops.all_gather("M/d F/t -> M F/t", w)       over d
-        ops.all_gather("M/t/d -> M", gain)          over t and d
+        ops.all_gather("M/t/d -> M", gain)          over t and d at once
 
     Forward: all-gather. Backward: reduce-scatter over the same axes.
     Raises ShardTypeError if it gathers nothing, if it leaves out an axis other than the last
