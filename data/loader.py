@@ -147,6 +147,7 @@ def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> Toke
     ids = random.integers(0, sizes["V"], (rows, length + 1))
     often = (np.arange(rows) / rows)[:, None] ** 3  # a document starts, by row
     is_start = np.pad(random.random((rows, length)) < often, ((0, 0), (1, 0)))
+    is_start[rows // 2 :, length // 2] = True  # so that some devices have no long document
     ends = random.integers(1, length + 1, (rows, 1))
     ids = np.where(np.arange(length + 1) > ends, NO_TOKEN, ids).astype(np.uint32)
     batch = TokenBatch.of(ids, is_start, start_token)

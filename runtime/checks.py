@@ -45,12 +45,12 @@ PARTS = "training.microbatches", "training.loss_chunks"
 TINY = {
     "dtype": "f32",
     "training.learning_rate": 0.1,
-    "training.schedule": "cosine",
+    "training.cooldown_steps": 8,
     "training.warmup_steps": 2,
     "training.steps": 10,
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
-    "training.seed": 0,
+    "training.seed": 1,
     "training.skip_steps": [],
     "training.validation_interval": 0,
     "training.validation_batches": 1,
@@ -101,37 +101,43 @@ def trace_step(config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
         return audit.traced(program.training_step, *shapes, config)
 
 
-def probe(config: Any) -> Any:
-    """The jaxpr of the step, traced and checked at probe sizes, at which no two dimensions agree in
-    length by chance. Checks at the config's sizes that the step on its mesh is that of one device,
-    split. Takes about a second. Raises ShardTypeError, or whatever an edited step raises while it
-    is traced."""
+def probe(config: Any) -> list[Any]:
+    """The jaxprs of the step at probe sizes, on the config's mesh and on one device. At probe
+    sizes, at which no two dimensions agree in length by chance, its types are checked; the others
+    must be the same, split. Takes about a second. Raises ShardTypeError, or whatever an edited step
+    raises while it is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
         return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
 
     axes = config.mesh.axes
     probed = audit.probe(trace, axes, program_of(config).dimensions(config))
-    if axes != (one := dict.fromkeys(axes, 1)):
-        traces = (trace(abstract_mesh(sizes), {}) for sizes in (axes, one))
-        if parting := audit.parting(*traces):
-            at, here, there = parting
-            raise ShardTypeError(
-                f"{at}: what is computed from here on depends on the mesh: {here} and {there}. "
-                "Does a slice, or a branch in Python, go by the length of a device's part or by "
-                "the number of devices?"
-            )
-    return probed
+    own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
+    if parting := audit.parting(own, one, sizes=True):
+        at, here, there = parting
+        raise ShardTypeError(
+            f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
+            "slice, or a branch in Python, go by the length of a device's part or by the number of "
+            "devices?"
+        )
+    return [probed, own, one]
 
 
-def untried(config: Any) -> str:
-    """A line that says where the config computes something else than its tiny runs, or ""."""
+def untried(config: Any, own: Any, one: Any) -> str:
+    """A line that says where the config, whose step is `own`, and `one` on one device, computes
+    something else than its tiny runs, or with other numbers than on one device, or ""."""
+    if parting := audit.parting(own, one):
+        at, here, there = parting
+        return (
+            f"note: {at}: a number depends on the mesh: {here}, on one device {there}. Tiny "
+            "runs show only if theirs do"
+        )
+    config = tiny(config)[-1]
     try:
-        both = config, tiny(config)[-1]
-        one, other = (trace_step(each, abstract_mesh(each.mesh.axes)) for each in both)
+        made = trace_step(config, abstract_mesh(config.mesh.axes))
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""
-    if not (parting := audit.parting(one, other, sizes=True)):
+    if not (parting := audit.parting(own, made, sizes=True)):
         return ""
     at, here, there = parting
     return (
@@ -140,8 +146,8 @@ def untried(config: Any) -> str:
     )
 
 
-def check_types(config: Any) -> Any:
-    """The probe's jaxpr. Raises UserError if the types in the program don't hold."""
+def check_types(config: Any) -> list[Any]:
+    """The probe's jaxprs. Raises UserError if the types in the program don't hold."""
     try:
         return probe(config)
     except UserError:  # the mesh doesn't fit
@@ -149,6 +155,8 @@ def check_types(config: Any) -> Any:
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
         more = "" if isinstance(error, ShardTypeError) else _at_own_sizes(config)
+        if isinstance(error, OverflowError):
+            more = "\n    Dimensions are large here: make one of these integers a float"
         raise UserError(f"{problem}\n{explain(error)}{more}") from None
 
 
@@ -183,7 +191,7 @@ def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
     others = [in_parts] if in_parts != whole else []
-    return [whole, *others, resized(config, sizes, split, TINY | parts)]
+    return [whole, *others, resized(config, sizes, split, TINY | parts | {"num_hosts": 2})]
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
@@ -227,7 +235,8 @@ def compute(sender: Any, folder: str | None, config: Any, *which: Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", folder)
     have_cpu_devices(math.prod(config.mesh.axes.values()))
-    with jax.set_mesh(make_mesh(config.mesh.axes)), computing_in(config.dtype):
+    mesh = make_mesh(config.mesh.axes)
+    with jax.set_mesh(mesh), computing_in(config.dtype), audit.ON_ANY_MACHINE:
         try:
             made: Any = dict(results(config, *which))
         except Exception as error:  # any error of JAX or Python in an edited step
@@ -412,11 +421,11 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
                 running = stack.enter_context(contextlib.closing(Numbers(configs)))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
-                axes = audit.passed_along(check_types(config))
-                if running and axes:
+                probed, *traces = check_types(config)
+                if running and (axes := audit.communicating(probed, "permute")):
                     running.close()
                     running.start(tiny(config, axes))
-                types.said = untried(config)
+                types.said = untried(config, *traces)
                 types.write(types.said)
             if types.said and level == "numbers":
                 say(types.said)

@@ -27,7 +27,7 @@ COLLECTIVES = {
     "ppermute": "permute",
 }
 SHAPING = {
-    *("broadcast_in_dim", "reshape", "squeeze", "transpose"),
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
     # lax.pcast's, which leaves them out over no axis, by the names that JAX's versions give them,
     # and a weak number's cast before one of them.
     *("pvary", "preduced", "convert_element_type"),
@@ -142,10 +142,11 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def passed_along(jaxpr: Any) -> set[str]:
-    """The axes along which a function passes values from device to device."""
+def communicating(jaxpr: Any, *kinds: str) -> set[str]:
+    """The axes over which a function has collectives of these kinds, or of any."""
     collectives = ((COLLECTIVES.get(eqn.primitive.name), eqn) for eqn, *_ in equations(jaxpr))
-    return {axis for kind, eqn in collectives if kind == "permute" for axis in axes_of(eqn)}
+    found = (eqn for kind, eqn in collectives if kind and kind in (kinds or (kind,)))
+    return {axis for eqn in found for axis in axes_of(eqn)}
 
 
 def op_of(eqn: JaxprEqn, path: str) -> str:
@@ -212,19 +213,20 @@ def _refused(name: str) -> Callable[..., Any]:
     return read
 
 
-# What differs between machines that train the same config.
+# Context manager in which nothing can be asked that differs between machines with the same config.
 MACHINE = (
     *("device_count", "local_device_count", "devices", "local_devices"),
     *("process_count", "process_index", "default_backend"),
 )
 REFUSED: dict[str, Any] = {name: _refused(name) for name in MACHINE}
+ON_ANY_MACHINE = mock.patch.multiple(jax, **REFUSED)
 
 
 def traced(function: Any, *args: Any) -> Any:
     """The jaxpr of a jitted function, given the shapes of its arrays and its static last argument.
     Raises ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
     static = len(args) - 1
-    with mock.patch.multiple(jax, **REFUSED):
+    with ON_ANY_MACHINE:
         made = jax.make_jaxpr(function, static_argnums=static)(*args)
         jaxpr = function.trace(*args).jaxpr.jaxpr
     # JAX takes a leaked tracer for a constant until something reads it.
@@ -348,9 +350,9 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
 
 
 def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str] | None:
-    """The place where two traces of a function first compute something else between ops, and what
-    each computes there; None if they compute the same, with the same numbers, or if `sizes` differ,
-    with numbers at the same places."""
+    """The place where two traces of a function first compute something else between ops, or call
+    another op, and what each does there; None if they do the same, with the same numbers, or if
+    `sizes` differ, with numbers at the same places."""
     both = _computed(jaxpr, sizes), _computed(other, sizes)
     pairs = itertools.zip_longest(*both, fillvalue=("", "nothing"))
     for (line, here), (other_line, there) in pairs:
@@ -360,12 +362,13 @@ def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str]
 
 
 def _computed(jaxpr: Any, sizes: bool) -> Iterator[tuple[str, str]]:
-    """Yields the line of each equation between ops, and its primitive, with those of its operands
-    that are numbers. What only casts or shapes arrays doesn't count, as JAX does that differently
-    where an axis or a length is one."""
+    """Yields lines, and what they compute: an op in the forward pass, or between ops a primitive,
+    with those of its operands that are numbers. What only casts or shapes arrays doesn't count, as
+    JAX does that differently where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, str] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call
+    op = ""
 
     def number(x: Any) -> str:
         while not isinstance(x, Literal) and x in same:
@@ -380,6 +383,9 @@ def _computed(jaxpr: Any, sizes: bool) -> Iterator[tuple[str, str]]:
             if name not in ("scan", "while", "cond"):
                 same |= zip(eqn.outvars, body.outvars, strict=False)
         if SCOPE.search(path):
+            op, before = op_of(eqn, path), op
+            if op != before and phase(path) == "forward":
+                yield line, op
             continue
         if name in SHAPING:
             known |= zip(eqn.outvars, operands, strict=False)

@@ -193,7 +193,7 @@ def first_difference(one: list[Event], other: list[Event]) -> tuple[Event | None
     previous = None
     for event, time in _in_order(one):
         match = there.get((event.number, event.backward))
-        if not match or match.what != event.what or len(match.values) != len(event.values):
+        if not match or match.what != event.what or match.values.shape != event.values.shape:
             continue
         if difference(event.values[time], match.values[time]) > TOLERANCE:
             return previous, event

@@ -97,8 +97,20 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             watched.append(watching.value(operand, spec, what))
         with jax.named_scope(scope_name(name, signature)):
             result = implementation(call, *watched, **options)
-            # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             kind = jax.typeof(result).manual_axis_type
+            lost = {axis for spec in call.operands for axis in spec.axes} & {*kind.varying}
+            lost -= {*call.result.axes}
+            if lost and implementation.__module__ != __name__:
+                from shardlib.audit import communicating  # which imports this module
+
+                made = jax.make_jaxpr(functools.partial(implementation, call, **options))(*watched)
+                over = ", ".join(sorted(lost - communicating(made.jaxpr)))
+                call.require(
+                    not over,
+                    f"the operand is split over {over}, the result isn't, and nothing is sent "
+                    f"over {over}: lax.psum or lax.pmax makes the same of it on all devices",
+                )
+            # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
                 result = lax.psum(result, alone)
             # An op that sends nothing has a result of its own all the same, so that gradients add

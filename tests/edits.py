@@ -425,6 +425,13 @@ WRONG: dict[str, Edit] = {
         swap("extend", "config.training.tokens.len", "config.training.tokens.len - 1"),
         file="tools/generate.py",
     ),
+    "row_after": row_before("i, (i - 1) % count"),
+}
+
+# Wrong, and not refused: a number from the mesh, in a limit that no tiny run reaches, which a start
+# names; and the loop on the host that calls generation's step, which tests/tools/test_generate.py
+# compares with an oracle.
+NOT_PROMISED: dict[str, Edit] = {
     "warmup_in_local_tokens": edit(
         "number from the mesh",
         after(
@@ -438,12 +445,6 @@ WRONG: dict[str, Edit] = {
             """,
         ),
     ),
-    "row_after": row_before("i, (i - 1) % count"),
-}
-
-# Wrong, and not refused: the loop on the host that calls generation's step, which
-# tests/tools/test_generate.py compares with an oracle.
-NOT_PROMISED: dict[str, Edit] = {
     "samples_with_a_seed_by_mesh": edit(
         "generation",
         swap("generate", "jax.random.key(seed)", 'jax.random.key(seed + mesh_shape()["s"])'),

@@ -297,7 +297,7 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        axes = audit.passed_along(checks.probe(config))
+        axes = audit.communicating(checks.probe(config)[0], "permute")
         return by_numbers(checks.tiny(config, axes))
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise

@@ -431,10 +431,6 @@ STRUCTURE_EDITS = {
         "decay = 0 if kept else hyper.weight_decay",
         "decay = 0 if kept or w.size > 400_000 else hyper.weight_decay",
     ),
-    "a limit divided by the number of parts": (
-        "logits = unembed(unembedding, x, config.model)",
-        "logits = jnp.minimum(unembed(unembedding, x, config.model), 1e4 / config.mesh.t)",
-    ),
 }
 # Edits that JAX or Python reports.
 LOUD_EDITS = {

@@ -83,7 +83,7 @@ class Probed(NamedTuple):
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = devices.probe_mesh(config.mesh.axes, train.dimensions(config))
-    jaxpr, axes = checks.check_types(config), dict(mesh.shape)
+    jaxpr, axes = checks.check_types(config)[0], dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved)
 

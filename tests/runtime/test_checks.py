@@ -46,9 +46,9 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(checks, "check_types", lambda _: ran.append("types"))
-        monkeypatch.setattr(checks, "untried", lambda _: Running.note)
-        monkeypatch.setattr(audit, "passed_along", lambda _: Running.along)
+        monkeypatch.setattr(checks, "check_types", lambda _: [ran.append("types")])
+        monkeypatch.setattr(checks, "untried", lambda *_: Running.note)
+        monkeypatch.setattr(audit, "communicating", lambda *_: Running.along)
         Running.made.clear()
         with checks.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
@@ -157,8 +157,21 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
             "local_test_synthetic", *settings, "dtype=f32", "model.d_ff=60", *overrides,
             schema=module.Config,
         )  # fmt: skip
-        return checks.untried(config)
+        return checks.untried(config, *checks.probe(config)[1:])
 
     assert untried() == ""
     found = untried(BRANCHES[branch])
     assert ", in swiglu: this config computes tanh, but its tiny runs " in found
+
+
+@pytest.mark.parametrize(
+    "limit", ["1e4 / config.mesh.t", "config.training.tokens.len // config.mesh.t"]
+)
+def test_a_number_that_depends_on_the_mesh_is_named(limit):
+    logits = "unembed(unembedding, x, config.model)"
+    module = edited("train.py", (f"= {logits}", f"= jnp.minimum({logits}, {limit})"))
+    config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
+    found = checks.untried(config, *checks.probe(config)[1:])
+    numbers = ("5000.0", "10000.0") if "1e4" in limit else ("32.0", "64.0")
+    expected = "a number depends on the mesh: min with {}, on one device min with {}. "
+    assert f", in loss: {expected.format(*numbers)}" in found

@@ -108,10 +108,9 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     assert [operator.attrgetter(key)(config) for key in keys] == ["/home/me/x"] * len(keys)
 
 
-def test_a_slash_at_the_end_of_a_path_makes_no_other_place(tmp_path):
+def test_a_slash_at_the_end_of_a_path_makes_no_other_place():
     config = small_config("checkpoints.root=gs://bucket/mine/", "flat_tokens.filespec=s3://b/x/")
-    with jax.set_mesh(mesh(1, 1)):
-        assert Run(config).checkpoints == "gs://bucket/mine/test/checkpoints"
+    assert config.checkpoints_path == "gs://bucket/mine/test/checkpoints"
     assert config.flat_tokens.filespec == "s3://b/x"
     assert small_config("checkpoints.root=/").checkpoints.root == "/"
 

@@ -152,7 +152,7 @@ def test_a_destination_that_is_not_there_is_told_before_compiling(tmp_path, caps
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     out, message = train_here(capsys, monkeypatch, *run, "metrics.to=[mlflow]")
-    assert (out, message) == ("", "error: metrics.to=['mlflow']: choose from tensorboard, wandb")
+    assert (out, message) == ("", "error: metrics.to[0]=mlflow: choose from tensorboard, wandb")
     assert not list(tmp_path.iterdir())
     out, message = train_here(capsys, monkeypatch, *run, "metrics.to=[wandb]")
     assert message == "error: metrics.to=[wandb] needs a package: pip install wandb"

@@ -2,6 +2,7 @@ import collections
 import functools
 import math
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,32 @@ def compiled_collectives(function, axes, sizes, *hints):
 def rotate(call, x):
     (axis,), count = call.result.dims[0].axes, mesh_shape()["d"]
     return lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
+
+
+@pytest.mark.parametrize(
+    "largest, refused",
+    [
+        (lambda x, _: jnp.max(x), True),
+        (lambda x, axis: lax.psum(jnp.max(x), "t"), True),
+        (lambda x, axis: lax.pmax(jnp.max(x), axis), False),
+        (lambda x, axis: jnp.max(lax.all_gather(x, axis)), False),
+    ],
+)
+def test_an_op_of_ones_own_takes_no_part_for_the_whole(largest, refused):
+    @define_op
+    def longest(call, x):
+        return largest(x, call.operands[0].axes)
+
+    def scaled(x: f32["B/d"]) -> f32["B/d"]:
+        return x / longest("B/d -> ", x)
+
+    mesh = devices.abstract_mesh({"d": 2, "t": 3})
+    message = "the operand is split over d, the result isn't, and nothing is sent over d"
+    expected = pytest.raises(ShardTypeError, match=message) if refused else nullcontext()
+    with jax.sharding.use_abstract_mesh(mesh):
+        shape = make_shapes(f32["B/d"], {"B": 8})
+        with expected:
+            jax.make_jaxpr(typed_shard_map(scaled))(shape)
 
 
 def test_a_permute_receives_a_part_once_and_so_does_its_gradient(own_metadata):

@@ -791,9 +791,9 @@ def test_a_tokenizer_has_the_ids_of_its_file(tmp_path):
     trained_tokenizer(["two and two is four"], ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ids = tool.copy_settings(str(tmp_path), tmp_path / "out", vocabulary)
+    ids = tool.copy_tokenizer(str(tmp_path), tmp_path / "out", vocabulary)
     assert ids == {"eos_token_id": 0, "pad_token_id": None}
     assert (tmp_path / "out/tokenizer.json").exists()
     file = str(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match=r"is a file: name a folder that has it"):
-        tool.copy_settings(file, tmp_path / "other")
+        tool.copy_tokenizer(file, tmp_path / "other", vocabulary)
