@@ -51,11 +51,6 @@ TINY = {
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
     "training.seed": 1,
-    "training.skip_steps": [],
-    "training.validation_interval": 0,
-    "training.validation_batches": 1,
-    "training.validation_at_start": False,
-    "training.max_skipped_updates": 0,
 }
 
 

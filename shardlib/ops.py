@@ -105,11 +105,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
 
                 made = jax.make_jaxpr(functools.partial(implementation, call, **options))(*watched)
                 over = ", ".join(sorted(lost - communicating(made.jaxpr)))
-                call.require(
-                    not over,
-                    f"the operand is split over {over}, the result isn't, and nothing is sent "
-                    f"over {over}: lax.psum or lax.pmax makes the same of it on all devices",
-                )
+                problem = f"it takes a part over {over} for the whole: use lax.psum or lax.pmax"
+                call.require(not over, problem)
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
                 result = lax.psum(result, alone)
