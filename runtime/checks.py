@@ -173,14 +173,15 @@ def _at_own_sizes(config: Any) -> str:
 def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
-    splits along. Along some axes the step passes values to neighbors; of two devices each would be
-    on both sides of the other."""
+    splits along; or for one that splits alone along axes on which the step passes values to
+    neighbors, into four parts: of two devices each is on both sides of the other."""
     program = program_of(config)
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
-    split |= {axis: 4 for axis in passed_along if split[axis] > 1}
+    if passed_along:
+        split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
     sizes = program.dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
-    sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split)
+    sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split | {"t": 3})
     sizes |= {"L": 12 * split["c"]}
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
@@ -396,13 +397,15 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
     types = Mark("types", config)
-    running, mark = None, None
+    running: list[Numbers] = []
+    mark = None
 
     def wait() -> str:
         warning = (mark and mark.said) or ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
-            mark.write(warning := running.verdict())
+            warning = max(each.verdict() for each in running)
+            mark.write(warning)
         if warning:
             say(f"warning: {warning}")
         return warning
@@ -413,13 +416,13 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
             mark = Mark("numbers", configs[-1])
             # Numbers are the same on all hosts, so the first one checks for all.
             if mark.said is None and jax.process_index() == 0:
-                running = stack.enter_context(contextlib.closing(Numbers(configs)))
+                running.append(stack.enter_context(contextlib.closing(Numbers(configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
                 probed, *traces = check_types(config)
                 if running and (axes := audit.communicating(probed, "permute")):
-                    running.close()
-                    running.start(tiny(config, axes))
+                    more = Numbers(tiny(config, axes))
+                    running.append(stack.enter_context(contextlib.closing(more)))
                 types.said = untried(config, *traces)
                 types.write(types.said)
             if types.said and level == "numbers":

@@ -9,7 +9,6 @@ trace, and nothing tells them apart but their numbers, for which these things ma
 - Weights, gains and moments unlike those of a fresh state: gains of 1 and zero moments hide much.
 - Sizes that split over d and t into parts of different lengths, and into two microbatches. Model
   sizes close to each other, so that the order of two lengths turns where one of them is split.
-- jax.device_count() is the size of the mesh.
 - The updates themselves: compared with a weight, a wrong update is small.
 - RMSNorm hides a scale. With Adam, nu tells gradients apart that differ by a factor.
 

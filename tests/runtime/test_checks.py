@@ -26,9 +26,6 @@ class Running:
         self.configs, self.closed = configs, False
         self.made.append(self)
 
-    def start(self, configs):
-        self.configs = configs
-
     def verdict(self):
         return self.warning
 
@@ -116,8 +113,9 @@ def test_the_configs_that_are_compared():
 
 def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypatch):
     monkeypatch.setattr(Running, "along", {"r", "s"})
-    assert checked() == ["types", "numbers"]
-    assert Running.made[-1].configs[-1].mesh.axes == {"r": 1, "s": 4, "c": 1, "t": 3}
+    assert checked() == ["types", "numbers", "numbers"]
+    meshes = [running.configs[-1].mesh.axes for running in Running.made]
+    assert meshes == [{"r": 1, "s": 2, "c": 1, "t": 3}, {"r": 1, "s": 4, "c": 1, "t": 1}]
 
 
 def test_some_devices_have_no_target():
