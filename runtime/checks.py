@@ -108,7 +108,7 @@ def probe(config: Any) -> list[Any]:
     axes = config.mesh.axes
     probed = audit.probe(trace, axes, program_of(config).dimensions(config))
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
-    if parting := audit.parting(own, one, sizes=True):
+    if parting := audit.parting(own, one):
         at, here, there = parting
         raise ShardTypeError(
             f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
@@ -121,7 +121,7 @@ def probe(config: Any) -> list[Any]:
 def untried(config: Any, own: Any, one: Any) -> str:
     """A line that says where the config, whose step is `own`, and `one` on one device, computes
     something else than its tiny runs, or with other numbers than on one device, or ""."""
-    if parting := audit.parting(own, one):
+    if parting := audit.parting(own, one, numbers=True):
         at, here, there = parting
         return (
             f"note: {at}: a number depends on the mesh: {here}, on one device {there}. Tiny "
@@ -132,7 +132,7 @@ def untried(config: Any, own: Any, one: Any) -> str:
         made = trace_step(config, abstract_mesh(config.mesh.axes))
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""
-    if not (parting := audit.parting(own, made, sizes=True)):
+    if not (parting := audit.parting(own, made)):
         return ""
     at, here, there = parting
     return (

@@ -349,11 +349,11 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     return found | ({*jaxpr.invars, *made} - used)
 
 
-def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str] | None:
+def parting(jaxpr: Any, other: Any, numbers: bool = False) -> tuple[str, str, str] | None:
     """The place where two traces of a function first compute something else between ops, or call
-    another op, and what each does there; None if they do the same, with the same numbers, or if
-    `sizes` differ, with numbers at the same places."""
-    both = _computed(jaxpr, sizes), _computed(other, sizes)
+    another op, and what each does there; None if they do the same, and, if `numbers` count, with
+    the same ones."""
+    both = _computed(jaxpr, numbers), _computed(other, numbers)
     pairs = itertools.zip_longest(*both, fillvalue=("", "nothing"))
     for (line, here), (other_line, there) in pairs:
         if here != there:
@@ -361,9 +361,10 @@ def parting(jaxpr: Any, other: Any, sizes: bool = False) -> tuple[str, str, str]
     return None
 
 
-def _computed(jaxpr: Any, sizes: bool) -> Iterator[tuple[str, str]]:
+def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
     """Yields lines, and what they compute: an op in the forward pass, or between ops a primitive,
-    with those of its operands that are numbers. What only casts or shapes arrays doesn't count, as
+    with those of its operands that are numbers, if they count. What only
+    casts or shapes arrays doesn't count, as
     JAX does that differently where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, str] = {}  # the numbers that variables stand for
@@ -390,8 +391,8 @@ def _computed(jaxpr: Any, sizes: bool) -> Iterator[tuple[str, str]]:
         if name in SHAPING:
             known |= zip(eqn.outvars, operands, strict=False)
             continue
-        counts = not (inner or {*eqn.outvars} <= indices)
-        numbers = ["a number" if sizes else x for x in operands if x and counts]
+        counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
+        numbers = [x for x in operands if x and counts]
         yield line, name + (f" with {', '.join(numbers)}" if numbers else "")
 
 

@@ -427,10 +427,6 @@ STRUCTURE_EDITS = {
         "    wide = config.model.d_model\n"
         "    weights = jax.tree.map(lambda w: 0.9 * w if w.shape[-1] == wide else w, weights)",
     ),
-    "no decay above a part's length": (
-        "decay = 0 if kept else hyper.weight_decay",
-        "decay = 0 if kept or w.size > 400_000 else hyper.weight_decay",
-    ),
 }
 # Edits that JAX or Python reports.
 LOUD_EDITS = {
