@@ -418,7 +418,7 @@ class Mixture(Batches):
         self.datasets = [Shuffled(path, config, spec, split) for path in paths]
         self.count = self.datasets[0].count if len(paths) == 1 else None
         tokens = [dataset.data.token_count for dataset in self.datasets]
-        self.made_of = {"tokens": tokens, "tokenizer": config.tokenizer_used(True)}
+        self.made_of = {"tokens": tokens, "tokenizer": first or None}
         # As the decimals say, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in mixture]
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]

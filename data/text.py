@@ -18,7 +18,7 @@ import os
 import pathlib
 import reprlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -435,10 +435,12 @@ class Source:
 
 
 def units(
-    source: Source, position: dict[str, Any], threads: int, host: int = 0, hosts: int = 1
-) -> Iterator[Unit]:
-    """Yields the tokenized units of a host from a position on. Raises UserError or OSError if
-    something can't be read or tokenized."""
+    source: Source, position: dict[str, Any] | None, threads: int, host: int = 0, hosts: int = 1
+) -> Generator[Unit, None, None]:
+    """Yields the tokenized units of a host from a position on; none if it is None, the end. Close
+    it unless it has ended. Raises UserError or OSError if something can't be read or tokenized."""
+    if position is None:
+        return
     tokenizer = source.open_tokenizer()
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:

@@ -50,7 +50,7 @@ TINY = {
     "training.steps": 10,
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
-    "training.seed": 1,
+    "training.seed": 3,
 }
 
 
@@ -404,7 +404,7 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
         warning = (mark and mark.said) or ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
-            warning = max(each.verdict() for each in running)
+            warning = max(each.verdict() for each in running)  # "" is the smallest
             mark.write(warning)
         if warning:
             say(f"warning: {warning}")

@@ -213,12 +213,13 @@ def _refused(name: str) -> Callable[..., Any]:
     return read
 
 
-# Context manager in which nothing can be asked that differs between machines with the same config.
+# What differs between machines that train the same config.
 MACHINE = (
     *("device_count", "local_device_count", "devices", "local_devices"),
     *("process_count", "process_index", "default_backend"),
 )
 REFUSED: dict[str, Any] = {name: _refused(name) for name in MACHINE}
+# A context manager in which none of it can be asked for.
 ON_ANY_MACHINE = mock.patch.multiple(jax, **REFUSED)
 
 
@@ -363,9 +364,8 @@ def parting(jaxpr: Any, other: Any, numbers: bool = False) -> tuple[str, str, st
 
 def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
     """Yields lines, and what they compute: an op in the forward pass, or between ops a primitive,
-    with those of its operands that are numbers, if they count. What only
-    casts or shapes arrays doesn't count, as
-    JAX does that differently where an axis or a length is one."""
+    if asked for with those of its operands that are numbers. What only casts or shapes arrays
+    doesn't count, as JAX does that differently where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, str] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call

@@ -5,6 +5,7 @@
 The configs are in configs/convert. To continue an interrupted conversion, run the same command.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -152,8 +153,7 @@ def convert(config: ConvertConfig) -> None:
             delay=1,
         )
         position = conversion.positions[i]
-        units = () if position is None else text.units(source, position, text.cores())
-        with bar:
+        with bar, contextlib.closing(text.units(source, position, text.cores())) as units:
             for unit in units:
                 more = conversion.add(unit, i)
                 bar.update(len(unit.tokens))
