@@ -117,8 +117,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     if made_of := made_of_flat_tokens(checkpoint):
         key = "the datasets' tokens"
         before[key], now[key] = made_of["tokens"], data.made_of["tokens"]
-    for key in before.keys() & now.keys():
-        if before[key] != now[key]:
+    for key in before:  # what the user has set comes first
+        if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             raise UserError(
                 f"{checkpoint.path} was written with {what}={before[key]}, now {now[key]}: in this "
