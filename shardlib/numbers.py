@@ -27,6 +27,9 @@ from shardlib.errors import caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
 TOLERANCE = 3e-5  # of an array's largest entry
+# Of the largest entry beside it, what an array has at least: where all of it is rounding, such as
+# the gradient of what a softmax cancels out, nothing else says how large it may be.
+LEAST = 0.05
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -35,18 +38,22 @@ TOLERANCE = 3e-5  # of an array's largest entry
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
     """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that
     split over the same axes, and over each other one, into parts without a common factor, and so
-    close that parts over two axes compare otherwise than the whole dimensions do. The others have
-    at most 12."""
-    units: dict[str, int] = {}
+    close that parts over two axes compare otherwise than the whole dimensions do. Those of floats
+    split into four groups if they do at the given size. The others have at most 12."""
+    units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:
             if dim.axes:
                 parts = math.prod(axes[axis] for axis in dim.axes)
                 units[dim.name] = math.lcm(units.get(dim.name, 1), parts, *axes.values())
+                if jnp.issubdtype(kind.dtype, jnp.floating):
+                    groups[dim.name] = math.gcd(sizes.get(dim.name, 1), 4)
     primes = iter(PRIMES[2:])
     split = sorted((name for name in sizes if name in units), key=lambda name: -units[name])
     small = {name: min(size, 12) for name, size in sizes.items()}
-    return small | {name: units[name] * next(primes) for name in split}
+    return small | {
+        name: math.lcm(units[name], groups.get(name, 1)) * next(primes) for name in split
+    }
 
 
 def stirred(tree: Any) -> Any:
@@ -75,22 +82,29 @@ def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
     return jax.device_get(function(*placed, *static))
 
 
-def difference(one: Any, other: Any) -> float:
-    """The largest difference between two arrays, relative to the largest finite entry; inf if an
-    entry is NaN, or infinite in one of them only."""
+def largest(array: Any) -> float:
+    """The largest finite entry of an array, by magnitude."""
+    return float(np.abs(array).max(initial=1e-30, where=np.isfinite(array)))
+
+
+def difference(one: Any, other: Any, least: float = 0) -> float:
+    """The largest difference between two arrays, relative to the largest finite entry, or to
+    `least`; inf if an entry is NaN, or infinite in one of them only."""
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
     if one.shape != other.shape:
         return math.inf
     apart = np.subtract(one, other, where=one != other, out=np.zeros_like(one))
-    largest = np.abs(other).max(initial=1e-30, where=np.isfinite(other))
-    apart = np.abs(apart).max(initial=0) / largest
+    apart = np.abs(apart).max(initial=0) / max(largest(other), least)
     return float(apart) if np.isfinite(apart) else math.inf
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. One that
-    isn't finite, or not of the same shape, differs by inf."""
-    by = {name: difference(other[name], array) for name, array in one.items()}
+    isn't finite, or not of the same shape, differs by inf. Those beside an array are all in the
+    same part of a tree, such as weights/ or nu/."""
+    tops = {name: name.partition("/")[0] if "/" in name else "" for name in one}
+    most = {top: max(largest(one[x]) for x in one if tops[x] == top) for top in tops.values()}
+    by = {x: difference(other[x], array, LEAST * most[tops[x]]) for x, array in one.items()}
     worst = sorted(by, key=lambda name: -by[name])
     return [f"{name} by {by[name]:.1e}" for name in worst if by[name] > TOLERANCE]
 
