@@ -111,17 +111,16 @@ PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
 
 def probe_total(axes: Collection[str]) -> int:
     """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
-    return 16 * math.prod(PRIMES[: len(axes)])
+    return 4 * math.prod(PRIMES[: len(axes)])
 
 
 def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
-    On a mesh d=3, t=5 the sizes are 101 * 240, 103 * 240, ..., as 240 = 3 * 5 * 16: a dimension
-    splits evenly over d and t, into two microbatches or loss chunks, and these into a few groups.
-    The primes from 101 on tell dimensions apart, so no dimension or part of one is as long as
-    another or its part, as happens at the sizes one trains with, nor as a small constant of a
-    model.
+    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
+    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
+    dimensions apart, so no dimension or part of one is as long as another or its part, as happens
+    at the sizes one trains with, nor as a small constant of a model.
     """
     axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]
