@@ -326,7 +326,9 @@ class Numbers:
                     "in one microbatch and one loss chunk no op's operand or result differs: look "
                     "at how parts are added up"
                 )
-            return f"no op's operand or result differs: look outside of them, in {function}"
+            problem = f"no op's operand or result differs: look outside of them, in {function}"
+            ordered = ", at what goes by the order of a row, which c changes"
+            return problem + (ordered if whole.mesh.c > 1 else "")
         before, first = found
         gradient = "the gradient of " if first.backward else ""
         lines = [f"the first to differ is {gradient}{first.what}"]
