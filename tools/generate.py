@@ -380,9 +380,7 @@ class Text(Tokenizer):
         if self.slow is None:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
-        return sum(
-            len(self.text(document, without_special=True).encode()) for document in documents
-        )
+        return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
 
 
 def check_ids(name: str, largest: int, config: train.Config) -> None:
@@ -485,23 +483,22 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
         except UnicodeDecodeError:
             raise UserError(f"{args.prompts} is not UTF-8 text") from None
     prompts = [codec.prompt(text, model.config) for text in texts]
-    before = [codec.encode(text, model.config) for text in texts]
     numbers = [texts[:i].count(text) for i, text in enumerate(texts)]
 
     def show(new: list[int]) -> bool:
         nonlocal shown
         if len(texts) == 1:  # without an incomplete character, which the next ids may change
-            text = codec.text(before[0] + new).rstrip("\N{REPLACEMENT CHARACTER}")
+            text = codec.text(prompts[0][1:] + new).rstrip("\N{REPLACEMENT CHARACTER}")
             print(text[shown:], end="", flush=True)
             shown = max(shown, len(text))
         return False
 
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.end_id)
     made = continued(model, prompts, numbers, args.tokens, args.batch, how, show, args.seed)
-    for number, (ids, new) in enumerate(zip(before, made, strict=True), 1):
+    for number, (prompt, new) in enumerate(zip(prompts, made, strict=True), 1):
         if len(texts) > 1:
             print(f"--- prompt {number}")
-        print(codec.text(ids + new)[shown:])
+        print(codec.text(prompt[1:] + new)[shown:])  # without the start token
 
 
 def run(args: argparse.Namespace) -> None:
@@ -529,9 +526,7 @@ def main() -> None:
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
     add("--d", type=within(int, 1), default=1, help="devices that share the batch")
     add("--t", type=within(int, 1), default=1, help="devices that share the weights")
-    add(
-        "--dtype", choices=COMPUTE, help="to compute in; default: the run's; on CPUs, f32 for texts"
-    )
+    add("--dtype", choices=COMPUTE, help="default: the run's, but f32 for texts on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
     add = parser.add_mutually_exclusive_group().add_argument
