@@ -3,7 +3,7 @@
     python -m benchmarks.pytorch --config-name=c4_a100x1_84m training.microbatches=4
 
 Needs PyTorch, unlike everything else here: pip install torch. Prints the rows of tools.benchmark
-that apply, and one line of JSON. Writes no files. The model is `transformers`' LlamaForCausalLM
+that apply. Writes no files. The model is `transformers`' LlamaForCausalLM
 with the config's shapes, in the fastest common setup that computes the same step:
 
 - Weights, gradients and moments are f32; torch.autocast runs matmuls in bf16, as train.py does. The

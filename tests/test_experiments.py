@@ -665,13 +665,15 @@ def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.2)
     monkeypatch.setattr(weights_tool, "train", module)
-    norm = "model.layers.{}.pre_feedforward_layernorm.weight", "layers M"
-    monkeypatch.setitem(weights_tool.TENSORS, "weights/layers/mlp_norm", norm)
+    norms = {"attention_post": "post_attention", "mlp": "pre_feedforward"}
+    for ours, theirs in (norms | {"mlp_post": "post_feedforward"}).items():
+        norm = f"model.layers.{{}}.{theirs}_layernorm.weight", "layers M"
+        monkeypatch.setitem(weights_tool.TENSORS, f"weights/layers/{ours}_norm", norm)
     names, state = {}, model.state_dict()
     for tensor in weights_tool.tensors(config.model, "gemma3_text"):
         names.setdefault(tensor.array, []).append(tensor.to_ours(state.pop(tensor.name).numpy()))
     assert state.keys() == {"lm_head.weight"}  # the embedding
-    layers = {k.split("/")[2]: np.stack(v) for k, v in names.items() if "/layers/" in k}
+    layers = {k.rpartition("/")[2]: np.stack(v) for k, v in names.items() if "/layers/" in k}
     (embed,), (final_norm,) = names["weights/embed"], names["weights/final_norm"]
     weights = {"embed": embed, "layers": layers, "final_norm": final_norm}
     inputs = test_generate.random_inputs()

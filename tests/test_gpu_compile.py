@@ -76,7 +76,7 @@ def built(program, **options):
     where = "hf_dataset.path=x" if "fineweb" in program.config else "flat_tokens.filespec=x"
     config = compose_config(program.config, "paths.model_name=x", where, *program.overrides)
     axes = config.mesh.axes
-    mesh = gpus.gpu_mesh(program.topology, axes)
+    mesh = compiler.topology_mesh(program.topology, axes)
     with gpus.cudnn_as_of(program.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         step = lowered.compile(options) if options else compile_step(config, lowered)
@@ -221,4 +221,7 @@ def test_the_report(capsys, monkeypatch):
 def test_a_topology_that_is_another_than_the_mesh(capsys, monkeypatch):
     command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x", "topology=h100:2x8"]
     out, message = train_here(capsys, monkeypatch, *command, program=compiler.main)
-    assert not out and "topology=h100:2x8 for the mesh s=8: write it like h100:8" in message
+    assert not out and message.startswith(
+        "error: topology=h100:2x8 for the mesh s=8: Number of dev"
+    )
+    assert ". Write it like h100:8, or h100:4x8 for 4 hosts of 8, with as many chips as" in message

@@ -14,7 +14,7 @@ from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
 from tools import cycles, memory
-from tools.compile import tpu_mesh
+from tools.compile import topology_mesh
 from tools.ledger import ledger
 
 pytestmark = pytest.mark.tpu
@@ -29,7 +29,7 @@ def built(program):
     """The mesh, the jaxpr, the compiler's bytes, and its program's text."""
     config, module = program.build()
     axes = config.mesh.axes
-    on = tpu_mesh(program.topology, axes, program.slices)
+    on = topology_mesh(program.topology, axes, program.slices)
     options = chips.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
@@ -136,7 +136,7 @@ def test_the_matmuls_of_the_estimate_are_those_of_the_ledger(program):
 @pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("size", [(4096, 4096, 4096), (8192, 8192, 1024)])
 def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):
-    on, chip = tpu_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
+    on, chip = topology_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
     whole = jax.sharding.NamedSharding(on, jax.sharding.PartitionSpec())
     n, m, k = size
     a, b = (jax.ShapeDtypeStruct(s, "bfloat16", sharding=whole) for s in ((n, k), (k, m)))
@@ -152,10 +152,10 @@ import sys, jax, jax.numpy as jnp
 from runtime import chips
 from shardlib.flash_attention import flash_attention
 from tools import cycles
-from tools.compile import tpu_mesh
+from tools.compile import topology_mesh
 
 folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
-mesh, chip = tpu_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
+mesh, chip = topology_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
 whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 shapes = [(2, length, 1, 8, 128), (2, length, 8, 128), (2, length, 8, 128)]
 heads = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]

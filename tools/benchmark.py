@@ -2,7 +2,7 @@
 
     python -m tools.benchmark --config-name=local_test_synthetic
 
-Prints a table, and the same data as one line of JSON. Writes no files.
+Prints a table. Writes no files.
 """
 
 # ruff: noqa: E402
@@ -11,7 +11,6 @@ import time
 START = time.perf_counter()  # the interpreter took some 20 ms before this line
 
 import dataclasses
-import json
 import math
 import platform
 import resource
@@ -98,24 +97,26 @@ def show(
     config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
     times: Times, start: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Prints a table, and its data as a line of JSON. `start` is the seconds of each part of the
-    start."""
+    """Prints a table. `start` is the seconds of each part of the start."""
     steps, waits, cpu = times
     axes = config.mesh.axes
     count = math.prod(axes.values())
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
-    all_flops = projections + attention
     low, median, high = np.percentile(steps, (10, 50, 90))
     spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
+    versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
     table = {
+        "at": f"{datetime.now(UTC):%Y-%m-%d}, commit {commit()}, {', '.join(versions)}",
         "device": f"{count} x {kind}, {devices.show_axes(axes)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",
         "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": chips.mfu(kind, count, all_flops / median),
+        "MFU, causal attention included": chips.mfu(
+            kind, count, (projections + attention) / median
+        ),
         "MFU, projections only": chips.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
@@ -126,27 +127,6 @@ def show(
         table |= {f"    {name}": f"{part:.2f} s" for name, part in start.items()}
     for name, text in table.items():
         print(f"{name:32} {text}")
-    record = {
-        "config": dataclasses.asdict(config),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
-        "machine": platform.platform(),
-        "device": kind,
-        "devices": count,
-        "hosts": jax.process_count(),
-        "parameters": parameters,
-        "tokens_per_step": tokens,
-        "projection_flops": projections,
-        "attention_flops": attention,
-        "peak_memory_bytes": peak[0],
-        "step_seconds": steps,
-        "data_wait_seconds": waits,
-        "cpu_seconds_per_step": cpu,
-        "start_seconds": start,
-    }
-    # Infinity, which JSON lacks, becomes a string.
-    print(json.dumps(json.loads(json.dumps(record), parse_constant=str)))
 
 
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})

@@ -49,25 +49,34 @@ WITHOUT_TPU = {
 }
 
 
-def tpu_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
-    """A mesh of the chips of slices, for compiling only; the outermost axis is over the slices.
-    Raises UserError if libtpu is missing or doesn't know the slice, or if the slices don't have as
-    many chips as the mesh."""
-    for name, value in WITHOUT_TPU.items():
-        os.environ.setdefault(name, value)
+GPU_CURE = "like h100:8, or h100:4x8 for 4 hosts of 8", "XLA's compiler", "gpu-compile"
+TPU_CURE = "like v5e:2x4", "libtpu", "tpu"
+
+
+def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
+    """A mesh of GPUs or of the chips of TPU slices, for compiling only; the outermost axis is over
+    the slices. Raises UserError if the compiler is missing or doesn't know the topology, or if that
+    doesn't have as many chips as the mesh."""
     jax.config.update("jax_platforms", "cpu")
+    is_gpu = topology.partition(":")[0] in gpus.known()
     # The two cores of a v4 chip act as one device, as those of later chips do by default.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
     try:
-        found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options).devices
+        if is_gpu:
+            found = gpus.devices_of(topology)
+        else:
+            os.environ.update(WITHOUT_TPU | os.environ)
+            slice_ = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options)
+            found = slice_.devices
         return devices.mesh_over(axes, found)
     except UserError:
         raise
-    except Exception as error:  # libtpu's or JAX's
+    except Exception as error:  # libtpu's, the plugin's or JAX's
+        form, compiler, requirements = GPU_CURE if is_gpu else TPU_CURE
         raise UserError(
             f"topology={topology} for the mesh {devices.show_axes(axes)}: "
-            f"{str(error).splitlines()[0]}. Write it like v5e:2x4, with as many chips as the mesh; "
-            "it needs libtpu: install requirements-tpu.txt in a venv of its own"
+            f"{str(error).splitlines()[0]}. Write it {form}, with as many chips as the mesh; it "
+            f"needs {compiler}: install requirements-{requirements}.txt in a venv of its own"
         ) from None
 
 
@@ -85,9 +94,9 @@ def main(config: CompileConfig) -> None:
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
     if name in gpus.known():
-        mesh, traced = gpus.gpu_mesh(config.topology, axes), gpus.cudnn_as_of(config.topology)
-    elif config.topology:
-        mesh = tpu_mesh(config.topology, axes, config.slices)
+        traced = gpus.cudnn_as_of(config.topology)
+    if config.topology:
+        mesh = topology_mesh(config.topology, axes, config.slices)
     else:
         mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind

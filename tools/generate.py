@@ -1,7 +1,7 @@
 """Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
-    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
+    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
@@ -9,14 +9,13 @@ The model is the one in the checkpoint's config. Only the weights are read.
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
 token attends to at most as many tokens as a row had in training, so a text may be longer than a
-row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id, or one of
-those in a generation_config.json beside it. A model trained on flat tokens rarely emits it: the
-format marks the starts of documents and has no end token. The tokenizer bytes_utf8 has no
-end-of-text id.
+row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id. A model
+trained on flat tokens rarely emits it: the format marks the starts of documents and has no end
+token. The tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
-and a text doesn't depend on the other prompts: it is what --prompt would give. The names of special
-tokens in a prompt are parsed.
+and a text doesn't depend on the other prompts: it is what --prompt would give. A line that is
+repeated gets another sample each time. The names of special tokens in a prompt are parsed.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
@@ -39,13 +38,10 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-import os
 import pathlib
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +58,7 @@ from data.huggingface import rows_of
 from data.loader import TokenBatch
 from data.sources import check_same_tokenizer, tokenizer_of_model
 from data.text import Tokenizer
-from runtime.checkpoint import Checkpoint, Checkpoints, newest
+from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
 from shardlib import devices, kernels, ops
@@ -95,12 +91,6 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 # here: c is 1.
 
 
-def make_mesh(d: int, t: int) -> jax.sharding.Mesh:
-    """Makes a mesh with all of d as replicas, which hold whole weights along d: generating a token
-    gathers none."""
-    return devices.make_mesh(train.MeshConfig(d, t, r=d).axes)
-
-
 @typechecked
 def lay_out(weights: train.Stored) -> train.Weights:
     """Casts the weights and gathers them over r."""
@@ -125,11 +115,12 @@ def extend(
     first: i32[""],
     start: i32["B/d"],
     config: train.Config,
-) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Cache]]:
-    """Computes the residual stream of inputs at indices from `first` on, given a cache of the
-    indices before. Returns it with the extended cache. A token sees as many tokens as a row had in
-    training. A row's text begins at its `start`, with position 0: what is before is padding, which
-    the text doesn't see, as its positions are the largest ones."""
+    count: int,
+) -> tuple[f32["B/d l/c V/t"], Stacked["layers", Cache]]:
+    """Computes the logits after the last `count` inputs, which are at indices from `first` on,
+    given a cache of the indices before. Returns them with the extended cache. A token sees as many
+    tokens as a row had in training. A row's text begins at its `start`, with position 0: what is
+    before is padding, which the text doesn't see, as its positions are the largest ones."""
 
     def position(index: jax.Array) -> jax.Array:
         return (index - start[:, None]).astype(u32.dtype)
@@ -150,7 +141,8 @@ def extend(
 
     with kernels.recalling(recall):
         x, _ = train.forward(weights, batch, config.model)
-    return x, jax.tree.map(jax.freeze, stored)
+    logits = train.unembed(train.output_weights(weights), x[:, -count:], config.model)
+    return logits, jax.tree.map(jax.freeze, stored)
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -162,23 +154,25 @@ class Sampling:
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the ids of the tokenizer
+    end: int | None = None  # the id that ends a text
 
 
 @typechecked
-def sample(logits: f32["B/d N"], draws: f32["B/d"], how: Sampling) -> i32["B/d"]:
-    """Samples an index from each row of logits by inverting the cumulative distribution, likeliest
-    index first, at a draw that is above 0 and at most 1. Top-p keeps the indices before which the
+def sample(logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: Sampling) -> u32["B/d 1"]:
+    """Samples an id from each row's last logits by inverting the cumulative distribution, likeliest
+    id first, at a draw that is above 0 and at most 1. Top-p keeps the ids before which the
     cumulative probability is below top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751,
     section 3.1. It applies to what top-k keeps. All probabilities are those at the given
     temperature."""
-    if how.temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    falling, indices = lax.top_k(logits, logits.shape[-1])
-    probabilities = jax.nn.softmax(falling[:, : how.top_k] / how.temperature, axis=-1)
+    last = ops.all_gather("B/d V/t -> B/d V", logits[:, -1])[:, how.ids.start : how.ids.stop]
+    falling, indices = lax.top_k(last, 1 if how.temperature == 0 else last.shape[-1])
+    probabilities = jax.nn.softmax(falling[:, : how.top_k] / (how.temperature or 1), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     upto = jnp.cumsum(jnp.where(before < how.top_p, probabilities, 0), axis=-1)
     chosen = (upto < draws[:, None] * upto[:, -1:]).sum(axis=-1, keepdims=True)
-    return jnp.take_along_axis(indices, chosen, axis=-1)[:, 0]
+    ids = how.ids.start + jnp.take_along_axis(indices, chosen, axis=-1).astype(u32.dtype)
+    # The devices along t have chosen the same ids. Only a reduction tells JAX so.
+    return ops.reduce_max("B/d T/t/c 1 -> B/d 1", ids[:, None])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "how"), donate_argnames="cache")
@@ -195,13 +189,8 @@ def step(
 ) -> tuple[u32["B/d 1"], Stacked["layers", Cache]]:
     """Samples the ids that follow the inputs, given as to `extend`. Returns them with the extended
     cache."""
-    x, cache = extend(weights, cache, inputs, first, start, config)
-    output = train.output_weights(weights)
-    logits = train.unembed(output, x[:, -1:], config.model)[:, 0]
-    logits = ops.all_gather("B/d V/t -> B/d V", logits)[:, how.ids.start : how.ids.stop]
-    chosen = how.ids.start + sample(logits, draws, how).astype(u32.dtype)
-    # The devices along t have chosen the same ids. Only a reduction tells JAX so.
-    return ops.reduce_max("B/d T/t/c 1 -> B/d 1", chosen[:, None, None]), cache
+    logits, cache = extend(weights, cache, inputs, first, start, config, 1)
+    return sample(logits, draws, how), cache
 
 
 def round_up(length: int) -> int:
@@ -209,22 +198,15 @@ def round_up(length: int) -> int:
     return -(-length // PREFILL) * PREFILL
 
 
-@typechecked
 def generate(
-    weights: train.Weights,
-    prompts: list[list[int]],
-    numbers: list[int],
-    tokens: int,
-    rows: int,
-    seed: int,
-    how: Sampling,
-    config: train.Config,
-    longest: int = 0,
-) -> Iterator[jax.Array]:
-    """Yields the next ids, u32[rows, 1], of texts that begin with the prompts, which include the
-    start token; further rows are padding. A row draws by the seed and its entry in `numbers`,
-    whatever the other rows are. Calls with the same rows, tokens and `longest`, the length of the
-    longest prompt of all calls, share what is compiled."""
+    model: "Model", prompts: list[list[int]], numbers: list[int], tokens: int, rows: int,
+    how: Sampling, seed: int = 0, longest: int = 0,
+) -> Iterator[np.ndarray]:  # fmt: skip
+    """Yields the next ids, one a row, of texts that begin with the prompts, which include the start
+    token; further rows are padding. A row draws by the seed and its entry in `numbers`, whatever
+    the other rows are. Calls with the same rows, tokens and `longest`, the length of the longest
+    prompt of all calls, share what is compiled. The devices run a step ahead of what is yielded, so
+    that they don't wait for the host."""
     length = round_up(max(map(len, prompts)))
     inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -232,40 +214,49 @@ def generate(
         inputs[row, start[row] :] = prompt
     kind = Stacked["layers", Cache]
     slots = max(length, round_up(longest)) + tokens
-    shapes = make_shapes(kind, train.dimensions(config) | {"B": rows, "S": slots})
-    empty, placed = functools.partial(jax.tree.map, jnp.zeros_like, shapes), make_shardings(kind)
-    cache = jax.jit(empty, out_shardings=placed)()
-    numbers = numbers + [0] * (rows - len(numbers))
+    shapes = make_shapes(kind, train.dimensions(model.config) | {"B": rows, "S": slots})
+    placed = make_shardings(kind)
+    cache = jax.tree.map(lambda x, on: jnp.zeros(x.shape, x.dtype, device=on), shapes, placed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.array(numbers))
-    draws = 1 - np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys))
+    draws = np.ones((rows, tokens), np.float32)
+    draws[: len(prompts)] -= jax.vmap(lambda key: jax.random.uniform(key, (tokens,)))(keys)
     parts: list[Any] = np.split(inputs, length // PREFILL, axis=1)
-    ids: Any = None
-    first = 0
+    first, ids = 0, parts[0]
     for i in range(1 - len(parts), tokens):
-        these, drawn = parts.pop(0) if parts else ids, draws[:, max(i, 0)]
+        these = parts.pop(0) if parts else ids
         cache = jax.device_put(cache, placed)  # else one that a step returned is compiled anew
-        ids, cache = step(weights, cache, these, np.int32(first), start, drawn, config, how)
+        given = these, np.int32(first), start, draws[:, max(i, 0)]
+        before, (ids, cache) = ids, step(model.weights, cache, *given, model.config, how)
         first += these.shape[1]
-        if i >= 0:
-            yield ids
+        if i > 0:
+            yield np.asarray(before)[:, 0]
+    yield np.asarray(ids)[:, 0]
 
 
-def extended(
-    steps: Iterator[jax.Array], texts: list[list[int]], running: set[int], ends: set[int]
-) -> Iterator[None]:
-    """Adds the ids of each step to the `running` texts, and yields, until none runs. A text ends
-    before an id of `ends`, or where the caller takes it out of `running`. The devices run a step
-    ahead, so that they don't wait for the host."""
-    for ids, _ in itertools.pairwise(itertools.chain(steps, [None])):
-        new = np.asarray(ids)[:, 0].tolist()
-        for row in [*running]:
-            if new[row] in ends:
-                running.remove(row)
-            else:
-                texts[row].append(new[row])
-        yield
-        if not running:
-            break
+def continued(
+    model: "Model", prompts: list[list[int]], numbers: list[int], tokens: int, batch: int,
+    how: Sampling, ended: Callable[[list[int]], bool], seed: int = 0,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Yields the ids that follow each prompt, given as to `generate`: at most so many tokens, or
+    until `ended` says of a text's new ids, after each one, that it ends with them. A text also ends
+    before the id that ends one. Computes a batch of texts at a time."""
+    rows, longest = padded(min(batch, len(prompts))), max(map(len, prompts))
+    for first in range(0, len(prompts), rows):
+        part = slice(first, first + rows)
+        texts: list[list[int]] = [[] for _ in prompts[part]]
+        running = dict(enumerate(texts))
+        given = prompts[part], numbers[part], tokens, rows, how, seed, longest
+        for ids in generate(model, *given):
+            for row, text in [*running.items()]:
+                text.append(int(ids[row]))
+                if text[-1] == how.end:
+                    text.pop()
+                    del running[row]
+                elif ended(text):
+                    del running[row]
+            if not running:
+                break
+        yield from texts
 
 
 def padded(rows: int) -> int:
@@ -321,21 +312,16 @@ def cached_logits(
     inputs: u32["B/d L/c"],
     config: train.Config,
 ) -> f32["B/d L/c V/t"]:
-    """The same for half of a row in one step, as for a prompt, then for one token after the
-    other."""
-
-    def logits(cache: Any, inputs: jax.Array, first: jax.Array) -> Any:
-        start = jnp.zeros(len(inputs), jnp.int32)
-        x, cache = extend(weights, cache, inputs, first, start, config)
-        return cache, train.unembed(train.output_weights(weights), x, config.model)
-
-    def token(cache: Any, i: jax.Array) -> Any:
-        return logits(cache, lax.dynamic_slice_in_dim(inputs, i, 1, axis=1), i)
-
-    half = inputs.shape[1] // 2
-    cache, prompt = logits(cache, inputs[:, :half], jnp.int32(0))
-    _, rest = lax.scan(token, cache, jnp.arange(half, inputs.shape[1]))
-    return jnp.concatenate([prompt, jnp.moveaxis(rest[:, :, 0], 0, 1)], axis=1)
+    """The same for half of a row in one step, as for a prompt, then for a token, then for the
+    rest."""
+    logits, first, half = [], 0, inputs.shape[1] // 2
+    start = jnp.zeros(len(inputs), jnp.int32)
+    for part in jnp.split(inputs, [half, half + 1], axis=1):
+        count = part.shape[1]
+        made, cache = extend(weights, cache, part, jnp.int32(first), start, config, count)
+        logits.append(made)
+        first += count
+    return jnp.concatenate(logits, axis=1)
 
 
 @typechecked
@@ -360,47 +346,51 @@ def trials(config: train.Config, weights: train.Stored) -> Iterator[tuple[Any, .
 # --- Text ----------------------------------------------------------------------------------------
 
 
-class Text:
-    """Converts between text and ids, with the tokenizer that the dataset was made with. The names
-    of special tokens are parsed. Raises UserError or OSError if it can't be opened."""
+class Text(Tokenizer):
+    """The tokenizer that a model's dataset was made with, which here parses the names of special
+    tokens. Raises UserError or OSError if it can't be opened."""
 
     def __init__(self, name: str):
-        self.tokenizer = Tokenizer(name)
-        self.ids, self.ends, self.special = range(1, 257), set[int](), set[int]()
-        if (slow := self.tokenizer.slow) is None:  # bytes
-            return
-        from transformers import GenerationConfig  # takes a second to import
+        super().__init__(name)
+        self.ids, self.end_id = range(1, 257), getattr(self.slow, "eos_token_id", None)
+        if self.slow is not None:
+            self.ids = range(1 + max(self.slow.get_vocab().values()))
+        if self.fast:  # one written in Python does so anyway
+            self.fast.encode_special_tokens = False
 
-        self.ids, ends = range(1 + max(slow.get_vocab().values())), [slow.eos_token_id]
-        if os.path.isfile(f"{name}/generation_config.json"):
-            more = GenerationConfig.from_pretrained(name).eos_token_id
-            ends += more if isinstance(more, list) else [more]
-        self.ends = {end for end in ends if isinstance(end, int)}  # ids that end a text
-        self.special = {i for i, token in slow.added_tokens_decoder.items() if token.special}
-        if self.tokenizer.fast:  # one written in Python does so anyway
-            self.tokenizer.fast.encode_special_tokens = False
+    def encode(self, text: str, config: train.Config) -> list[int]:
+        """Returns the ids of a text. Raises UserError if the model lacks one."""
+        ids, _ = flat_tokens.decode(self([text])[0])
+        check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config)
+        return ids.tolist()
 
-    def encode(self, prompt: str) -> list[int]:
-        stored, _ = self.tokenizer([prompt])
-        return flat_tokens.decode(stored)[0].tolist()
+    def prompt(self, text: str, config: train.Config) -> list[int]:
+        """Returns the ids after the start token, unless they begin with it as a special token."""
+        ids, start = self.encode(text, config), config.model.start_token
+        named = self.slow is not None and start in self.slow.added_tokens_decoder
+        return ids if named and ids[:1] == [start] else [start, *ids]
 
-    def started(self, ids: list[int], start: int) -> list[int]:
-        """Returns ids after the start token, unless they begin with it as a special token."""
-        return ids if ids[:1] == [start] and start in self.special else [start, *ids]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self.tokenizer.decode(np.array(ids, np.uint32))
+    def text(self, ids: Sequence[int] | np.ndarray, without_special: bool = False) -> str:
+        return self.decode(np.array(ids, np.uint32), without_special)
 
     def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
         """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
         bytes, a character cut off at either end counts as the three bytes of a replacement
         character."""
-        if self.tokenizer.slow is None:
+        if self.slow is None:
             return len(ids)
         documents = np.split(ids, np.flatnonzero(is_start))
-        parts = (np.asarray(document, np.uint32) for document in documents)
-        texts = (self.tokenizer.decode(part, without_special=True) for part in parts)
-        return sum(len(text.encode()) for text in texts)
+        return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
+
+
+def check_ids(name: str, largest: int, config: train.Config) -> None:
+    """Raises UserError if an id is beyond the model's vocabulary."""
+    last = config.model.vocab - 1
+    if largest > last:
+        raise UserError(
+            f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}: they are "
+            "from another tokenizer"
+        )
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -419,41 +409,47 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
     return Checkpoints(path, hint, sizes, config.to_yaml(), 32, key="folder"), config
 
 
-def open_tokenizer(named: str | None, checkpoint: Checkpoint) -> Text:
-    """Opens the tokenizer of this name, else that of the model. Raises UserError if there is
-    none."""
-    if not (named := named or tokenizer_of_model(checkpoint)):
-        raise UserError(
-            "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
-            "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
-        )
-    return Text(named)
+class Model:
+    """The model of a checkpoint, on a mesh of its own. Raises CheckpointError, or UserError if the
+    model doesn't split over it."""
+
+    def __init__(self, path: str, d: int = 1, t: int = 1, dtype: str | None = None):
+        with contextlib.suppress(RuntimeError):  # JAX has its devices
+            devices.have_cpu_devices(d * t)
+        # All of d are replicas, which hold whole weights along d: generating gathers none.
+        self.mesh = devices.make_mesh(train.MeshConfig(d, t, r=d).axes)
+        with jax.set_mesh(self.mesh):
+            self.checkpoints, self.config = open_checkpoint(path)
+        self.dtype = dtype or self.config.dtype
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        with jax.set_mesh(self.mesh), computing_in(self.dtype):
+            yield
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        with self.computing():
+            return lay_out(self.checkpoints.restore("weights"))
+
+    def tokenizer(self, named: str | None) -> Text:
+        """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
+        if not (named := named or tokenizer_of_model(self.checkpoints.newest)):
+            raise UserError(
+                "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
+                "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
+            )
+        return Text(named)
 
 
-def check_ids(name: str, largest: int, config: train.Config) -> None:
-    """Raises UserError if an id is beyond the model's vocabulary."""
-    last = config.model.vocab - 1
-    if largest > last:
-        raise UserError(
-            f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}: they are "
-            "from another tokenizer"
-        )
-
-
-@typechecked
 def evaluate(
-    weights: train.Weights,
-    data: flat_tokens.FlatTokens,
-    length: int,
-    batches: int | None,
-    codec: Text | None,
-    config: train.Config,
+    model: Model, codec: Text | None, data: flat_tokens.FlatTokens, length: int, batches: int | None
 ) -> str:
     """Returns a line on how well the model predicts a split, or its first batches, in rows of a
     length. Batches have about as many tokens as in training. Raises UserError if the data's ids
     aren't the model's."""
+    config, tokens = model.config, model.config.training.tokens
     check_ids(data.name, data.max_token_id, config)
-    tokens = config.training.tokens
     rows = padded(max(1, tokens.batch * tokens.len // length))
     size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
@@ -462,7 +458,7 @@ def evaluate(
         encoded = np.pad(encoded, (first == 0, fill), constant_values=flat_tokens.FILL)
         ids = flat_tokens.decode(rows_of(encoded, length))
         batch = TokenBatch.of(*ids, config.model.start_token)
-        likelihoods = np.asarray(scores(weights, batch, config.model)[0], np.float64)
+        likelihoods = np.asarray(scores(model.weights, batch, config.model)[0], np.float64)
         nats -= likelihoods[batch.loss_mask].sum()
     bits = "bits per byte: name a --tokenizer to compute them"
     # In large parts, whatever the rows: what is cut at their ends is miscounted.
@@ -477,101 +473,61 @@ def evaluate(
     )
 
 
-def prompts_of(args: argparse.Namespace, codec: Text, config: train.Config) -> list[list[int]]:
-    """Returns the prompts as ids. Raises UserError or OSError if they can't be read, or aren't ids
-    of the model."""
-    texts = [args.prompt or ""]
+def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
+    """Prints the texts, a single one as it is generated. Raises UserError or OSError if the prompts
+    can't be read, or aren't of the model's ids."""
+    texts, shown = [args.prompt or ""], 0
     if args.prompts:
         try:
             texts = pathlib.Path(args.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
         except UnicodeDecodeError:
             raise UserError(f"{args.prompts} is not UTF-8 text") from None
-    prompts = [codec.encode(text) for text in texts]
-    for number, ids in enumerate(prompts, 1):
-        check_ids(f"prompt {number}", max(ids, default=0), config)
-    return prompts
+    prompts = [codec.prompt(text, model.config) for text in texts]
+    numbers = [texts[:i].count(text) for i, text in enumerate(texts)]
 
+    def show(new: list[int]) -> bool:
+        nonlocal shown
+        if len(texts) == 1:  # without an incomplete character, which the next ids may change
+            text = codec.text(prompts[0][1:] + new).rstrip("\N{REPLACEMENT CHARACTER}")
+            print(text[shown:], end="", flush=True)
+            shown = max(shown, len(text))
+        return False
 
-@typechecked
-def write(
-    args: argparse.Namespace,
-    weights: train.Weights,
-    prompts: list[list[int]],
-    codec: Text,
-    config: train.Config,
-) -> None:
-    """Prints the texts to stdout, a single one as it is generated, and the time to stderr."""
-    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids)
-    asked = [(prompt, sample) for prompt in prompts for sample in range(args.samples)]
-    one, rows = len(asked) == 1, padded(min(args.batch, len(asked)))
-    longest = 1 + max(map(len, prompts))
-    count, times = 0, [time.perf_counter()]
-    for first in range(0, len(asked), rows):
-        part = asked[first : first + rows]
-        these = [codec.started(prompt, config.model.start_token) for prompt, _ in part]
-        numbers = [sample for _, sample in part]
-        given = these, numbers, args.tokens, rows, args.seed, how, config, longest
-        texts: list[list[int]] = [[] for _ in part]
-        running, shown = set(range(len(part))), 0
-        for _ in extended(generate(weights, *given), texts, running, codec.ends):
-            times.append(time.perf_counter())
-            if one:  # without an incomplete character, which the next ids may change
-                text = codec.decode(prompts[0] + texts[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-                if news := text[shown:]:
-                    print(news, end="", flush=True)
-                shown = max(shown, len(text))
-        for i, (prompt, sample) in enumerate(part):
-            if not one:
-                print(f"--- prompt {(first + i) // args.samples + 1}, sample {sample + 1}")
-            print(codec.decode(prompt + texts[i])[shown:])
-            count += len(texts[i])
-    print(
-        f"{count:,} tokens after {times[-1] - times[0]:.1f} s, the first after "
-        f"{times[1] - times[0]:.1f} s, with compiling",
-        file=sys.stderr,
-    )
+    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.end_id)
+    made = continued(model, prompts, numbers, args.tokens, args.batch, how, show, args.seed)
+    for number, (prompt, new) in enumerate(zip(prompts, made, strict=True), 1):
+        if len(texts) > 1:
+            print(f"--- prompt {number}")
+        print(codec.text(prompt[1:] + new)[shown:])  # without the start token
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the program. Raises UserError or OSError for a user's mistake."""
-    devices.have_cpu_devices(args.d * args.t)
-    with jax.set_mesh(make_mesh(args.d, args.t)):
-        checkpoints, config = open_checkpoint(args.checkpoint)
-        # CPUs would widen all weights at every token.
-        on_cpu = jax.default_backend() == "cpu" and not args.evaluate
-        with computing_in(args.dtype or ("f32" if on_cpu else config.dtype)):
-            if args.evaluate:
-                named = args.tokenizer
-                if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
-                    check_same_tokenizer(checkpoints.newest, named, f"--tokenizer={named}")
-                codec = Text(named) if named else None
-                data = flat_tokens.FlatTokens(args.evaluate, "validation")
-                weights = lay_out(checkpoints.restore("weights"))
-                length = args.length or config.training.tokens.len
-                print(evaluate(weights, data, length, args.batches, codec, config))
-            else:
-                codec = open_tokenizer(args.tokenizer, checkpoints.newest)
-                prompts = prompts_of(args, codec, config)
-                weights = lay_out(checkpoints.restore("weights"))
-                write(args, weights, prompts, codec, config)
-        print(f"checkpoint: {checkpoints.newest.path}", file=sys.stderr)
+    model = Model(args.checkpoint, args.d, args.t, args.dtype)
+    if not (args.dtype or args.evaluate) and jax.default_backend() == "cpu":
+        model.dtype = "f32"  # else CPUs would widen all weights at every token
+    checkpoint, named = model.checkpoints.newest, args.tokenizer
+    with model.computing():
+        if args.evaluate:
+            if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
+                check_same_tokenizer(checkpoint, named, f"--tokenizer={named}")
+            codec = Text(named) if named else None
+            data = flat_tokens.FlatTokens(args.evaluate, "validation")
+            length = args.length or model.config.training.tokens.len
+            print(evaluate(model, codec, data, length, args.batches))
+        else:
+            write(args, model, model.tokenizer(named))
+    print(f"checkpoint: {checkpoint.path}", file=sys.stderr)
 
 
-def parser_of(program: str, doc: str | None, dtype: str) -> argparse.ArgumentParser:
-    """Makes a program's parser, with the options that say how to open a model. `dtype` says what
-    that is by default."""
-    parser = arguments.parser(program, doc)
+def main() -> None:
+    parser = arguments.parser("tools.generate", __doc__)
     add = parser.add_argument
     add("checkpoint", help="a checkpoint, or a folder or bucket whose newest one is used")
     add("--d", type=within(int, 1), default=1, help="devices that share the batch")
     add("--t", type=within(int, 1), default=1, help="devices that share the weights")
-    add("--dtype", choices=COMPUTE, help=f"to compute in; default: {dtype}")
+    add("--dtype", choices=COMPUTE, help="default: the run's, but f32 for texts on CPUs")
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
-    return parser
-
-
-def main() -> None:
-    parser = parser_of("tools.generate", __doc__, "the run's; on CPUs, f32 for texts")
     count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
     add = parser.add_mutually_exclusive_group().add_argument
     add("--prompt", help="beginning of the text; default: the start of a document")
@@ -579,7 +535,6 @@ def main() -> None:
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add = parser.add_argument_group("texts").add_argument
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
-    add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     heat = within(float, 0, math.inf)
     add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")

@@ -19,8 +19,6 @@ from omegaconf import OmegaConf
 
 from runtime import chips
 from runtime.hlo import Instruction, parse
-from shardlib import devices
-from shardlib.errors import UserError
 from tools.cycles import group_size, inside, size
 from tools.tables import show, table
 
@@ -50,38 +48,25 @@ def as_proto(fields: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gpu_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
-    """A mesh of GPUs such as h100:8 or, on eight hosts, h100:8x8, for compiling only. Raises
-    UserError if the compiler is missing, or there aren't as many GPUs as the mesh has."""
+def devices_of(topology: str) -> list[Any]:
+    """The GPUs of a topology such as h100:8 or, on eight hosts, h100:8x8, for compiling only.
+    Raises an exception of any kind if the compiler is missing or doesn't understand it."""
     # Else JAX's CUDA plugin refuses a machine without CUDA's libraries.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # it can't load what has no device
     name, _, shape = topology.partition(":")
-    match = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
-    hosts, each = (int(match[1] or 1), int(match[2])) if match else (0, 0)
-    if hosts * each != math.prod(axes.values()):
-        raise UserError(
-            f"topology={topology} for the mesh {devices.show_axes(axes)}: write it like "
-            f"{name}:8, or {name}:4x8 for 4 hosts of 8, with as many GPUs as the mesh"
-        )
+    hosts, _, each = shape.rpartition("x")
     fields = known()[name]
     target = {
         "gpu_device_info": fields,
         "platform_name": "CUDA",
         "device_description_str": fields["name"],
     }
-    try:
-        # Hosts have no NVLink between them: each is a partition of its own.
-        found = topologies.get_topology_desc(
-            "", "cuda", target_config=as_proto(target), topology=f"{hosts}x1x{each}"
-        )
-    except Exception as error:  # the plugin's or JAX's
-        raise UserError(
-            f"topology={topology}: {str(error).splitlines()[0]}. It needs XLA's compiler for GPUs: "
-            "install requirements-gpu-compile.txt in a venv of its own"
-        ) from None
-    return devices.mesh_over(axes, found.devices)
+    # Hosts have no NVLink between them: each is a partition of its own.
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=as_proto(target), topology=f"{hosts or 1}x1x{each}"
+    )
+    return list(found.devices)
 
 
 @contextlib.contextmanager

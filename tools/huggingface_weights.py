@@ -398,7 +398,7 @@ def write_weights(
     return files.metadata["total_size"]
 
 
-def export_weights(path: str, output: str, dtype: str, tokenizer: str = "") -> None:
+def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = None) -> None:
     """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no family of
     transformers has the model, or if the output can't be written."""
     # It takes two seconds.
@@ -557,9 +557,7 @@ def main() -> None:
     out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")
     out.add_argument("output", help="folder to create")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    out.add_argument(
-        "--tokenizer", default="", help="folder or hub repository; default: as imported"
-    )
+    out.add_argument("--tokenizer", help="folder or hub repository; default: as imported")
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")

@@ -1,8 +1,6 @@
-import json
 import re
 
 import jax
-import numpy as np
 import pytest
 
 import train
@@ -11,8 +9,12 @@ from tests.helpers import SMALL, mesh, small_config, train_here
 from tools import benchmark
 
 
+def numbers(text):
+    return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
 @pytest.mark.slow
-def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
+def test_the_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
     monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
     chip = chips.CHIPS["h200"]._replace(flops=1e9)
@@ -22,36 +24,32 @@ def test_the_table_and_the_line(tmp_path, capsys, monkeypatch):
         "training.grad_clip=inf", f"paths.root_working_dir={tmp_path}", program=benchmark.main,
     )  # fmt: skip
     assert not message and not list(tmp_path.iterdir()), "it writes nothing"
-    *table, line = out.splitlines()
-    record = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
-    assert record["config"]["training"]["grad_clip"] == "Infinity"
-    assert record["config"]["model"]["d_model"] == 32
-    steps, waits = (np.array(record[name]) for name in ("step_seconds", "data_wait_seconds"))
-    assert len(steps) == len(waits) == 4 and (steps > waits).all() and (waits >= 0).all()
-    assert record["cpu_seconds_per_step"] > 0
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
-    assert record["versions"]["jax"] == jax.__version__ and record["devices"] == 8
-    assert record["tokens_per_step"] == 96 and record["peak_memory_bytes"] > 2**27
-    parts = record["start_seconds"]
-    assert next(iter(parts)) == "import"
-    assert {"trace and lower", "compile", "load a batch"} <= parts.keys()
-    assert all(seconds >= 0 for seconds in parts.values())
-
-    shown = {line[:32].strip(): line[33:] for line in table}
+    shown = {line[:32].strip(): line[33:] for line in out.splitlines()}
+    assert re.search(r", commit [0-9a-f]{40}\+?, Python ", shown["at"])
+    assert f", jax {jax.__version__}, " in shown["at"] and shown["device"] == "8 x cpu, s=4, t=2"
     with jax.set_mesh(mesh(4, 2)):
         state = train.init_state(small_config("model.vocab=128"))
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.weights))
-    assert shown["parameters"] == f"{weights:,}" and record["parameters"] == weights
-    rate = float(shown["tokens/s"].replace(",", ""))
-    assert rate == pytest.approx(96 / np.median(steps), rel=0.01)
+    assert shown["parameters"] == f"{weights:,}" and shown["tokens per step"] == "96"
+    median, spread = shown["step"].split(" s ")
+    assert spread.endswith(" percentile of 4)")
+    assert numbers(shown["CPU time"])[0] > 0 and numbers(shown["peak memory"])[0] > 2**-3
+    (rate,) = numbers(shown["tokens/s"])
+    assert rate == pytest.approx(96 / float(median), rel=0.01)
+    projections, attention = train.step_flops(small_config("model.vocab=128"))
     for name, flops in {
-        "MFU, projections only": record["projection_flops"],
-        "MFU, causal attention included": record["projection_flops"] + record["attention_flops"],
+        "MFU, projections only": projections,
+        "MFU, causal attention included": projections + attention,
     }.items():
         share = flops / (8 * 1e9) / (96 / rate)
         assert float(shown[name].rstrip("%")) / 100 == pytest.approx(share, rel=0.01, abs=1e-3)
-    total = float(shown["time to first step"].split()[0])
-    assert total == pytest.approx(sum(parts.values()), abs=0.06)
+    wait, share = numbers(shown["data wait"])
+    assert 0 <= wait < float(median) and 0 <= share < 100
+    parts = [*shown][[*shown].index("time to first step") + 1 :]
+    assert parts[0] == "import" and {"trace and lower", "compile", "load a batch"} <= {*parts}
+    seconds = [numbers(shown[part])[0] for part in parts]
+    assert min(seconds) >= 0
+    assert numbers(shown["time to first step"])[0] == pytest.approx(sum(seconds), abs=0.1)
 
 
 def test_the_steps_that_are_timed(monkeypatch):

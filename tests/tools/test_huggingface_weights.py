@@ -8,6 +8,7 @@ import re
 import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -325,8 +326,8 @@ def train_logits(checkpoints, targets, dtype="f32"):
 
         @jax.jit
         @typed_shard_map
-        def logits(weights: train.Weights, batch: TokenBatch) -> f32["B/d L/c V/t"]:
-            replica = train.gather_replica(weights)
+        def logits(weights: train.Stored, batch: TokenBatch) -> f32["B/d L/c V/t"]:
+            replica = train.gather_replica(train.cast(weights))
             x, _ = train.forward(replica, batch, model)
             return train.unembed(train.output_weights(replica), x, model)
 
@@ -779,8 +780,9 @@ def test_experts_generate_what_transformers_does(family, tmp_path, run):
         source, settings = generate.open_checkpoint(str(tmp_path / "ours"))
         weights = generate.lay_out(source.restore("weights"))
         how = generate.Sampling(0, None, 1, range(config["vocab_size"]))
-        steps = generate.generate(weights, prompts.tolist(), [0] * 4, 8, 4, 0, how, settings)
-        made = np.concatenate([*steps], axis=1)
+        model = SimpleNamespace(config=settings, weights=weights)
+        steps = generate.generate(model, prompts.tolist(), [0] * 4, 8, 4, how)
+        made = np.stack([*steps], axis=1)
     assert (made == wanted.numpy()[:, 24:]).all()
     assert len(np.unique(made)) > 4
 

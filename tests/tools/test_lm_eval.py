@@ -1,7 +1,6 @@
 """Tests scoring against the oracle, and, where lm-eval and PyTorch are installed, all kinds of
 requests against lm-eval's own model `hf` on the same weights."""
 
-import functools
 import json
 import re
 import sys
@@ -186,9 +185,8 @@ def test_an_answer_is_greedy_if_the_model_generates_it(folder):
     model = opened(folder)
     context = model.tok_encode("the cat")
     greedy = generate.Sampling(0, None, 1, model.codec.ids)
-    with model.computing():
-        args = [context], [0], 5, 1, 0, greedy, model.config
-        answer = np.concatenate(list(generate.generate(model.weights, *args)))[:, 0].tolist()
+    with model.model.computing():
+        answer = [int(i) for (i,) in generate.generate(model.model, [context], [0], 5, 1, greedy)]
     answers = [answer, [3, *answer[1:]], [*answer[:4], 3], [*answer[:4], answer[4] + 1]]
     scored = model._loglikelihood_tokens([("", context, answer) for answer in answers])
     assert [best for _, best in scored] == [True, False, False, False]
@@ -223,21 +221,13 @@ def test_an_answer_that_can_not_be_generated_or_scored_is_refused(folder):
 
 
 def test_the_program(folder, wanted, capsys, monkeypatch):
-    path, command = str(folder / "tasks"), [str(folder / "ours"), f"--tokenizer={folder / 'hf'}"]
-    command += [f"--include-path={path}", "--dtype=f32", "--d=2", "--t=2", "--limit=19"]
-
-    mine = functools.partial(tool.TaskManager, include_defaults=False)  # reading all takes seconds
-    monkeypatch.setattr(tool, "TaskManager", mine)
-
-    def call(tasks):
-        monkeypatch.setattr(sys, "argv", ["lm_eval", *command, f"--tasks={tasks}"])
-        tool.main()
-        return capsys.readouterr().out
-
+    """lm-eval's, with our model."""
+    given = f"checkpoint={folder / 'ours'},tokenizer={folder / 'hf'},dtype=f32,d=2,t=2"
+    command = ["--model_args", given, "--include_path", str(folder / "tasks"), "--limit=19"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *command, "--tasks=choice"])
+    tool.main()
     accuracy = wanted["choice"]["results"]["choice"]["acc_norm,none"]
-    assert re.search(rf"acc_norm *\|.*{accuracy:.4f}", call("choice"))
-    with pytest.raises(SystemExit, match="error: lm-eval has no task nowhere"):
-        call("choice,nowhere")
+    assert re.search(rf"acc_norm *\|.*{accuracy:.4f}", capsys.readouterr().out)
 
 
 def test_lm_eval_knows_the_model_by_name(folder):
@@ -245,6 +235,6 @@ def test_lm_eval_knows_the_model_by_name(folder):
 
     settings = {"checkpoint": str(folder / "ours"), "tokenizer": "bytes_utf8", "t": 2}
     model = get_model("shardlight").create_from_arg_obj(settings, {"batch_size": 2})
-    assert model.batch_size == 2 and model.tok_encode("\1") == [1, 2] and not model.codec.special
+    assert model.batch_size == 2 and model.tok_encode("\1") == [1, 2] and model.codec.end_id is None
     assert model.loglikelihood([request("a", "b")])[0][0] < 0
     assert model.loglikelihood_rolling([request("")]) == [0]
