@@ -18,14 +18,14 @@ from jaxtyping import UInt32
 from data import text
 from data.flat_tokens import FILL, checked, decode
 from data.loader import Batches, BatchSpec
-from runtime.config import NOT_EMPTY, Kept, Name, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
 from runtime.run import say
 from shardlib.errors import UserError
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class HuggingFaceConfig(Section, key="hf_dataset"):
-    path: Name  # `path` and `name` are passed to datasets.load_dataset
+    path: Annotated[Path, NOT_EMPTY]  # `path` and `name` are passed to datasets.load_dataset
     name: str | None
     train_split: Name
     validation_split: str | None
@@ -79,8 +79,8 @@ class StreamLoader(Batches):
         """Yields the units of this host from a position on, endlessly."""
         threads = self.config.num_workers or text.cores()
         part = jax.process_index(), jax.process_count()
-        while True:
-            has_text = False
+        for number in itertools.count():
+            documents = empty = 0
             for unit in text.units(self.source, position, threads, *part):
                 largest = int(unit.tokens.max(initial=0)) >> 1
                 if largest >= self.spec.vocab:
@@ -88,10 +88,15 @@ class StreamLoader(Batches):
                         f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
                         "larger"
                     )
-                has_text = has_text or len(unit.tokens) > 0
+                documents += len(unit.lengths)
+                empty += int((unit.lengths == 0).sum())
                 yield unit
-            if not has_text and not position:
+            if documents == empty and not position:
                 raise UserError(f"{self.name} has no text for host {jax.process_index()}")
+            if number == 0:
+                say(
+                    f"{self.name} starts over: read {documents:,} documents, {empty:,} without text"
+                )
             position = {}
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:

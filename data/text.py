@@ -15,11 +15,11 @@ import io
 import itertools
 import json
 import os
-import pathlib
 import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -34,8 +34,8 @@ T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
-TEXT_SUFFIXES = {".arrow", ".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt", ".xml"}
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
+SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
 @checked
@@ -210,22 +210,58 @@ def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
             yield row if isinstance(row, dict) else {"text": row}
 
 
+def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of Arrow's record batches, with no other column if they have this one."""
+    if column not in schema.names:
+        yield dict.fromkeys(schema.names)
+        return
+    for batch in batches:
+        for value in batch.column(column):
+            yield {column: value.as_py()}
+
+
 def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     # With pre_buffer, all of a file that has been read would stay in memory.
     parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-    columns = [column] if column in parquet.schema_arrow.names else None
-    for batch in parquet.iter_batches(ROWS, columns=columns):
-        yield from batch.to_pylist()
+    yield from table_rows(
+        parquet.schema_arrow, parquet.iter_batches(ROWS, columns=[column]), column
+    )
+
+
+def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    try:  # Arrow has two formats of files
+        opened = batches = pyarrow.ipc.open_stream(file)
+    except pyarrow.ArrowInvalid:
+        opened = pyarrow.ipc.open_file(file)
+        batches = map(opened.get_batch, range(opened.num_record_batches))
+    yield from table_rows(opened.schema, batches, column)
+
+
+def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
+    import pandas
+
+    as_typed = {"dtype": str, "na_filter": False, "chunksize": ROWS}  # 007 and NA are texts
+    for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
+        yield from rows.to_dict("records")
 
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
-    with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as text:
+    # newline="" keeps line ends as they are.
+    with io.TextIOWrapper(file, config.encoding, config.encoding_errors, newline="") as text:
         yield {"text": text.read().removeprefix("\ufeff")}  # the byte order mark, as above
 
 
-READERS = {"json": json_rows, "parquet": parquet_rows, "text": text_rows}
+READERS = {
+    "arrow": arrow_rows,
+    "csv": csv_rows,
+    "json": json_rows,
+    "parquet": parquet_rows,
+    "text": text_rows,
+}
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
 
 
@@ -275,7 +311,7 @@ class Source:
         files: Any = self.load_dataset.get("data_files") or []
         files = files.get(self.split, []) if isinstance(files, dict) else files
         folder = os.path.abspath(self.load_dataset.get("data_dir") or "")
-        for pattern in [files] if isinstance(files, str) else files:
+        for pattern in map(str, files if isinstance(files, list | tuple) else [files]):
             local = self.load_dataset.get("path") in FILE_FORMATS and "://" not in pattern
             if local and not fsspec.filesystem("file").glob(os.path.join(folder, pattern)):
                 raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
@@ -330,14 +366,14 @@ class Source:
             )
         load = self.load_dataset
         path = "" if load["path"] in FILE_FORMATS else load["path"]
-        folder = pathlib.Path(path, load.get("data_dir") or "").absolute()
+        folder = Path(path, load.get("data_dir") or "").absolute()
         card = folder / "README.md"  # may say itself what is in a split
         if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
             return
         files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
         taken = {*itertools.chain(*splits.values())}
-        of_text = (file for file in files if TEXT_SUFFIXES & {*pathlib.Path(file).suffixes})
-        if left := [file for file in of_text if file not in taken]:
+        left = [file for file in files if file not in taken]
+        if left := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
             raise UserError(
                 f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
                 "them, as in train-1.jsonl, or move them elsewhere"
@@ -355,12 +391,15 @@ class Source:
                 raise
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"{name} isn't {error.encoding}: {error.reason} at byte {error.start}. Save it "
-                    "as UTF-8, or convert it with +load_dataset.encoding=latin-1, or whatever it "
-                    "is, or with +load_dataset.encoding_errors=replace"
+                    f"{name}, row {number + 1} or a later one, isn't {error.encoding}: "
+                    f"{error.reason}. Save it as UTF-8 or, if it isn't parquet or Arrow, convert "
+                    "it with +load_dataset.encoding=latin-1, or whatever it is, or with "
+                    "+load_dataset.encoding_errors=replace"
                 ) from None
             except Exception as error:  # the libraries below raise errors of many types
-                raise OSError(f"{name}, row {number + 1} can't be read: {error}") from error
+                cure = "" if isinstance(error, OSError) else ". Correct the file, or take it out"
+                problem = " ".join(str(error).split()).rstrip(".")
+                raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:
                 raise UserError(
                     f"{name} has no column={self.column}; the columns are {', '.join(columns)}"

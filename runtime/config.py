@@ -73,7 +73,7 @@ class Section:
     stands in its __post_init__.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    __pydantic_config__ = ConfigDict(extra="forbid")
     prefix = ""
 
     def __init_subclass__(cls, key: str = "") -> None:

@@ -32,8 +32,6 @@ from shardlib.errors import UserError
 
 C = TypeVar("C")
 OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
-# What Hydra reads as a number or a boolean, as a whole value or between the commas of a sweep.
-NUMBER = r"(?i)(?<![^,])(true|false|[+-]?(inf|nan|[\d.][\w.+-]*))(?![^,])"
 
 
 def program(
@@ -126,10 +124,12 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
             # By its values, so that the same sweep with more of them goes on in the same folders.
             own = [a for a in overrides[number] if not all(a in others for others in overrides)]
             own = [a for a in own if not a.startswith(f"{names}=")]
-            folder = quote(",".join(own), safe="=,+~{}[]: ") or "0"
+            plain = (re.sub('="(.*)"$', r"=\1", argument) for argument in own)
+            folder = quote(",".join(plain), safe="=,+~{}[]: ") or "0"
             if len(folder) > 255:  # which file systems refuse
                 folder = f"{folder[:238]}~{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
-            arguments.append(_quoted(names, f"{operator.attrgetter(names)(config)}/{folder}"))
+            name = f"{operator.attrgetter(names)(config)}/{folder}"
+            arguments.append(f"{names}={_quoted(name)}")
         print(f"job {number}: {' '.join(arguments)}", flush=True)
         process = subprocess.Popen([*program, *arguments])
         if signals:  # it came before the process was there
@@ -145,18 +145,22 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         raise UserError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
 
 
-def _quoted(key: str, value: str) -> str:
-    """An override that Hydra takes literally, whatever is in the value."""
-    value = re.sub(r'(\\*)(?="|$)', r"\1\1", value)  # backslashes are escaped only before a quote
-    return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
+def _quoted(text: str) -> str:
+    """Returns a text as Hydra takes it literally, whatever is in it."""
+    text = re.sub(r'(\\*)(?="|$)', r"\1\1", text)  # backslashes are escaped only before a quote
+    return '"' + text.replace('"', '\\"') + '"'
 
 
 def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> str:
-    """Quotes a text that Hydra would read as a number: 1e3 would become 1000.0, and 0.10 0.1. Adds
-    ++, with which Hydra takes any key; the schema then checks all keys alike."""
+    """Quotes a text, or each text of a sweep: Hydra reads 1e3 as a number and refuses ~/x. Adds ++,
+    with which Hydra takes any key; the schema then checks all keys alike."""
     key, equals, value = argument.partition("=")
-    if str in kinds.get(key.lstrip("+"), ()) and not re.search("[\"'([{]", value):
-        value = re.sub(NUMBER, r'"\1"', value)
+    kind, sweep = kinds.get(key.lstrip("+"), ()), {"-m", "--multirun"} & {*sys.argv}
+    # What begins like a list, a dict or a function, or has quotes, is for Hydra to read.
+    if str in kind and (sweep or "," not in value) and not re.search(r"[\"']|^([{[]|\w+\()", value):
+        null = ["null"] if type(None) in kind else []
+        texts = (x if x.lower() in null else _quoted(x) for x in value.split(","))
+        value = ",".join(texts)
     is_value = "." in key or (key in kinds and not (ROOT / folder / key).is_dir())
     forced = equals and is_value and re.match(r"\w", key)
     return ("++" if forced else "") + key + equals + value
@@ -179,7 +183,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         problem = " ".join(str(error).split()).partition(" See https")[0]
         problem = re.sub("LexerNoViable.*", "it has a character that needs quotes", problem)
         key, equals, value = str(error.override).lstrip("+").partition("=")
-        cure = f"; if it is text, quote it: {shlex.quote(_quoted(key, value))}"
+        cure = f"; if it is text, quote it: {shlex.quote(f'{key}={_quoted(value)}')}"
         return f"can't parse {error.override}: {problem}" + (cure if equals else "")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None) or ""
@@ -193,7 +197,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return f"this config has no choice of {group[1]}; {cure}"
     if commas := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' 1\. ", problem):
         key, value = commas.groups()
-        text = shlex.quote(_quoted(key.lstrip("+"), value))
+        text = shlex.quote(f"{key.lstrip('+')}={_quoted(value)}")
         sweep = f"{key}={value}: add --multirun to sweep over these"
         return f"{sweep}, or write {key}=[...] for a list and {text} for a text"
     if "Config group override" in problem:

@@ -217,10 +217,10 @@ def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
     assert job.terminated == (when == "starts" or number == signal.SIGTERM)
 
 
-NUMBERS = ["1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]
+NUMBERS = ["null", "1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]
 
 
-def test_a_text_reaches_a_run_as_typed(capsys, monkeypatch):
+def test_a_text_reaches_a_run_as_typed(tmp_path, capsys, monkeypatch):
     """Names that Hydra or YAML would read as numbers, and what a message says to write in place of
     one that Hydra can't read; in a sweep, and as a resumed run's checkpoint has it."""
     configs, jobs = [], []
@@ -230,8 +230,9 @@ def test_a_text_reaches_a_run_as_typed(capsys, monkeypatch):
         start = "--config-name=local_test_synthetic", "paths.clone_from=0.10"
         return train_here(capsys, monkeypatch, *start, *overrides, program=main)[1]
 
-    refused = ["a=b", "x#y", "it's", "(x)", "a;b", "{x}", "a,b", 'a"b', "x=\\", "é"]
-    for name in *NUMBERS, "007", "0x1f", "1:30", "a::b", "*.x", "a b", *refused:
+    refused = ["it's", "{x}", "a,b", "1,2", 'a"b']
+    taken = ["on", "~", "a=b", "x#y", "(x)", "a;b", "x=\\", "é"]
+    for name in *NUMBERS, *taken, "007", "0x1f", "1:30", "a::b", "*.x", "a b", *refused:
         message = given(f"paths.model_name={name}")
         assert bool(message) == (name in refused)
         if message:
@@ -240,6 +241,12 @@ def test_a_text_reaches_a_run_as_typed(capsys, monkeypatch):
         kept = plain(configs[-1].to_yaml())["paths"]
         assert kept["model_name"] == configs[-1].paths.model_name == name
         assert kept["clone_from"] == "0.10"
+
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [local_test_synthetic, _self_]\npaths: {model_name: 2024_1_11}\n"
+    )
+    message = given("--config-dir", str(tmp_path), "--config-name=mine")
+    assert "paths.model_name=2024111: Input should be a valid string; quote text" in message
 
     def started(command):
         jobs.append(command[-3:])

@@ -78,7 +78,7 @@ def expected(texts):
     return np.array(ids), np.array(starts)
 
 
-def test_each_token_once_and_then_from_the_start(folder):
+def test_each_token_once_and_then_from_the_start(folder, capsys):
     opened = open_loader(folder)
     wanted, is_start = expected([text for part in documents(folder) for text in part] * 2)
     count = len(wanted) // (4 * LENGTH)
@@ -87,6 +87,7 @@ def test_each_token_once_and_then_from_the_start(folder):
     is_start[::LENGTH] = True
     np.testing.assert_array_equal(starts, is_start[: len(ids)])
     assert count > 50
+    assert "starts over: read 98 documents, 8 without text" in capsys.readouterr().out
 
 
 def test_the_order_does_not_depend_on_threads_or_units(folder):

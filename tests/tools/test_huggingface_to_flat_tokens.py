@@ -383,6 +383,7 @@ MISTAKES = {
     "max_tokens=0": "max_tokens=0: Input should be greater than or equal to 1",
     "validation_split=missing": "no split missing: train has ['texts.jsonl']. Choose one of these",
     "+load_dataset.nonsense=1": "nonsense",
+    "load_dataset.data_files=2024": "load_dataset.data_files=2024 matches no file",
     "+speed=fast": "speed",
     "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
@@ -486,6 +487,26 @@ def test_any_type_that_holds_strings(folder, run_here, kind):
     assert all_texts(folder.parent / "x.zarr") == ["0", "1", HI, HI]
 
 
+def test_csv_files_as_typed(folder, run_here):
+    (folder / "x.csv").write_text('x,text\n1,007\n2,NA\n3,\n4,"say ""hi""\n"\n5,null\n')
+    files = f"load_dataset={{path: csv, data_files: {folder}/x.csv}}"
+    assert "4 documents with text, 1 without" in converted(run_here, folder, files)[0]
+    assert all_texts(folder.parent / "x.zarr") == ["007", "NA", "null", 'say "hi"\n']
+
+
+def test_arrow_files_of_which_the_first_has_only_nulls(folder, run_here):
+    """Covers both formats of files, and other columns that vary."""
+    tables = {"text": pyarrow.nulls(9)}, {"x": [1], "text": [HI]}
+    for table, new in zip(tables, (pyarrow.ipc.new_stream, pyarrow.ipc.new_file), strict=True):
+        with new(f"{folder}/{len(table)}.arrow", pyarrow.table(table).schema) as writer:
+            writer.write_table(pyarrow.table(table))
+    files = f"load_dataset={{path: {folder}, data_files: null}}", "validation_split=train"
+    assert (
+        "read 4 files: 2 documents with text, 18 without" in converted(run_here, folder, *files)[0]
+    )
+    assert all_texts(folder.parent / "x.zarr") == [HI, HI]
+
+
 def test_a_parquet_column_that_is_not_text(folder, run_here):
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), folder / "0.parquet")
     _, message = converted(run_here, folder, config="parquet_files")
@@ -494,22 +515,22 @@ def test_a_parquet_column_that_is_not_text(folder, run_here):
 
 def test_a_folder_of_text_files_has_a_document_per_file(folder, run_here):
     for i in range(3):  # one with a byte order mark
-        (folder / f"{i}.txt").write_text("\ufeff" * (i == 1) + f"{i}\nline\n")
+        (folder / f"{i}.txt").write_text("\ufeff" * (i == 1) + f"{i}\r\nline\n")
     out, message = converted(run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}")
     assert message == "" and "read 3 files: 3 documents with text" in out
-    assert all_texts(folder.parent / "x.zarr") == [f"{i}\nline\n" for i in range(3)]
+    assert all_texts(folder.parent / "x.zarr") == [f"{i}\r\nline\n" for i in range(3)]
 
 
 @pytest.mark.parametrize(
     "names, problem",
     {
-        "books web train": "in no split, ['books.jsonl', 'web.jsonl']: by their names, train has",
-        "eval-notes unit-test": "no split train: test has ['eval-notes.jsonl', 'unit-test.jsonl']",
+        "b.jsonl W.JSONL a.zip train.jsonl": "in no split, ['W.JSONL', 'a.zip', 'b.jsonl']: by",
+        "eval-notes.jsonl unit-test.jsonl": "no split train: test has ['eval-notes.jsonl', 'u",
     }.items(),
 )
 def test_a_folder_with_files_in_no_split(folder, run_here, names, problem):
     for name in names.split():
-        write_texts(folder / f"{name}.jsonl", [name])
+        write_texts(folder / name, [name])
     _, message = converted(
         run_here, folder, f"load_dataset={{path: {folder}, data_files: null}}", "column=body"
     )
@@ -517,8 +538,11 @@ def test_a_folder_with_files_in_no_split(folder, run_here, names, problem):
 
 
 UNREADABLE = {
-    "latin-1": ("naïve".encode("latin-1"), "isn't utf-8: invalid continuation byte at byte 2."),
-    "cut": (gzip.compress(random.Random(0).randbytes(999).hex().encode())[:-50], "row 1 can't be"),
+    "latin-1": ("naïve".encode("latin-1"), ", row 1 or a later one, isn't utf-8: invalid"),
+    "cut": (
+        gzip.compress(random.Random(0).randbytes(999).hex().encode())[:-50],
+        "marker was reached. Correct the file",
+    ),
 }
 
 
