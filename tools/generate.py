@@ -1,7 +1,7 @@
 """Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
     python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
-    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt
+    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
     python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
@@ -15,7 +15,8 @@ token. The tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. A line that is
-repeated gets another sample each time. The names of special tokens in a prompt are parsed.
+repeated gets further samples, like those of --samples. The names of special tokens in a prompt are
+parsed.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
@@ -35,9 +36,11 @@ training, the first tokens of a row don't see the row before, so longer rows get
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import sys
@@ -339,7 +342,8 @@ def trials(config: train.Config, weights: train.Stored) -> Iterator[tuple[Any, .
     given = weights, cache, batch.inputs
     yield "generation", cached_logits, given, config
     draws, start = random.random(rows).astype(np.float32), np.zeros(rows, np.int32)
-    how = Sampling(0.8, top_k=None, top_p=0.9, ids=range(sizes["V"]))
+    # The likeliest id: with others, a draw near the bound between two of them gives either.
+    how = Sampling(0.8, top_k=1, top_p=0.9, ids=range(sizes["V"]))
     yield "generate.step", step, (*given, np.int32(0), start, draws), config, how
 
 
@@ -482,8 +486,10 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
             texts = pathlib.Path(args.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
         except UnicodeDecodeError:
             raise UserError(f"{args.prompts} is not UTF-8 text") from None
+    texts = [text for text in texts for _ in range(args.samples)]
     prompts = [codec.prompt(text, model.config) for text in texts]
-    numbers = [texts[:i].count(text) for i, text in enumerate(texts)]
+    counts = collections.defaultdict[str, Iterator[int]](itertools.count)
+    numbers = [next(counts[text]) for text in texts]
 
     def show(new: list[int]) -> bool:
         nonlocal shown
@@ -495,9 +501,10 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
 
     how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.end_id)
     made = continued(model, prompts, numbers, args.tokens, args.batch, how, show, args.seed)
-    for number, (prompt, new) in enumerate(zip(prompts, made, strict=True), 1):
+    for number, (prompt, new) in enumerate(zip(prompts, made, strict=True)):
         if len(texts) > 1:
-            print(f"--- prompt {number}")
+            line, sample = divmod(number, args.samples)
+            print(f"--- prompt {line + 1}, sample {sample + 1}")
         print(codec.text(prompt[1:] + new)[shown:])  # without the start token
 
 
@@ -535,6 +542,7 @@ def main() -> None:
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add = parser.add_argument_group("texts").add_argument
     add("--tokens", type=count, default=128, help="tokens to generate; default: %(default)s")
+    add("--samples", type=count, default=1, help="texts for each prompt; default: %(default)s")
     add("--batch", type=count, default=16, help="texts at a time; default: %(default)s")
     heat = within(float, 0, math.inf)
     add("--temperature", type=heat, default=0.8, help="default: %(default)s; 0: greedy")

@@ -514,19 +514,17 @@ def test_a_text_from_a_checkpoint(run, capsys, monkeypatch):
     out, error, message = call(capsys, monkeypatch, run, *greedy)
     assert out.startswith("☃") and out.endswith("\n") and not message
     assert "checkpoint: bytes/00000003." in error
-    (run / "thrice.txt").write_text("naïve\n" * 3)
-    several = "--prompts=thrice.txt", "--d=4", "--t=2", "--tokens=40"
+    several = "--prompt=naïve", "--samples=3", "--d=4", "--t=2", "--tokens=40"
     out, error, _ = call(capsys, monkeypatch, run, "bytes", *several)
-    _, *texts = re.split(r"--- prompt \d\n", out)
+    _, *texts = re.split(r"--- prompt 1, sample \d\n", out)
     assert len({*texts}) == 3 and all(text.startswith("naïve") for text in texts)
 
 
 def test_prompts_in_a_file(run, tmp_path, capsys, monkeypatch):
-    """Six prompts, three of which come twice, in batches of four. A row goes on with its prompt's
-    last byte and its number."""
-    prompts, asked = ["ab", "é\u2028", "an"], []
-    lines = [prompt for prompt in prompts for _ in range(2)]
-    (tmp_path / "prompts.txt").write_text("\ufeff" + "".join(f"{line}\n" for line in lines))
+    """Three prompts with two samples each, the last two alike, in batches of four. A row goes on
+    with its prompt's last byte and its number."""
+    prompts, asked = ["ab", "é\u2028", "é\u2028"], []
+    (tmp_path / "prompts.txt").write_text("\ufeff" + "".join(f"{line}\n" for line in prompts))
 
     def echo(_, prompts, numbers, tokens, rows, *others):
         asked.append((numbers, rows))
@@ -535,13 +533,17 @@ def test_prompts_in_a_file(run, tmp_path, capsys, monkeypatch):
         return list(np.array(new).T)
 
     monkeypatch.setattr(generate, "generate", echo)
-    options = f"--prompts={tmp_path}/prompts.txt", "--batch=4"
+    options = f"--prompts={tmp_path}/prompts.txt", "--samples=2", "--batch=4"
     out, _, message = call(capsys, monkeypatch, run, "bytes", *options)
     assert not message
-    assert asked == [([0, 1, 0, 1], 4), ([0, 1], 4)]
-    texts = "abb", "é\u2028\N{REPLACEMENT CHARACTER}", "ann"
-    made = (f"{text}{number}" for text in texts for number in range(2))
-    assert out == "".join(f"--- prompt {i}\n{text}\n" for i, text in enumerate(made, 1))
+    assert asked == [([0, 1, 0, 1], 4), ([2, 3], 4)]
+    text = "é\u2028\N{REPLACEMENT CHARACTER}"
+    made = ("abb0", "abb1"), (f"{text}0", f"{text}1"), (f"{text}2", f"{text}3")
+    assert out == "".join(
+        f"--- prompt {i}, sample {j}\n{text}\n"
+        for i, texts in enumerate(made, 1)
+        for j, text in enumerate(texts, 1)
+    )
 
 
 def shown(capsys, monkeypatch, folder, *options):
@@ -607,7 +609,7 @@ def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     monkeypatch.setattr(generate, "Text", lambda *_: text)
     (run / "two.txt").write_text("\n\n")
     out, _, _ = call(capsys, monkeypatch, run, "bytes", "--prompts=two.txt", "--tokens=4")
-    assert out == "--- prompt 1\n@B\n--- prompt 2\nA\n"
+    assert out == "--- prompt 1, sample 1\n@B\n--- prompt 2, sample 1\nA\n"
 
 
 def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
