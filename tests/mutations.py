@@ -84,7 +84,7 @@ PARTS = {
             "not promised": edits.NOT_PROMISED,
         },
     ),
-    "context": Part(CONTEXT, {}),
+    "context": Part(CONTEXT, {"wrong": edits.WRONG_AFTER}),
     "variants": Part(
         VARIANTS, {"wrong": edits.WRONG_WITH_VARIANTS, "right": edits.RIGHT_WITH_VARIANTS}, "dense"
     ),
