@@ -1,7 +1,5 @@
 """Tests how the numbers of two meshes are compared, with a function of our own."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,35 +132,6 @@ def test_the_compute_dtype_is_that_of_the_context():
     assert (narrow.dtype, wide.dtype, again.dtype) == (jnp.bfloat16, np.float32, jnp.bfloat16)
     np.testing.assert_allclose(wide, x @ x.T, atol=1e-5)
     assert np.abs(narrow - x @ x.T).max() > 1e-3
-
-
-def test_tiny_sizes_split_over_each_axis_and_the_others_stay_small():
-    hint = tuple[f32["B/s L M/t"], f32["V/t/s D"], Stacked["layers", f32["M/s D"]]]
-    real = {"B": 512, "L": 4096, "M": 8192, "V": 10**5, "D": 128, "layers": 2}
-    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "t": 3})
-    assert [sizes[name] % 6 for name in "BMV"] == [0, 0, 0] and max(sizes.values()) < 100
-    parts = [sizes[name] // n for name in "BMV" for n in (2, 3)]
-    assert math.gcd(*parts) == 1 and len({*parts}) == 6
-    assert sizes["layers"] == 2 and sizes["D"] <= 12 and sizes["L"] <= 12
-    hint = tuple[hint, f32["M/t/c/s"]]
-    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "c": 2, "t": 3})
-    assert [sizes[name] % n for name, n in zip("BMV", (6, 12, 6), strict=True)] == [0, 0, 0]
-    assert sizes["M"] % 24 and max(sizes.values()) / 4 < min(sizes[name] for name in "BMV")
-
-
-def test_stirred_values_are_all_different_and_keep_their_sign():
-    tree = {
-        "gain": np.ones((4, 5), np.float32),
-        "bias": np.zeros((4, 5), np.float32),
-        "w": RANDOM.normal(size=(4, 5)).astype(np.float32),
-        "step": np.uint32(7),
-    }
-    stirred = numbers.stirred(tree)
-    assert stirred["step"] == 7
-    for name in "gain", "bias", "w":
-        values = stirred[name]
-        assert len(np.unique(values)) == 20 and values.dtype == np.float32
-        assert (np.sign(values) == np.where(tree[name] < 0, -1, 1)).all()
 
 
 def test_differences_are_relative_to_the_largest_entry():
