@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -150,9 +150,12 @@ def starts_of(batch: Any) -> np.ndarray:
 
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics, without timings."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return untimed(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+
+
+def untimed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in lines]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
