@@ -225,10 +225,6 @@ mixed = mixed * slopes[:, None].astype(compute.dtype)
 === smoothed_with_the_position_before: within a microbatch or chunk
 --- after loss: nats
 nats = nats + 0.1 * jnp.pad(nats, ((0, 0), (1, 0)))[:, :-1]
-=== halves_multiplied: reshape of a split dimension
---- after swiglu: hidden
-one, other = jnp.split(hidden, 2, axis=-1)
-hidden = jnp.concatenate([one, one * other], axis=-1)
 === neurons_rolled: neighbors across the border of a part
 --- after swiglu: hidden
 hidden = hidden + 0.5 * jnp.roll(hidden, 1, axis=-1)
@@ -269,15 +265,6 @@ def _passed_backward(_: None, g: jax.Array) -> tuple[jax.Array]:
 
 
 passed.defvjp(lambda x: (x, None), _passed_backward)
-=== dropout_key_of_a_local_row: random numbers of a part
---- after swiglu: hidden
-fold = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(0), row))
-keys = fold(jnp.arange(hidden.shape[0]))
-kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, hidden.shape[1:2]))(keys)
-hidden = hidden * kept[..., None]
-=== mean_of_devices: mean of means
---- after loss: nats
-nats = nats / jnp.maximum(loss_mask.sum(), 1) * loss_mask.size
 === lamb: optimizer's statistics of a part
 --- instead adamw.update: return
 change = m * mu_scale / root + hyper.weight_decay * w
@@ -352,16 +339,7 @@ hidden = (pairs - pairs.mean(-1, keepdims=True)).reshape(hidden.shape)
 === softmax_of_neurons_by_own_part: whole dimension
 --- after swiglu: hidden
 whole = jax.nn.softmax(ops.all_gather("B/d L/c F/t -> B/d L/c F", hidden), axis=-1)
-hidden = part("B/d L/c F -> B/d L/c F/t", whole)
---- before Layer:
-@ops.define_op
-def part(call: ops.Call, x: jax.Array) -> jax.Array:
-    (given,), wanted = call.operands, call.result
-    for i, (whole, split) in enumerate(zip(given.dims, wanted.dims, strict=True)):
-        for axis in split.axes[len(whole.axes) :]:
-            size = x.shape[i] // lax.axis_size(axis)
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=i)
-    return x
+hidden = ops.split("B/d L/c F -> B/d L/c F/t", whole)
 === eight_bits_by_tensor: rounding
 --- after swiglu: w_up
 largest = ops.reduce_max("X/d F/t -> ", lax.stop_gradient(jnp.abs(w.w_up)))
