@@ -13,14 +13,7 @@ from runtime import checks
 from shardlib.devices import abstract_mesh
 from shardlib.types import computing_in, make_shardings
 from tests import oracle
-from tests.helpers import (
-    assert_close,
-    mesh,
-    plain,
-    slow_but_for,
-    small_config,
-    token_batch,
-)
+from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools.ledger import ledger
 

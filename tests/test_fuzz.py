@@ -19,12 +19,7 @@ import pytest
 import train
 from data.flat_tokens import SPLITS, Writer, encode
 from runtime import checks, config, program
-from tools import (
-    audit,
-    check,
-    compile,
-    huggingface_to_flat_tokens,
-)
+from tools import audit, check, compile, huggingface_to_flat_tokens
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip

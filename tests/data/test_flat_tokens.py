@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 import data.flat_tokens
-from data.flat_tokens import (
-    NO_TOKEN,
-    FlatTokens,
-    FlatTokensError,
-    Writer,
-    encode,
-)
+from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer, encode
 from data.loader import TokenBatch
 from tests import golden
 

@@ -14,13 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer
-from data.loader import (
-    BatchSpec,
-    FlatTokensConfig,
-    Mixture,
-    WeightedDataset,
-    permutation,
-)
+from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
 from shardlib.devices import make_mesh
 from tests import golden
 from tests.helpers import axes, batches_on_hosts, starts_of

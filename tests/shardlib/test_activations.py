@@ -5,10 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib import audit
-from shardlib.activations import (
-    explicit_activation_checkpointing,
-    save_for_backward,
-)
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 
 
 def stacked_residuals(marked, offload=False):
