@@ -1,7 +1,5 @@
 """Tests what one host does when the other gets a signal or is lost, and that both can resume."""
 
-import os
-import random
 import re
 import signal
 import socket
@@ -13,7 +11,7 @@ import pytest
 
 from runtime.run import make_mesh
 from shardlib.errors import UserError
-from tests.helpers import ROOT, arrays, is_free, rows, small_config
+from tests.helpers import ROOT, arrays, rows, slurm, small_config
 from tests.torture import ARGUMENTS, LIMIT, NEVER, QUICK, Hosts, complete, start_hosts
 
 # A run saves only when it stops; the number of steps is chosen after that.
@@ -58,24 +56,16 @@ class Run:
             return hosts.text()
 
 
-# What a process of two, each on a host of its own, finds in its environment, given a number of the
-# job that determines the port.
+# What a process finds in its environment, given a number of the job that determines the port.
 CLUSTERS = {
-    "slurm": lambda job, process: {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": 2,
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_PROCID": process,
-        "SLURM_LOCALID": 0,
-    },
-    "mpi": lambda job, process: {
+    "slurm": slurm,
+    "mpi": lambda job, process, count: {
         "OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:1",
-        "OMPI_COMM_WORLD_SIZE": 2,
+        "OMPI_COMM_WORLD_SIZE": count,
         "OMPI_COMM_WORLD_RANK": process,
-        "OMPI_COMM_WORLD_LOCAL_RANK": 0,
+        "OMPI_COMM_WORLD_LOCAL_RANK": process,
     },
-    "kubernetes": lambda job, process: {
+    "kubernetes": lambda job, process, count: {
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
         "SETTINGS": f"coordinator=localhost:{61440 + job} process_id={process}",
     },
@@ -94,17 +84,8 @@ print(make_mesh(config, config.mesh.axes).size, jax.config.values["jax_cuda_visi
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_process_has_all_gpus_of_its_host(cluster):
     """JAX would take a process that Slurm or MPI starts to be for one GPU."""
-    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
-    processes = []
-    for process in range(2):
-        found = CLUSTERS[cluster](job, process)
-        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-        env = os.environ | flags | {name: str(value) for name, value in found.items()}
-        command = [sys.executable, "-W", "error", "-c", VISIBLE]
-        started = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        processes.append(started)
+    command = ["-W", "error", "-c", VISIBLE]
+    processes = start_hosts(2, 4, lambda _: command, cluster=CLUSTERS[cluster])
     printed = [process.communicate(timeout=120) for process in processes]
     assert [out.splitlines()[-1] for out, _ in printed] == ["8 0,1,2,3"] * 2, printed
 

@@ -134,6 +134,21 @@ def test_the_compute_dtype_is_that_of_the_context():
     assert np.abs(narrow - x @ x.T).max() > 1e-3
 
 
+def test_stirred_values_are_all_different_and_keep_their_sign():
+    tree = {
+        "gain": np.ones((4, 5), np.float32),
+        "bias": np.zeros((4, 5), np.float32),
+        "w": RANDOM.normal(size=(4, 5)).astype(np.float32),
+        "step": np.uint32(7),
+    }
+    stirred = numbers.stirred(tree)
+    assert stirred["step"] == 7
+    for name in "gain", "bias", "w":
+        values = stirred[name]
+        assert len(np.unique(values)) == 20 and values.dtype == np.float32
+        assert (np.sign(values) == np.where(tree[name] < 0, -1, 1)).all()
+
+
 def test_differences_are_relative_to_the_largest_entry():
     one = {"a": np.array([100.0, 1.0]), "b": np.array([1.0, 1.0]), "c": np.array([1.0])}
     other = {"a": np.array([100.0, 1.001]), "b": np.array([1.0, 1.1]), "c": np.array([np.nan])}
