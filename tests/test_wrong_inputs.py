@@ -246,7 +246,7 @@ def test_an_option(case, folder, capsys, monkeypatch):
     golden.check("wrong_inputs.txt", case, message.removeprefix("python -m "))
 
 
-def test_what_needs_more_memory_than_there_is(capsys, monkeypatch):
+def test_what_needs_more_memory_than_there_is():
     for error in (
         MemoryError("Unable to allocate 9 TiB"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),

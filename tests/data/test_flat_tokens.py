@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 import data.flat_tokens
-from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer, encode
+from data.flat_tokens import FlatTokens, FlatTokensError, Writer, encode
 from data.loader import TokenBatch
 from tests import golden
 
@@ -287,13 +287,6 @@ def test_ids_of_any_integer_type(tmp_path):
     for kind in np.uint8, np.int16, np.uint64:
         path = write(tmp_path / f"{kind.__name__}.zarr", [np.array([5, 3, 8], kind)])
         assert FlatTokens(path, "train").read(0, 3)[0].tolist() == [5, 3, 8]
-
-
-def test_padding_is_not_in_the_loss():
-    batch = TokenBatch.of(np.array([[7, 5, 6, NO_TOKEN]], np.uint32), np.zeros((1, 4), bool), 0)
-    assert batch.inputs.tolist() == [[7, 5, 6]]
-    assert batch.targets.tolist() == [[5, 6, 0]]
-    assert batch.loss_mask.tolist() == [[True, True, False]]
 
 
 def test_an_interrupted_write_is_no_dataset(tmp_path):

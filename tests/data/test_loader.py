@@ -180,17 +180,6 @@ def record_reads(monkeypatch):
     return lengths
 
 
-def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
-    path = str(tmp_path / "long.zarr")
-    with Writer(path, "train") as writer:
-        for i in range(8):
-            writer.append(np.arange(1000 * i, 1000 * i + 1000) + 1)
-    read = record_reads(monkeypatch)
-    opened = open_loader(path, vocab=9000, sequence_packing=False)
-    rows_of(opened, 0, range(8))
-    assert sum(read) == 8 * LENGTH
-
-
 def test_the_first_input_of_a_row_is_the_token_before_it(tmp_path):
     """Tokens count up from 0, an id like any other, in documents of 3."""
     path = str(tmp_path / "x.zarr")
