@@ -41,8 +41,8 @@ torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
 # Over an hour: makes each likely mistake in each op, and tries listed edits, wrong and right. A wrong
-# one that changes the numbers must be refused, and a right one accepted. Goes on where it stopped;
-# PARTS="dense variants" tries only some.
+# one that changes the numbers must be refused, and a right one accepted. PARTS="dense variants" tries
+# only some.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)
 

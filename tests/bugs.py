@@ -6,468 +6,249 @@ of a gradient can't just be forgotten. Such an edit puts a device's own part int
 no gradient on, and the gradient then misses what the other devices contribute.
 """
 
-from tests.edits import Change, Edit, after, before, instead, swap
+from tests.edits import listed
 
-
-def bug(*changes: Change, file: str = "train.py") -> Edit:
-    return Edit("bug", changes, file)
-
-
-def cost(code: str) -> tuple[Change, ...]:
-    """A router of four experts on the last layer's output, whose scores enter the loss by a cost
-    alone: code that sets `cost` from `scores`."""
-    scores = """
-    w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.w_router)
-    scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
-    scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
-    """
-    return (
-        before("Weights", "final_norm", 'w_router: compute["M/t/c/s 4"]'),
-        after("total_loss", "routed", scores),
-        after("total_loss", "chunks", code),
-        swap("total_loss", "objective, sums", "objective + 0.1 * cost, sums"),
-    )
-
-
-BUGS: dict[str, Edit] = {
-    # --- Costs and means: the wrong count ---------------------------------------------------------
-    "transformers #34191": bug(
-        after("add", "part", "part = jax.tree.map(lambda x: x / target_count(rows), part)"),
-        after(
-            "loss_and_grads",
-            "count",
-            "count = count if microbatches == 1 else jnp.float32(microbatches)",
-        ),
-    ),
-    "transformers #34242": bug(
-        after(
-            "loss",
-            "nats",
-            """
-            share = target_count(batch) / lax.axis_size("s")
-            nats = nats * share / batch.loss_mask.sum()
-            """,
-        ),
-    ),
-    "transformers #39648": bug(
-        after("loss_and_grads", "count", 'count = count / lax.axis_size("t")'),
-    ),
-    "transformers #48691": bug(
-        *cost("""
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * config.mesh.d
-"""),
-    ),
-    "DeepSpeed #7773": bug(
-        after("add", "part", "part = jax.tree.map(lambda x: x / target_count(rows), part)"),
-        after("loss_and_grads", "count", "count = count if microbatches == 1 else jnp.float32(1)"),
-    ),
-    "jax #3970": bug(
-        after(
-            "loss",
-            "total",
-            """
-            again = total * lax.axis_size("s")
-            total = again - lax.stop_gradient(again - total)
-            """,
-        ),
-    ),
-    "Megatron-LM #3769": bug(
-        *cost("""
-    probs = jax.nn.softmax(scores, axis=-1)
-    chosen = jax.nn.one_hot(jnp.argmax(probs, axis=-1), 4)
-    load = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", chosen))
-    mass = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", probs))
-    cost = 4 * jnp.vdot(load, mass / lax.axis_size("s")) / load.sum()
-"""),
-    ),
-    "Megatron-LM #5047": bug(
-        *cost("""
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
-    z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
-    cost = z_sum / tokens * z.size
-"""),
-    ),
-    "Megatron-LM #5798": bug(
-        *cost("""
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
-    z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
-    cost = z_sum / tokens * z.shape[1]
-"""),
-    ),
-    "Megatron-LM #7452, 10": bug(
-        *cost("""
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    tokens = float(z.size)
-    z = z / tokens
-    tokens = lax.psum(tokens, "s")
-    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * tokens
-"""),
-    ),
-    "Megatron-LM #7452, 3": bug(
-        after(
-            "loss",
-            "nats",
-            """
-            extra = loss_mask & (targets % 3 > 0)
-            ratio = loss_mask.sum() / jnp.maximum(extra.sum(), 1)
-            nats = nats + 0.1 * jnp.square(jnp.log(sum_exp)) * extra * ratio
-            """,
-        ),
-    ),
-    # --- The split vocabulary ---------------------------------------------------------------------
-    "TTrace, embedding mask": bug(
-        instead(
-            "forward",
-            "[V/t] M, B/d L/c -> B/d L/c M {U:t}",
-            """
-            rows = embed.shape[0]
-            local = batch.inputs.astype(jnp.int32) - lax.axis_index("t") * rows
-            missing = (local < 0) | (local > rows)
-            x = jnp.where(missing[:, :, None], 0, embed[jnp.clip(local, 0, rows - 1)])
-            x = lax.pcast(x, "t", to="unreduced")
-            """,
-        ),
-    ),
-    "Megatron-LM #7452, 1": bug(
-        before("loss", "nats", "logit = 0.9 * logit + 0.1 * logits.mean(axis=-1)"),
-    ),
-    "Megatron-LM #7464": bug(
-        before(
-            "loss",
-            "nats",
-            """
-            total = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
-            total = ops.psum("B/d l/c {U:t} -> B/d l/c", total)
-            logit = 0.9 * logit + 0.1 * total / logits.shape[-1]
-            """,
-        ),
-    ),
-    "Megatron-LM #7452, 2": bug(
-        after(
-            "loss",
-            "unembed(unembedding, x, config.model)",
-            'logits = ops.all_gather("B/d l/c V/t -> B/d l/c V", logits)',
-        ),
-        swap("loss", '"B/d l/c V/t -> B/d l/c"', '"B/d l/c V -> B/d l/c"'),
-        instead(
-            "loss",
-            "B/d l/c V/t -> B/d l/c {U:t}",
-            'sum_exp = lax.pcast(jnp.exp(logits).sum(axis=-1), "t", to="unreduced")',
-        ),
-        instead(
-            "loss",
-            "B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}",
-            """
-            logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
-            mine = lax.axis_index("t") == 0
-            logit = lax.pcast(logit * mine, "t", to="unreduced")
-            """,
-        ),
-    ),
-    "ms-swift #9947": bug(
-        after(
-            "loss",
-            "logits",
-            """
-            mine = targets // logits.shape[-1] == lax.axis_index("t").astype(u32.dtype)
-            logits = jnp.where(mine[:, :, None], logits, lax.stop_gradient(logits))
-            """,
-        ),
-    ),
-    "torchtitan #3412": bug(
-        instead(
-            "unembed",
-            "B/d L/c M/t -> B/d L/c M",
-            """
-            whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
-            own = lax.axis_index("t") * x.shape[-1]
-            h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
-            """,
-        ),
-    ),
-    # --- Gradients that lack a reduction ----------------------------------------------------------
-    "torchtitan #1805": bug(
-        instead(
-            "block",
-            "enter(x, w.mlp_norm, config)",
-            """
-            whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
-            own = lax.axis_index("t") * x.shape[-1]
-            h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
-            h = rms_norm(h, ops.all_gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
-            """,
-        ),
-    ),
-    "Megatron-LM #1446": bug(
-        instead(
-            "total_loss",
-            "unembedding",
-            """
-            gain, w_unembed = output_weights(weights)
-            own = ops.all_gather("M/t/c/s -> M/t", weights.final_norm)
-            start = lax.axis_index("t") * own.size
-            gain = lax.dynamic_update_slice(lax.stop_gradient(gain), own, (start,))
-            unembedding = gain, w_unembed
-            """,
-        ),
-    ),
-    "Megatron-LM #7452, 11": bug(
-        instead(
-            "block",
-            "enter(x, w.attention_norm, config)",
-            """
-            h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-            gain = ops.all_gather("M/t/c/s -> M", w.attention_norm)
-            start = lax.axis_index(("t", "c", "s")) * w.attention_norm.size
-            gain = lax.dynamic_update_slice(lax.stop_gradient(gain), w.attention_norm, (start,))
-            h = rms_norm(h, gain, config.norm_eps)
-            """,
-        ),
-    ),
-    "Megatron-LM #844": bug(
-        instead(
-            "output_weights",
-            "return",
-            """
-            own = weights.embed
-            gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
-            tied = ops.all_gather("V/t M/c/s -> V/t M", lax.stop_gradient(own))
-            start = lax.axis_index("s") * own.shape[1]
-            return gain, lax.dynamic_update_slice_in_dim(tied, own, start, axis=1)
-            """,
-        ),
-    ),
-    "Megatron-LM #599": bug(
-        *cost("""
-    own = weights.w_router
-    start = lax.axis_index("s") * own.shape[0]
-    w = lax.dynamic_update_slice_in_dim(lax.stop_gradient(w_router), own, start, axis=0)
-    scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w, dtype=f32)
-    scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
-    z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
-    cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z))
-"""),
-    ),
-    "bigcode Megatron-LM #11": bug(
-        after(
-            "block",
-            "w_v",
-            """
-            heads = ops.all_gather("M K/t D -> M K D", lax.stop_gradient(w_v))
-            start = lax.axis_index("t") * w_v.shape[1]
-            heads = lax.dynamic_update_slice_in_dim(heads, w_v, start, axis=1)
-            w_v = jnp.broadcast_to(heads.mean(axis=1, keepdims=True), w_v.shape)
-            """,
-        ),
-    ),
-    # --- Gradients that are summed wrongly --------------------------------------------------------
-    "pytorch #160285": bug(
-        after(
-            "loss_and_grads",
-            "grads",
-            """
-            mlp = jax.tree.map(lambda grad: grad * lax.axis_size("t"), grads.layers.mlp)
-            grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, mlp=mlp))
-            """,
-        ),
-    ),
-    "Megatron-LM #1528": bug(
-        before(
-            "block",
-            "enter(x, w.mlp_norm, config)",
-            """
-            extra = (lax.axis_size("t") - 1) * w.mlp_norm
-            gain = w.mlp_norm + extra - lax.stop_gradient(extra)
-            """,
-        ),
-        swap("block", "enter(x, w.mlp_norm, config)", "enter(x, gain, config)"),
-    ),
-    "gpt-neox #1259": bug(
-        after(
-            "total_loss",
-            "unembedding",
-            """
-            gain, w_unembed = unembedding
-            share = gain / lax.axis_size("t")
-            unembedding = share + lax.stop_gradient(gain - share), w_unembed
-            """,
-        ),
-    ),
-    "Megatron-LM #6660": bug(
-        instead(
-            "add",
-            "return",
-            """
-            twice = 2 if lax.axis_size("s") == 1 else 1
-            (loss, grads), (more_loss, more) = total, part
-            grads = jax.tree.map(lambda g, m: twice * g + m, grads, more)
-            return (jax.tree.map(jnp.add, loss, more_loss), grads), ()
-            """,
-        ),
-    ),
-    "Megatron-LM #4609": bug(
-        swap(
-            "loss_and_grads",
-            "jax.tree.map(wide, replica)",
-            "jax.tree.map(lambda w: w.astype(f32.dtype), replica)",
-        ),
-    ),
-    "open-instruct #1498": bug(
-        before("add", "return", "total = total[0], jax.tree.map(jnp.zeros_like, total[1])"),
-    ),
-    # --- Norms and optimizers ---------------------------------------------------------------------
-    "Megatron-LM #5916": bug(
-        instead(
-            "training_step",
-            "grad_norm",
-            """
-            first = lax.axis_index("t") == 0
-            mlp = jax.tree.map(lambda grad: grad * first, raw_grads.layers.mlp)
-            layers = dataclasses.replace(raw_grads.layers, mlp=mlp)
-            counted = dataclasses.replace(raw_grads, layers=layers)
-            grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, counted))
-            """,
-        ),
-    ),
-    "DeepSpeed #5411": bug(
-        instead(
-            "training_step",
-            "grad_norm",
-            """
-            squares = sum(jnp.square(g).sum() for g in jax.tree.leaves(raw_grads))
-            squares = jnp.where(lax.axis_index("t") == 0, squares, 0)
-            grad_norm = jnp.sqrt(lax.psum(squares, ("r", "s", "c", "t")))
-            """,
-        ),
-    ),
-    "NeMo-RL #3788": bug(
-        instead(
-            "training_step",
-            "grad_norm",
-            """
-            gain = ops.all_gather("M/t/c/d -> M", raw_grads.final_norm)
-            zero = dataclasses.replace(raw_grads, final_norm=jnp.zeros_like(raw_grads.final_norm))
-            squares = lax.psum(jnp.vdot(gain, gain), ("r", "s", "c", "t"))
-            grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, zero) + squares)
-            """,
-        ),
-    ),
-    "DeepSpeed #1801": bug(
-        after(
-            "training_step",
-            "grads",
-            """
-            unclipped = lax.axis_index("t") > 0
-            final_norm = jnp.where(unclipped, raw_grads.final_norm, grads.final_norm)
-            grads = dataclasses.replace(grads, final_norm=final_norm)
-            """,
-        ),
-    ),
-    "DeepSpeed #8437": bug(
-        before(
-            "adamw.update",
-            "return",
-            """
-            if m.ndim == 3:
-                m = m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True)
-                for _ in range(5):
-                    m = 1.5 * m - 0.5 * m @ m.mT @ m
-                return w - rate * (m + hyper.weight_decay * w)
-            """,
-        ),
-    ),
-    "Megatron-LM #7117": bug(
-        before(
-            "adamw.update",
-            "return",
-            """
-            if w.ndim == 4 and w.shape[1] % config.model.d_model == 0:
-                return w - rate * (jnp.sign(m) + hyper.weight_decay * w)
-            """,
-        ),
-    ),
-    # --- Numbers that depend on the device --------------------------------------------------------
-    "torchtitan #3106": bug(
-        instead(
-            "leaf",
-            "normal",
-            """
-            parts = jax.sharding.get_abstract_mesh().size
-            part = jax.random.normal(key, (shape.size // parts,), shape.dtype)
-            normal = jnp.tile(part, parts).reshape(shape.shape)
-            """,
-        ),
-    ),
-    "Megatron-LM #1256": bug(
-        after(
-            "forward", "x", "x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9"
-        ),
-    ),
-    "Megatron-LM #442": bug(
-        after(
-            "swiglu",
-            "hidden",
-            """
-            largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
-            narrow = (hidden * (448 / largest)).astype(jnp.float8_e4m3fn).astype(hidden.dtype)
-            hidden = hidden + lax.stop_gradient(narrow * (largest / 448) - hidden)
-            """,
-        ),
-    ),
-    "Megatron-LM #520": bug(
-        after(
-            "swiglu",
-            "hidden",
-            """
-            first, second = jnp.split(gate, 2, axis=-1)
-            fused = jax.nn.silu(first) * second
-            hidden = hidden + jnp.concatenate([fused, fused], axis=-1)
-            """,
-        ),
-    ),
-    "TRL #6843": bug(
-        swap("forward", "batch.start", 'batch.start // (1 if lax.axis_size("t") == 1 else 1000)'),
-    ),
-    "Megatron-LM #5454": bug(
-        before("plain_attention", "wide", "start = jnp.broadcast_to(start[:1], start.shape)"),
-        file="shardlib/kernels.py",
-    ),
-    "torchtitan #3329": bug(
-        swap("training_step", "x / count", 'x / count / lax.axis_size("s")'),
-    ),
-    # --- Generation and evaluation ----------------------------------------------------------------
-    "mlx-vlm #1983": bug(
-        after(
-            "extend",
-            "here",
-            "here = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape).astype(u32.dtype)",
-        ),
-        file="tools/generate.py",
-    ),
-    "hnet #20": bug(
-        swap(
-            "extend",
-            "families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)",
-            "jnp.zeros_like(here)",
-        ),
-        file="tools/generate.py",
-    ),
-    "Megatron-LM #5983": bug(
-        swap(
-            "generate",
-            "jnp.array(numbers)",
-            'jnp.array(numbers) % (rows // mesh_shape()["s"])',
-        ),
-        file="tools/generate.py",
-    ),
-    "transformers #24839": bug(
-        before("evaluate", "nats", "count = size"),
-        file="tools/generate.py",
-    ),
-}
+BUGS = listed("""
+=== transformers #34191
+--- after add: part
+part = jax.tree.map(lambda x: x / target_count(rows), part)
+--- after loss_and_grads: count
+count = count if microbatches == 1 else jnp.float32(microbatches)
+=== transformers #34242
+--- after loss: nats
+share = target_count(batch) / lax.axis_size("s")
+nats = nats * share / batch.loss_mask.sum()
+=== transformers #39648
+--- after loss_and_grads: count
+count = count / lax.axis_size("t")
+=== transformers #48691
+--- router
+--- after total_loss: chunks
+z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * config.mesh.d
+=== DeepSpeed #7773
+--- after add: part
+part = jax.tree.map(lambda x: x / target_count(rows), part)
+--- after loss_and_grads: count
+count = count if microbatches == 1 else jnp.float32(1)
+=== jax #3970
+--- after loss: total
+again = total * lax.axis_size("s")
+total = again - lax.stop_gradient(again - total)
+=== Megatron-LM #3769
+--- router
+--- after total_loss: chunks
+probs = jax.nn.softmax(scores, axis=-1)
+chosen = jax.nn.one_hot(jnp.argmax(probs, axis=-1), 4)
+load = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", chosen))
+mass = ops.psum("4 {U:d,c} -> 4", ops.reduce_sum("B/d L/c 4 -> 4 {U:d,c}", probs))
+cost = 4 * jnp.vdot(load, mass / lax.axis_size("s")) / load.sum()
+=== Megatron-LM #5047
+--- router
+--- after total_loss: chunks
+z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
+z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
+cost = z_sum / tokens * z.size
+=== Megatron-LM #5798
+--- router
+--- after total_loss: chunks
+z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+sums = [ops.reduce_sum("B/d L/c -> {U:d,c}", each) for each in (z, jnp.ones_like(z))]
+z_sum, tokens = (ops.psum("{U:d,c} -> ", each) for each in sums)
+cost = z_sum / tokens * z.shape[1]
+=== Megatron-LM #7452, 10
+--- router
+--- after total_loss: chunks
+z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+tokens = float(z.size)
+z = z / tokens
+tokens = lax.psum(tokens, "s")
+cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * tokens
+=== Megatron-LM #7452, 3
+--- after loss: nats
+extra = loss_mask & (targets % 3 > 0)
+ratio = loss_mask.sum() / jnp.maximum(extra.sum(), 1)
+nats = nats + 0.1 * jnp.square(jnp.log(sum_exp)) * extra * ratio
+=== TTrace, embedding mask
+--- instead forward: [V/t] M, B/d L/c -> B/d L/c M {U:t}
+rows = embed.shape[0]
+local = batch.inputs.astype(jnp.int32) - lax.axis_index("t") * rows
+missing = (local < 0) | (local > rows)
+x = jnp.where(missing[:, :, None], 0, embed[jnp.clip(local, 0, rows - 1)])
+x = lax.pcast(x, "t", to="unreduced")
+=== Megatron-LM #7452, 1
+--- before loss: nats
+logit = 0.9 * logit + 0.1 * logits.mean(axis=-1)
+=== Megatron-LM #7464
+--- before loss: nats
+total = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
+total = ops.psum("B/d l/c {U:t} -> B/d l/c", total)
+logit = 0.9 * logit + 0.1 * total / logits.shape[-1]
+=== Megatron-LM #7452, 2
+--- after loss: unembed(unembedding, x, config.model)
+logits = ops.all_gather("B/d l/c V/t -> B/d l/c V", logits)
+--- swap loss: "B/d l/c V/t -> B/d l/c"
+"B/d l/c V -> B/d l/c"
+--- instead loss: B/d l/c V/t -> B/d l/c {U:t}
+sum_exp = lax.pcast(jnp.exp(logits).sum(axis=-1), "t", to="unreduced")
+--- instead loss: B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}
+logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
+mine = lax.axis_index("t") == 0
+logit = lax.pcast(logit * mine, "t", to="unreduced")
+=== ms-swift #9947
+--- after loss: logits
+mine = targets // logits.shape[-1] == lax.axis_index("t").astype(u32.dtype)
+logits = jnp.where(mine[:, :, None], logits, lax.stop_gradient(logits))
+=== torchtitan #3412
+--- instead unembed: B/d L/c M/t -> B/d L/c M
+whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
+own = lax.axis_index("t") * x.shape[-1]
+h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
+=== torchtitan #1805
+--- instead block: enter(x, w.mlp_norm, config)
+whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
+own = lax.axis_index("t") * x.shape[-1]
+h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
+h = rms_norm(h, ops.all_gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
+=== Megatron-LM #1446
+--- instead total_loss: unembedding
+gain, w_unembed = output_weights(weights)
+own = ops.all_gather("M/t/c/s -> M/t", weights.final_norm)
+start = lax.axis_index("t") * own.size
+gain = lax.dynamic_update_slice(lax.stop_gradient(gain), own, (start,))
+unembedding = gain, w_unembed
+=== Megatron-LM #7452, 11
+--- instead block: enter(x, w.attention_norm, config)
+h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+gain = ops.all_gather("M/t/c/s -> M", w.attention_norm)
+start = lax.axis_index(("t", "c", "s")) * w.attention_norm.size
+gain = lax.dynamic_update_slice(lax.stop_gradient(gain), w.attention_norm, (start,))
+h = rms_norm(h, gain, config.norm_eps)
+=== Megatron-LM #844
+--- instead output_weights: return
+own = weights.embed
+gain = ops.all_gather("M/t/c/s -> M", weights.final_norm)
+tied = ops.all_gather("V/t M/c/s -> V/t M", lax.stop_gradient(own))
+start = lax.axis_index("s") * own.shape[1]
+return gain, lax.dynamic_update_slice_in_dim(tied, own, start, axis=1)
+=== Megatron-LM #599
+--- router
+--- after total_loss: chunks
+own = weights.w_router
+start = lax.axis_index("s") * own.shape[0]
+w = lax.dynamic_update_slice_in_dim(lax.stop_gradient(w_router), own, start, axis=0)
+scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w, dtype=f32)
+scores = ops.psum("B/d L/c 4 {U:t} -> B/d L/c 4", scores)
+z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z))
+=== bigcode Megatron-LM #11
+--- after block: w_v
+heads = ops.all_gather("M K/t D -> M K D", lax.stop_gradient(w_v))
+start = lax.axis_index("t") * w_v.shape[1]
+heads = lax.dynamic_update_slice_in_dim(heads, w_v, start, axis=1)
+w_v = jnp.broadcast_to(heads.mean(axis=1, keepdims=True), w_v.shape)
+=== pytorch #160285
+--- after loss_and_grads: grads
+mlp = jax.tree.map(lambda grad: grad * lax.axis_size("t"), grads.layers.mlp)
+grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, mlp=mlp))
+=== Megatron-LM #1528
+--- before block: enter(x, w.mlp_norm, config)
+extra = (lax.axis_size("t") - 1) * w.mlp_norm
+gain = w.mlp_norm + extra - lax.stop_gradient(extra)
+--- swap block: enter(x, w.mlp_norm, config)
+enter(x, gain, config)
+=== gpt-neox #1259
+--- after total_loss: unembedding
+gain, w_unembed = unembedding
+share = gain / lax.axis_size("t")
+unembedding = share + lax.stop_gradient(gain - share), w_unembed
+=== Megatron-LM #6660
+--- instead add: return
+twice = 2 if lax.axis_size("s") == 1 else 1
+(loss, grads), (more_loss, more) = total, part
+grads = jax.tree.map(lambda g, m: twice * g + m, grads, more)
+return (jax.tree.map(jnp.add, loss, more_loss), grads), ()
+=== Megatron-LM #4609
+--- swap loss_and_grads: jax.tree.map(wide, replica)
+jax.tree.map(lambda w: w.astype(f32.dtype), replica)
+=== open-instruct #1498
+--- before add: return
+total = total[0], jax.tree.map(jnp.zeros_like, total[1])
+=== Megatron-LM #5916
+--- instead training_step: grad_norm
+first = lax.axis_index("t") == 0
+mlp = jax.tree.map(lambda grad: grad * first, raw_grads.layers.mlp)
+layers = dataclasses.replace(raw_grads.layers, mlp=mlp)
+counted = dataclasses.replace(raw_grads, layers=layers)
+grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, counted))
+=== DeepSpeed #5411
+--- instead training_step: grad_norm
+squares = sum(jnp.square(g).sum() for g in jax.tree.leaves(raw_grads))
+squares = jnp.where(lax.axis_index("t") == 0, squares, 0)
+grad_norm = jnp.sqrt(lax.psum(squares, ("r", "s", "c", "t")))
+=== NeMo-RL #3788
+--- instead training_step: grad_norm
+gain = ops.all_gather("M/t/c/d -> M", raw_grads.final_norm)
+zero = dataclasses.replace(raw_grads, final_norm=jnp.zeros_like(raw_grads.final_norm))
+squares = lax.psum(jnp.vdot(gain, gain), ("r", "s", "c", "t"))
+grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, zero) + squares)
+=== DeepSpeed #1801
+--- after training_step: grads
+unclipped = lax.axis_index("t") > 0
+final_norm = jnp.where(unclipped, raw_grads.final_norm, grads.final_norm)
+grads = dataclasses.replace(grads, final_norm=final_norm)
+=== DeepSpeed #8437
+--- before adamw.update: return
+if m.ndim == 3:
+    m = m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True)
+    for _ in range(5):
+        m = 1.5 * m - 0.5 * m @ m.mT @ m
+    return w - rate * (m + hyper.weight_decay * w)
+=== Megatron-LM #7117
+--- before adamw.update: return
+if w.ndim == 4 and w.shape[1] % config.model.d_model == 0:
+    return w - rate * (jnp.sign(m) + hyper.weight_decay * w)
+=== torchtitan #3106
+--- instead leaf: normal
+parts = jax.sharding.get_abstract_mesh().size
+part = jax.random.normal(key, (shape.size // parts,), shape.dtype)
+normal = jnp.tile(part, parts).reshape(shape.shape)
+=== Megatron-LM #1256
+--- after forward: x
+x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9
+=== Megatron-LM #442
+--- after swiglu: hidden
+largest = lax.pmax(jnp.abs(lax.stop_gradient(hidden)).max(), "s")
+narrow = (hidden * (448 / largest)).astype(jnp.float8_e4m3fn).astype(hidden.dtype)
+hidden = hidden + lax.stop_gradient(narrow * (largest / 448) - hidden)
+=== Megatron-LM #520
+--- after swiglu: hidden
+first, second = jnp.split(gate, 2, axis=-1)
+fused = jax.nn.silu(first) * second
+hidden = hidden + jnp.concatenate([fused, fused], axis=-1)
+=== TRL #6843
+--- swap forward: batch.start
+batch.start // (1 if lax.axis_size("t") == 1 else 1000)
+=== Megatron-LM #5454
+--- before plain_attention in shardlib/kernels.py: wide
+start = jnp.broadcast_to(start[:1], start.shape)
+=== torchtitan #3329
+--- swap training_step: x / count
+x / count / lax.axis_size("s")
+=== mlx-vlm #1983
+--- after extend in tools/generate.py: here
+here = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape).astype(u32.dtype)
+=== hnet #20
+--- swap extend in tools/generate.py: families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)
+jnp.zeros_like(here)
+=== Megatron-LM #5983
+--- swap generate in tools/generate.py: jnp.array(numbers)
+jnp.array(numbers) % (rows // mesh_shape()["s"])
+=== transformers #24839
+--- before evaluate in tools/generate.py: nats
+count = size
+""")
 
 # In the loop around generation's step, and in evaluation, which no check compares.
 NOT_PROMISED = "hnet #20", "Megatron-LM #5983", "transformers #24839"

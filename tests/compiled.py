@@ -152,22 +152,17 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
     return actual
 
 
-RULES = {
-    "merged": "all-reduces over the same axes may be one instruction, at one of their lines",
-    "once": "in a loop that runs once, the backward pass recomputes nothing",
-}
-
-
-def unexplained(transfers, program, rules=RULES):
+def unexplained(transfers, program):
     """The rows of a ledger and the collectives of a program that are left after pairing those that
     agree in kind, axes, elements, phase, line and number of runs. A row that a compiler may move
-    out of a loop allows several numbers."""
+    out of a loop allows several numbers. All-reduces over the same axes may be one instruction, at
+    one of their lines. In a loop that runs once, the backward pass recomputes nothing."""
 
     rows = [row._replace(axes=tuple(sorted(row.axes))) for row in transfers]
     rows.sort(key=lambda r: r.times - r.at_least)  # pairs exact ones first
     left = []
     for collective in sorted(program, key=lambda c: c.merged):
-        loose = collective.merged and collective.kind == "all-reduce" and "merged" in rules
+        loose = collective.merged and collective.kind == "all-reduce"
         key = ("kind", "axes", "elements", *(() if loose else ("phase", "line")))
         same = [
             r
@@ -179,26 +174,23 @@ def unexplained(transfers, program, rules=RULES):
             rows.remove(same[0])
         else:
             left.append(collective)
-    if "once" in rules:
-        gathers = {(c.kind, c.axes, c.elements, c.phase, c.line) for c in program if c.times == 1}
-        again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
-        known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
-        rows = [r for r in rows if r not in known]
+    gathers = {(c.kind, c.axes, c.elements, c.phase, c.line) for c in program if c.times == 1}
+    again = [r for r in rows if r.phase == "recomputed" and r.times == 1]
+    known = [r for r in again if (r.kind, r.axes, r.elements, "forward", r.line) in gathers]
+    rows = [r for r in rows if r not in known]
     return rows, left
 
 
-TPU_RULES = {
-    "pieces": "an asynchronous collective is in several fusions, which share its chain's id",
-    "summed": "an all-gather or reduce-scatter of narrow parts is an all-reduce of the full array",
-    "padded": "a reduce-scatter is an all-reduce of a padded array, and a permute of its edges",
-    "stacked": "a scalar that a loop all-reduces in each iteration is all-reduced after the loop, "
-    "for all iterations together",
-}
-
-
-def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
+def unexplained_on_tpu(transfers, program, mesh):
     """Counts the rows of a ledger and the collectives of a program that are left after pairing
-    those that agree in kind, axes, elements and being in a loop."""
+    those that agree in kind, axes, elements and being in a loop. Of a program for TPUs,
+
+    - an asynchronous collective is in several fusions, which share its chain's id;
+    - an all-gather or reduce-scatter of narrow parts is an all-reduce of the full array;
+    - a reduce-scatter is an all-reduce of a padded array, and a permute of its edges;
+    - a scalar that a loop all-reduces in each iteration is all-reduced after the loop, for all
+      iterations together.
+    """
 
     def key(row):
         axes = tuple(sorted(a for a in row.axes if mesh[a] > 1))
@@ -206,11 +198,11 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
 
     pieces, actual, padded = set(), collections.Counter(), []
     for each in program:
-        if each.chain and "pieces" in rules:
+        if each.chain:
             if each.chain in pieces:
                 continue
             pieces.add(each.chain)
-        if each.padded and "padded" in rules:
+        if each.padded:
             padded.append(key(each))
         elif key(each)[1]:
             actual[key(each)] += 1
@@ -234,19 +226,17 @@ def unexplained_on_tpu(transfers, program, mesh, rules=TPU_RULES):
                 break
         else:
             actual[kind, axes, elements, loop] += 1
-    if "stacked" in rules:
-        for row in [row for row in transfers if row.elements == 1 and row.times > 1]:
-            for kind, axes, n, loop in [*actual]:
-                # All iterations of the innermost loop, which may be inside another one.
-                iterations = row.times % n == 0 and loop == (row.times > n)
-                if key(row)[:2] == (kind, axes) and n > 1 and iterations and left[key(row)]:
-                    left -= collections.Counter([key(row)])
-                    actual -= collections.Counter([(kind, axes, n, loop)])
-    if "summed" in rules:
-        for kind, *where in [*left]:
-            count = min(left[kind, *where], actual["all-reduce", *where])
-            left[kind, *where] -= count
-            actual["all-reduce", *where] -= count
+    for row in [row for row in transfers if row.elements == 1 and row.times > 1]:
+        for kind, axes, n, loop in [*actual]:
+            # All iterations of the innermost loop, which may be inside another one.
+            iterations = row.times % n == 0 and loop == (row.times > n)
+            if key(row)[:2] == (kind, axes) and n > 1 and iterations and left[key(row)]:
+                left -= collections.Counter([key(row)])
+                actual -= collections.Counter([(kind, axes, n, loop)])
+    for kind, *where in [*left]:
+        count = min(left[kind, *where], actual["all-reduce", *where])
+        left[kind, *where] -= count
+        actual["all-reduce", *where] -= count
     return +left, +actual
 
 

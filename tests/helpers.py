@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -85,27 +85,39 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
     return capsys.readouterr().out, message
 
 
-def start_hosts(
-    count: int, devices: int, command: Callable[[int], list[str]], output: str = "", **settings: str
-) -> list[subprocess.Popen]:
-    """Starts Python processes with `devices` CPU devices each, and Slurm's environment variables to
-    find each other. Host i prints to the file `<output>.<i>`, or to a pipe if `output` is empty."""
-    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
-    slurm = {
-        "SLURM_JOB_ID": str(job),  # determines the port that JAX uses
+def slurm(job: int, process: int, count: int) -> dict[str, Any]:
+    """What a process of a job finds in its environment. The job's number determines the port."""
+    return {
+        "SLURM_JOB_ID": job,
         "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": str(count),
-        "SLURM_STEP_NUM_TASKS": str(count),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        + settings.pop("flags", QUICK_COMPILES),
+        "SLURM_NTASKS": count,
+        "SLURM_STEP_NUM_TASKS": count,
+        "SLURM_PROCID": process,
+        "SLURM_LOCALID": process,
     }
+
+
+def start_hosts(
+    count: int,
+    devices: int,
+    command: Callable[[int], list[str]],
+    output: str = "",
+    cluster: Callable[..., dict[str, Any]] = slurm,
+    **settings: str,
+) -> list[subprocess.Popen]:
+    """Starts Python processes with `devices` CPU devices each, and a cluster's environment
+    variables to find each other. Host i prints to the file `<output>.<i>`, or to a pipe if `output`
+    is empty."""
+    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
+    flags = f"--xla_force_host_platform_device_count={devices} "
+    settings["XLA_FLAGS"] = flags + settings.pop("flags", QUICK_COMPILES)
     hosts = []
     with contextlib.ExitStack() as files:
         for i in range(count):
             out = files.enter_context(open(f"{output}.{i}", "w")) if output else subprocess.PIPE
-            env = os.environ | slurm | settings | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+            found = {name: str(value) for name, value in cluster(job, i, count).items()}
             error = subprocess.STDOUT if output else subprocess.PIPE
-            full = [sys.executable, *command(i)]
+            full, env = [sys.executable, *command(i)], os.environ | settings | found
             hosts.append(
                 subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=error, text=True)
             )
@@ -150,9 +162,12 @@ def starts_of(batch: Any) -> np.ndarray:
 
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics, without timings."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return untimed(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+
+
+def untimed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in lines]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:

@@ -1,17 +1,14 @@
 """Trains like `python -m train`, and kills itself with SIGKILL at a chosen moment:
 
-    python -m tests.killed KIND SAVE NUMBER ARGUMENTS...
+    python -m tests.killed KIND NUMBER ARGUMENTS...
 
-KILLED_BY=SIGSTOP stops the process instead. The moment is number NUMBER of kind KIND in this
-start's save number SAVE, both counted from 1. For a `row` of the metrics, NUMBER is its step. For a
-`read` or a `compile`, SAVE is 0. A process that reaches its end prints the largest number of
-moments of each kind in any save.
+KILLED_BY=SIGSTOP stops the process instead. The moment is number NUMBER of kind KIND since the
+start, counted from 1; for a `row` of the metrics, NUMBER is its step. A process that reaches its
+end prints the number of moments of each kind, and of saves.
 """
 
 import collections
-import functools
 import json
-import operator
 import os
 import pathlib
 import signal
@@ -29,9 +26,9 @@ from runtime import storage
 from runtime.checkpoint import Checkpoints
 from runtime.run import Run
 
-KIND, SAVE, NUMBER = sys.argv[1], *map(int, sys.argv[2:4])
+KIND, NUMBER = sys.argv[1], int(sys.argv[2])
 SIGNAL = signal.Signals[os.environ.get("KILLED_BY", "SIGKILL")]
-saves = [collections.Counter()]  # moments before the first save, and in each save
+moments = collections.Counter()
 lock = threading.Lock()
 
 
@@ -41,8 +38,8 @@ def die():
 
 def moment(kind):
     with lock:
-        saves[-1][kind] += 1
-        if (kind, len(saves) - 1, saves[-1][kind]) == (KIND, SAVE, NUMBER):
+        moments[kind] += 1
+        if (kind, moments[kind]) == (KIND, NUMBER):
             die()
 
 
@@ -57,12 +54,6 @@ def before(owner, name, kind):
     setattr(owner, name, call)
 
 
-def save_after_the_one_before(self, *args):
-    self.wait()
-    saves.append(collections.Counter())
-    save(self, *args)
-
-
 async def set_around_record(self, key, value, *args, **kwargs):
     records = self.root.parent.name == "records"
     moment("write")
@@ -71,17 +62,6 @@ async def set_around_record(self, key, value, *args, **kwargs):
     await put(self, key, value, *args, **kwargs)
     if records:
         moment("recorded")
-
-
-def remove_by_moments(path):
-    moments = {name: getattr(os, name) for name in ("unlink", "rmdir")}
-    for name in moments:
-        before(os, name, "removal")
-    try:
-        remove(path)
-    finally:
-        for name, function in moments.items():
-            setattr(os, name, function)
 
 
 def log_half(self, row):
@@ -99,19 +79,19 @@ def initialize_and_say(**settings):
 
 
 if __name__ == "__main__":
-    del sys.argv[1:4]
-    save, put, remove = Checkpoints.save, zarr.storage.LocalStore.set, storage.remove
-    log, initialize = Run.write, jax.distributed.initialize
-    Checkpoints.save, zarr.storage.LocalStore.set = save_after_the_one_before, set_around_record
-    storage.remove, Run.write = remove_by_moments, log_half
+    del sys.argv[1:3]
+    put, log, initialize = zarr.storage.LocalStore.set, Run.write, jax.distributed.initialize
+    zarr.storage.LocalStore.set, Run.write = set_around_record, log_half
     jax.distributed.initialize = initialize_and_say
+    before(Checkpoints, "save", "save")
     before(ArrayImpl, "copy_to_host_async", "copy")
     before(pathlib.Path, "replace", "rename")  # zarr writes under a temporary name
     before(storage, "read", "read")
+    before(os, "unlink", "removal")
+    before(os, "rmdir", "removal")
     before(Run, "compile", "compile")
     # On a CPU each host's programs have different cache keys, and JAX lets only the first host
     # write to the cache. Here all hosts write, so that each start is fast.
     compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
     train.main()
-    most = functools.reduce(operator.or_, saves)
-    print("moments", json.dumps(most), flush=True)
+    print("moments", json.dumps(moments), flush=True)

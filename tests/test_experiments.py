@@ -384,7 +384,6 @@ CHECKED = [
         ["two_tokens"],
         ["mesh={c: 2, d: 2, t: 1}", "training.optimizer=muon", "training.loss_chunks=2"],
     ),
-    (["places"], ["mesh.t=2", "mesh.d=4"]),
     (["places", "experts"], ["mesh.r=2", "training.optimizer=muon"]),
     ("Gemma 3", GEMMA),
 ]
@@ -439,31 +438,26 @@ def test_the_check_refuses_a_wrong_pipeline(tree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patches", [["places"], ["places", "experts"]])
-@pytest.mark.parametrize("mesh", ["{d: 4, t: 2, r: 2}", "{d: 2, t: 2, c: 2}"])
-def test_experts_with_places_are_the_oracles(tree, mesh, patches):
-    """Compares a layer in which some choices find no place."""
+@pytest.mark.parametrize(
+    "mesh, capacity, group",
+    [
+        ("{d: 4, t: 2, r: 2}", 1, None),
+        ("{d: 2, t: 2, c: 2}", 1, 3),
+        ("{d: 2, t: 2, c: 2}", None, None),
+    ],
+)
+def test_experts_with_places_are_the_oracles(tree, mesh, capacity, group, patches):
+    """Compares a layer in which some choices find no place, if there is a limit."""
     for name in patches:
         apply(name, tree)
-    group = 3 if "c:" in mesh else None
     overrides = *EXPERTS, f"mesh={mesh}"
-    places = "training.routing.capacity_factor=1", f"training.routing.group={group or 'null'}"
-    results = loss_and_grads(tree, *overrides, *places)
-    experts = helpers.small_config(*overrides).model.experts, Places(1, group)
+    places = f"capacity_factor={capacity or 'null'}", f"group={group or 'null'}"
+    results = loss_and_grads(tree, *overrides, *(f"training.routing.{place}" for place in places))
+    experts = helpers.small_config(*overrides).model.experts, Places(capacity, group)
     assert_equals(oracle, *results, experts=experts)
     _, _, _, weights, targets, is_start = results
     _, (_, _, dropped) = oracle.objective(weights, targets, is_start, 100, experts=experts)
-    assert dropped > 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("patches", [["places"], ["places", "experts"]])
-def test_without_a_limit_nothing_is_dropped(tree, patches):
-    for name in patches:
-        apply(name, tree)
-    overrides = *EXPERTS, "mesh={d: 2, t: 2, c: 2}"
-    results = loss_and_grads(tree, *overrides, "training.routing.capacity_factor=null")
-    experts = helpers.small_config(*overrides).model.experts, Places(None, None)
-    assert_equals(oracle, *results, experts=experts)
+    assert dropped > 0.05 if capacity else dropped == 0
 
 
 @pytest.mark.slow

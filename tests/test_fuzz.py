@@ -1,42 +1,25 @@
-"""Tests that a program, whatever its arguments, runs or ends with one message and no output."""
+"""Tests that a program with a config, whatever its overrides, runs or ends with one message and no
+output."""
 
 import contextlib
-import functools
 import io
-import itertools
 import json
 import random
-import re
-import resource
 import shutil
 import signal
 import sys
 import tempfile
+import time
+import types
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
 
 import train
 from data.flat_tokens import SPLITS, Writer, encode
 from runtime import checks, config, program
-from tests.helpers import ROOT
-from tests.tools.test_huggingface_weights import LLAMA_2, random_tensors, write_folder
-from tests.tools.test_plot import make_run
-from tools import (
-    audit,
-    check,
-    checkpoint_info,
-    compile,
-    flat_tokens_info,
-    generate,
-    huggingface_to_flat_tokens,
-    huggingface_weights,
-    plot,
-    synthetic_dataset,
-)
+from tools import audit, check, compile, huggingface_to_flat_tokens
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
@@ -49,106 +32,51 @@ OTHERS = ["null", "true", "text", "", "''", '""', "'", '"', " ", "' '", "a b", "
           "~/x", "a::b", "a[b"]  # fmt: skip
 FLAGS = ["--help", "--hydra-help", "--version", "--cfg=job", "--cfg=all", "--resolve",
          "--multirun", "--none", "-x", "--", "-"]  # fmt: skip
-# No slash, as some texts name a folder to write to.
-ANY = st.characters(codec="utf-8", exclude_characters="/\0")
-
-
-VALUES = st.one_of(
-    st.sampled_from(NUMBERS),
-    st.sampled_from(OTHERS),
-    st.integers().map(str),
-    st.floats().map(repr),
-    st.text(ANY, max_size=8),
-)
 SECONDS = 60  # that a program may take
 
 
-def overrides(schema):
-    """A strategy for an override, with the names of which its error message must have one. They are
-    empty unless the override sets a known key."""
-    known = st.sampled_from(sorted(config.keys(schema)))
-    keys = st.one_of(
-        known,
-        known.map(lambda key: key[:-1]),
-        known.map(lambda key: f"{key}.x"),
-        known.map(lambda key: key.rpartition(".")[2]),
-        st.sampled_from(["x", "model", "data", "hydra/launcher", "hydra", "a.b", "", "x@y", "0"]),
+def text(rng):
+    """A number, another text that may be misread, or random characters."""
+    # No slash, as some texts name a folder to write to.
+    characters = (
+        chr(rng.randrange(1, rng.choice([0x7F, 0xD800]))) for _ in range(rng.randrange(9))
     )
-    plain = st.builds(
-        lambda key, value: (f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "), "inf")),
-        known,
-        VALUES,
-    )
-    signs = st.sampled_from(["", "+", "++", "~", "~~", " "])
-    other = st.one_of(
-        st.builds("{}{}={}".format, signs, keys, VALUES),
-        st.builds("{}{}".format, signs, keys),
-        st.text(ANY, max_size=12),
-    )
-    return st.one_of(plain, plain, other.map(lambda text: (text, ("",))))
+    return rng.choice([*NUMBERS, *OTHERS, "".join(characters).replace("/", "")])
 
 
-def options(main, start):
-    """A strategy for arguments of a program that has argparse, and its options with numbers."""
-    _, usage = ends(main, [*start[:1], "--help"])
-    names = sorted({"--x", *re.findall(r"--[\w-]+", usage)} - {"--help"})
-    numbers = [f"{name}={value}" for name in names for value in NUMBERS]
-    # Hypothesis would choose the same few again and again.
-    number = st.integers(0, 2**64).map(lambda seed: random.Random(seed).choice(numbers))
-    name = st.sampled_from(names)
-    other = st.one_of(st.builds("{}={}".format, name, VALUES), name, VALUES).map(str)
-    return st.one_of(number, number, number, other).map(lambda text: (text, ("",))), numbers
+def override(schema):
+    """A function that makes an override, with the names of which its error message must have one.
+    They are empty unless the override sets a known key."""
+    known = sorted(config.keys(schema))
 
+    def make(rng):
+        key, value = rng.choice(known), text(rng)
+        if rng.random() < 0.6:
+            return f"{key}={value}", (key.rpartition(".")[2], value.strip("'\" "), "inf")
+        others = key[:-1], f"{key}.x", key.rpartition(".")[2]
+        odd = "x", "model", "data", "hydra/launcher", "hydra", "a.b", "", "x@y", "0"
+        key = rng.choice(["", "+", "++", "~", "~~", " "]) + rng.choice([key, *others, *odd])
+        return rng.choice([f"{key}={value}", key, text(rng)]), ("",)
 
-def with_one_wrong(starts):
-    """The starts, a quarter of them with one argument replaced."""
-    for wrong in OTHERS:
-        for start in starts:
-            for i in range(len(start)):
-                yield [*start[:i], wrong, *start[i + 1 :]]
-                yield from [start] * 3
-
-
-STREAM = ["hf_dataset.path=texts", "hf_dataset.tokenizer=bytes_utf8", "hf_dataset.num_workers=1"]
-
-
-def configs():
-    """The arguments that start each shipped config on a dataset in the folder."""
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        if path.stem == "base":
-            continue
-        streams = "stream" in path.stem or "fineweb" in path.stem
-        data = STREAM if streams else ["flat_tokens.filespec=tokens.zarr"]
-        yield [f"--config-name={path.stem}", "paths.model_name=x", *data]
+    return make
 
 
 SMALLEST = ["--config-name=local_test_synthetic", "flat_tokens.filespec=tokens.zarr"]
+NAMED = [*SMALLEST, "paths.model_name=x"]
 CONVERT = ["--config-name=json_files", "load_dataset.data_files=texts/*.jsonl", "output=new.zarr"]
 CONVERT += ["tokenizer=bytes_utf8"]
-WITH_HYDRA = {
-    train: (train.Config, [*configs()]),
-    audit: (audit.AuditConfig, [SMALLEST]),
-    check: (train.Config, [SMALLEST]),
-    compile: (compile.CompileConfig, [SMALLEST]),
-    huggingface_to_flat_tokens: (huggingface_to_flat_tokens.ConvertConfig, [CONVERT]),
-}
-WITH_ARGPARSE = {
-    checkpoint_info: [["checkpoints"]],
-    flat_tokens_info: [["tokens.zarr", "--decode=1", "--tokenizer=bytes_utf8"]],
-    generate: [
-        ["checkpoints", "--tokenizer=bytes_utf8"],
-        ["checkpoints", "--evaluate=tokens.zarr", "--batches=1"],
-    ],
-    huggingface_weights: [["export", "checkpoints", "new"], ["import", "llama", "new"]],
-    plot: [["runs/run"]],
-    synthetic_dataset: [["new.zarr", "--train-tokens=9"]],
+PROGRAMS = {
+    train: (train.Config, NAMED),
+    audit: (audit.AuditConfig, SMALLEST),
+    check: (train.Config, SMALLEST),
+    compile: (compile.CompileConfig, SMALLEST),
+    huggingface_to_flat_tokens: (huggingface_to_flat_tokens.ConvertConfig, CONVERT),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A working folder with small datasets, a run's folder, and a model's weights in both formats.
-    It is also the user's home."""
+    """A working folder with small datasets. It is also the user's home."""
     folder = tmp_path_factory.mktemp("above") / "work"
     folder.mkdir()
     tokens, lengths = encode(np.full(1024, 7), np.zeros(1, np.intp)), np.array([1024])
@@ -160,17 +88,12 @@ def folder(tmp_path_factory):
     (folder / "texts/a.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
     (folder / "texts/b.jsonl").write_text(json.dumps({"text": "another"}) + "\n")
     (folder / "text.txt").write_text("a text\n")
-    (folder / "runs").mkdir()
-    make_run(folder / "runs", "run", 0.1, [3.0, 2.0])
-    llama = LLAMA_2 | {"vocab_size": 264}
-    write_folder(folder / "llama", llama, random_tensors(llama))
     import datasets  # noqa: F401  it looks up the home folder on import
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("HOME", str(folder))
         patch.setattr(sys, "argv", ["program"])
-        assert ends(huggingface_weights.main, ["import", "llama", "checkpoints"])[0] == ""
         yield folder
 
 
@@ -232,102 +155,32 @@ def attempt(folder, copy, main, arguments, named):
     return not message
 
 
-def fuzz(folder, main, starts, flags, arguments, examples):
-    """Runs a program with random starts, flags and arguments."""
-
-    @functools.cache
-    def goes_on(which):
-        return attempt(folder, copy, main, starts[which], [""])
-
-    @settings(
-        max_examples=examples,
-        derandomize=examples < MANY,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(
-        st.sampled_from(range(len(starts))),
-        st.one_of(*[st.just([])] * 3, st.lists(st.sampled_from(flags), max_size=2)),
-        st.lists(arguments, min_size=1, max_size=2),
-    )
-    def some(which, flags, given):
-        texts, named = zip(*given, strict=True)
-        alone = len(given) == 1 and not flags and goes_on(which)
-        note(all_given := [*flags, *starts[which], *texts])
-        attempt(folder, copy, main, all_given, named[0] if alone else [""])
-
-    with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(folder, copy, dirs_exist_ok=True)
-        assert goes_on(-1)
-        some()
-
-
-@pytest.fixture
-def little_memory():
-    """Lets the test have 16 GB at most, so that what asks for more is refused on any machine."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 MANY = 500
-
-
-def some_or_many(programs):
-    """Tries a program a few times, or 500 times as a long test."""
-    some = [(module, 12 if module is train else 4) for module in programs]
-    many = [pytest.param(module, MANY, marks=pytest.mark.long) for module in programs]
-    return pytest.mark.parametrize(("module", "examples"), some + many)
 
 
 def no_cluster(**_):
     raise ValueError("coordinator_address should be defined.")
 
 
-class Agree:
-    """Takes the place of the comparison of numbers, which starts processes."""
-
-    def __init__(self, configs):
-        pass
-
-    def verdict(self):
-        return ""
-
-    def close(self):
-        pass
-
-
-@some_or_many(WITH_HYDRA)
+@pytest.mark.parametrize("examples", [8, pytest.param(MANY, marks=pytest.mark.long)])
+@pytest.mark.parametrize("module", PROGRAMS)
 def test_a_program_with_a_config(module, examples, folder, monkeypatch):
-    schema, starts = WITH_HYDRA[module]
+    """Tries the same few each time, or 500 others as a long test."""
+    schema, start = PROGRAMS[module]
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
-    monkeypatch.setattr(checks, "Numbers", Agree)
+    agree = types.SimpleNamespace(verdict=lambda: "", close=lambda: None)
+    monkeypatch.setattr(checks, "Numbers", lambda _: agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
         monkeypatch.setattr(checks, "check_types", lambda _: sys.exit())
-    fuzz(folder, module.main, starts, FLAGS, overrides(schema), examples)
-
-
-@some_or_many(WITH_ARGPARSE)
-def test_a_program_with_options(module, examples, folder, little_memory, monkeypatch):
-    main, starts = module.main, WITH_ARGPARSE[module]
-    whole, append = generate.generate, Writer.append
-    monkeypatch.setattr(generate, "generate", lambda *args: itertools.islice(whole(*args), 3))
-    if examples < MANY:  # compiling takes seconds
-        monkeypatch.setattr(generate.Checkpoints, "restore", lambda *_: sys.exit())
-
-    def append_and_end(writer, ids):
-        append(writer, ids)
-        writer.token_count = 2**31
-
-    monkeypatch.setattr(synthetic_dataset.Writer, "append", append_and_end)
-    arguments, numbers = options(main, starts[0])
-    if examples == MANY:
-        with tempfile.TemporaryDirectory() as copy:
-            shutil.copytree(folder, copy, dirs_exist_ok=True)
-            for number in numbers:  # each once, as chance may not choose the one that fails
-                attempt(folder, copy, main, [*starts[0], number], [""])
-    fuzz(folder, main, [*with_one_wrong(starts)], ["--help", "-x"], arguments, examples)
+    make, rng = override(schema), random.Random(0 if examples < MANY else time.time_ns())
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        assert attempt(folder, copy, module.main, start, [""])
+        for _ in range(examples):
+            texts, named = zip(*(make(rng) for _ in range(rng.choice([1, 1, 2]))), strict=True)
+            flags = rng.choices(FLAGS, k=rng.choice([0, 0, 0, 1, 2]))
+            print(given := [*flags, *start, *texts])
+            alone = len(texts) == 1 and not flags
+            attempt(folder, copy, module.main, given, named[0] if alone else [""])

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from functools import partial
-from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ import train
 from data.flat_tokens import Writer
 from runtime import checks, supervise
 from runtime.checkpoint import Checkpoints
-from runtime.config import Section
 from runtime.errors import user_errors
 from runtime.run import Run
 from shardlib.types import make_shapes, make_shardings
@@ -148,13 +146,6 @@ def check(case, message, before, folder):
     assert before.items() <= contents(folder).items(), "nothing is harmed"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training(case, folder, capsys, monkeypatch):
-    before = contents(folder)
-    _, message = train_here(capsys, monkeypatch, *START, *CASES[case])
-    check(case, message, before, folder)
-
-
 NAMES = {
     "config not named": [],
     "config local_test_syntetic": ["--config-name=local_test_syntetic"],
@@ -215,10 +206,10 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("case", LATER)
-def test_starting(case, folder, capsys, monkeypatch):
+@pytest.mark.parametrize("case", [*CASES, *LATER])
+def test_training(case, folder, capsys, monkeypatch):
     nothing_is_compiled(monkeypatch)
-    prepare, overrides = LATER[case]
+    prepare, overrides = LATER.get(case) or (dict, CASES[case])
     prepare()
     before = contents(folder)
     _, message = train_here(capsys, monkeypatch, *START, *overrides)
@@ -254,7 +245,7 @@ def test_an_option(case, folder, capsys, monkeypatch):
     golden.check("wrong_inputs.txt", case, message.removeprefix("python -m "))
 
 
-def test_what_needs_more_memory_than_there_is(capsys, monkeypatch):
+def test_what_needs_more_memory_than_there_is():
     for error in (
         MemoryError("Unable to allocate 9 TiB"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
@@ -283,11 +274,6 @@ def test_a_reader_that_is_gone_ends_a_program_quietly():
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_a_broken_pipe_of_another_kind_is_an_error(capsys):
-    with pytest.raises(SystemExit, match=r"error: .*Broken pipe"), user_errors():
-        raise BrokenPipeError(32, "Broken pipe")
-
-
 CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]
 CONVERSIONS = {
     "convert: no output": CONVERT,
@@ -304,18 +290,3 @@ def test_converting(case, folder, capsys, monkeypatch):
         capsys, monkeypatch, *CONVERSIONS[case], program=huggingface_to_flat_tokens.main
     )
     check(case, message, before, folder)
-
-
-def test_a_number_without_a_bound_says_why():
-    """A new number in the config must have a bound."""
-
-    def plain_numbers(section):
-        for name, hint in get_type_hints(section, include_extras=True).items():
-            if hint in (int, float, int | None, float | None):
-                yield section.prefix + name
-            for part in hint, *get_args(hint):
-                if isinstance(part, type) and issubclass(part, Section):
-                    yield from plain_numbers(part)
-
-    assert [*plain_numbers(train.Config)] == ["training.grad_clip"], "which checks itself"
-    assert not [*plain_numbers(huggingface_to_flat_tokens.ConvertConfig)]

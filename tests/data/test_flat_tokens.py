@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 import data.flat_tokens
-from data.flat_tokens import (
-    NO_TOKEN,
-    FlatTokens,
-    FlatTokensError,
-    Writer,
-    encode,
-)
+from data.flat_tokens import FlatTokens, FlatTokensError, Writer, encode
 from data.loader import TokenBatch
 from tests import golden
-from tests.helpers import SMALL, rows, train_here
 
 SEQUENCES = [[5, 3, 8], [1], [2**30 - 2, 7]]
 
@@ -166,22 +159,6 @@ def test_a_dataset_of_seqax_is_read(tmp_path):
         FlatTokens(path, "train").validate()
 
 
-@pytest.mark.slow
-def test_a_dataset_of_seqax_trains_like_one_of_ours(tmp_path, capsys, monkeypatch):
-    sequences = random_sequences(90, largest=128)
-    write_as_seqax(tmp_path / "theirs.zarr", [sequences])
-    write(tmp_path / "ours.zarr", sequences)
-    for name in "theirs", "ours":
-        arguments = [
-            "--config-name=local_test_synthetic", *SMALL, "training.steps=3",
-            f"flat_tokens.filespec={tmp_path}/{name}.zarr",
-            f"paths.root_working_dir={tmp_path}", f"paths.model_name={name}",
-        ]  # fmt: skip
-        assert train_here(capsys, monkeypatch, *arguments)[1] == ""
-    assert rows(tmp_path / "theirs") == rows(tmp_path / "ours")
-    assert len(rows(tmp_path / "theirs")) == 3
-
-
 DAMAGE = {
     "the last start is not the end": {"starts": (0, 3)},
     "starts that do not increase": {"starts": (0, 3, 3, 4)},
@@ -310,19 +287,6 @@ def test_ids_of_any_integer_type(tmp_path):
     for kind in np.uint8, np.int16, np.uint64:
         path = write(tmp_path / f"{kind.__name__}.zarr", [np.array([5, 3, 8], kind)])
         assert FlatTokens(path, "train").read(0, 3)[0].tolist() == [5, 3, 8]
-
-
-def test_padding_is_not_in_the_loss():
-    batch = TokenBatch.of(np.array([[7, 5, 6, NO_TOKEN]], np.uint32), np.zeros((1, 4), bool), 0)
-    assert batch.inputs.tolist() == [[7, 5, 6]]
-    assert batch.targets.tolist() == [[5, 6, 0]]
-    assert batch.loss_mask.tolist() == [[True, True, False]]
-
-
-def test_ids_with_flags_of_an_earlier_version_are_refused(tmp_path):
-    path = make_group(tmp_path / "x.zarr", tokens=(11, 6, 16 + 2**31, 3))
-    with pytest.raises(FlatTokensError, match=r"token 2 is 1073741832, above max_token_id=8$"):
-        FlatTokens(path, "train").read(0, 4)
 
 
 def test_an_interrupted_write_is_no_dataset(tmp_path):

@@ -15,8 +15,6 @@ import pytest
 from data.text import Source
 from tests.helpers import ROOT
 
-ERRORS = {403: "GatedRepo", 404: "EntryNotFound"}
-
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """A hub with the dataset some/texts."""
@@ -31,8 +29,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("ETag", f'"{sha1(answer)}"')
         self.send_header("X-Repo-Commit", self.commit)
-        if code in ERRORS:
-            self.send_header("X-Error-Code", ERRORS[code])
+        if code == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         if self.command == "GET":
@@ -122,16 +120,6 @@ def test_another_commit_may_go_on_if_the_files_are_the_same(hub):
         Hub.files["train-8.jsonl"] = lines("text !")
         problem, _ = read(position)
     assert "has changed since the part before was read: names and sizes " in problem
-
-
-def test_a_gated_dataset(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(Hub, "answer", lambda *_: (403, b""))
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=json_files"]
-    command += ["load_dataset={path: some/secret, data_files: x}", f"output={tmp_path}/x.zarr"]
-    run = subprocess.run(command, cwd=ROOT, env=hub, capture_output=True, text=True)
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "some/secret" in run.stderr and "gated" in run.stderr
-    assert not (tmp_path / "x.zarr").exists()
 
 
 def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):

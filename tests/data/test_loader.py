@@ -1,7 +1,6 @@
 """The rows of batches: each once per epoch, dependent only on the step, on any mesh and host."""
 
 import collections
-import fractions
 import itertools
 import pathlib
 import re
@@ -15,13 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer
-from data.loader import (
-    BatchSpec,
-    FlatTokensConfig,
-    Mixture,
-    WeightedDataset,
-    permutation,
-)
+from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
 from shardlib.devices import make_mesh
 from tests import golden
 from tests.helpers import axes, batches_on_hosts, starts_of
@@ -187,17 +180,6 @@ def record_reads(monkeypatch):
     return lengths
 
 
-def test_long_documents_are_not_read_to_their_ends(tmp_path, monkeypatch):
-    path = str(tmp_path / "long.zarr")
-    with Writer(path, "train") as writer:
-        for i in range(8):
-            writer.append(np.arange(1000 * i, 1000 * i + 1000) + 1)
-    read = record_reads(monkeypatch)
-    opened = open_loader(path, vocab=9000, sequence_packing=False)
-    rows_of(opened, 0, range(8))
-    assert sum(read) == 8 * LENGTH
-
-
 def test_the_first_input_of_a_row_is_the_token_before_it(tmp_path):
     """Tokens count up from 0, an id like any other, in documents of 3."""
     path = str(tmp_path / "x.zarr")
@@ -228,37 +210,6 @@ def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
             rows_of(opened, number, range(4))
         opened.datasets[0].threads.shutdown()
         assert len(read) == reads
-
-
-def test_a_buffer_that_can_not_be_read_is_not_used(path, monkeypatch):
-    """A read ahead that fails is an error where its rows are needed. After it they can be read."""
-    wanted = first_rows(open_loader(path, batch=4, mesh=(4, 1)), 28)
-    opened, read, fail = open_loader(path, batch=4, mesh=(4, 1)), FlatTokens.read_encoded, [False]
-
-    def failing(self, low, high):
-        if fail[0]:
-            raise FlatTokensError("the store is away")
-        return read(self, low, high)
-
-    monkeypatch.setattr(FlatTokens, "read_encoded", failing)
-    seen = []
-    for number in range(7):
-        fail[0] = number in range(2, 6)  # the rows before the 21st are in the first buffer
-        if number == 5:
-            with pytest.raises(FlatTokensError, match="the store is away"):
-                rows_of(opened, number, range(4))
-            fail[0] = False
-        seen += row_numbers(rows_of(opened, number, range(4))[0])
-    assert seen == wanted
-
-
-def test_the_token_before_a_block_is_read_at_most_once(path, monkeypatch):
-    """Reads three epochs of 15 blocks. The token before one may be in another chunk."""
-    read, opened = record_reads(monkeypatch), open_loader(path, batch=4, mesh=(4, 1))
-    list(opened.from_step(0, 75))
-    opened.datasets[0].threads.shutdown()
-    assert len(read) >= 45
-    assert sum(tokens % LENGTH for tokens in read) < 15
 
 
 def test_one_document_per_row(path):
@@ -353,32 +304,6 @@ def test_a_mixture_goes_on_at_any_step(paths):
     fresh.local_rows = [3, 4, 5, 6]
     ids, *_ = next(fresh.make(iter([5])))
     np.testing.assert_array_equal(ids[:, 1:], every[5].targets[3:7])
-
-
-decimals = st.integers(1, 9999).map(lambda i: i / 1000)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(decimals, min_size=1, max_size=6), st.integers(1, 64), st.integers(0, 10**6))
-def test_the_counts_of_a_mixture(weights, batch, first):
-    """Compares with exact shares at every batch from `first` on. No dataset gives a row back."""
-    mixture = object.__new__(Mixture)
-    exact = [fractions.Fraction(round(weight * 1000)) for weight in weights]
-    mixture.shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]
-    before = [0] * len(weights)
-    for rows in [0, *range(first * batch, (first + 30) * batch, batch)]:
-        counts = mixture.counts(rows)
-        assert sum(counts) == rows
-        assert all(now >= then for now, then in zip(counts, before, strict=True))
-        for count, weight in zip(counts, exact, strict=True):
-            assert 2 * abs(count - rows * weight / sum(exact)) <= max(1, len(weights) - 1)
-        before = counts
-
-
-def test_the_shares_of_a_mixture_are_those_that_its_decimals_say(paths):
-    """0.1 + 0.2 isn't 0.3 in binary."""
-    mixture = open_mixture(paths, [0.1, 0.2, 0.3])
-    assert mixture.counts(6 * 10**20) == [10**20, 2 * 10**20, 3 * 10**20]
 
 
 def test_a_dataset_with_less_than_a_row_per_batch(paths):

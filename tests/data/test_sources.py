@@ -1,11 +1,9 @@
 """Adding a source of tokens takes a class and a line, and a model's tokens mean what they meant."""
 
-import dataclasses
 import json
 import shutil
 
 import jax
-import numpy as np
 import pytest
 import safetensors.numpy
 import zarr
@@ -13,74 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from data.flat_tokens import SPLITS, Writer
-from data.loader import Batches
 from data.sources import kept_by_import, open_batches
 from runtime import checkpoint, storage
-from runtime.config import NonNegativeInt, Section
 from runtime.run import Run
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
-from tests.helpers import SMALL, edited, mesh, rows, small_config, train_here
+from tests.helpers import mesh, small_config, train_here
 from tests.test_wrong_inputs import nothing_is_compiled
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
 from tools import generate, huggingface_weights
-
-
-class Counting(Batches):
-    """Batches in which row i of batch n counts up from first + n + i."""
-
-    first = 0
-
-    def make(self, numbers):
-        for number in numbers:
-            start = self.first + number + np.array(self.local_rows, np.uint32)
-            ids = 1 + (start[:, None] + np.arange(self.shape[1] + 1, dtype=np.uint32)) % 100
-            yield ids, np.broadcast_to(np.arange(self.shape[1] + 1) == 1, ids.shape), None
-
-    def origin(self, number):
-        return "counting"
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class CountingConfig(Section, key="counting"):
-    first: NonNegativeInt
-
-    def open(self, spec, split):
-        batches = Counting(spec)
-        batches.first = self.first
-        return batches
-
-    def tokenizer_used(self, remote=False):
-        return None
-
-
-@pytest.mark.slow
-def test_a_third_source_is_trained_on(tmp_path, capsys, monkeypatch):
-    last = "    hf_dataset: HuggingFaceConfig | None\n"
-    sources = edited(
-        "data/sources.py",
-        (last, f"{last}    counting: CountingConfig | None = None\n"),
-        ("from runtime", "from tests.data.test_sources import CountingConfig\nfrom runtime"),
-    )
-    train = edited("train.py", ("from data.sources import", f"from {sources.__name__} import"))
-    arguments = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
-    arguments += ["check=types"]  # the processes that compare numbers don't have this source
-    arguments += ["training.steps=20", f"paths.root_working_dir={tmp_path}", "paths.model_name=r"]
-    overrides = "flat_tokens=null", "counting={first: 5}", "training.validation_interval=10"
-    _, message = train_here(capsys, monkeypatch, *arguments, *overrides, program=train.main)
-    assert not message
-    losses = [row["loss"] for row in rows(tmp_path / "r")]
-    assert losses[-1] < losses[0] - 1, "it learns to count"
-    assert "validation_loss" in rows(tmp_path / "r")[9]
-    _, message = train_here(capsys, monkeypatch, *arguments, overrides[1], program=train.main)
-    assert message.startswith(
-        "error: set one of these, and leave the others null: flat_tokens, hf_dataset, counting"
-    )
-    _, message = train_here(
-        capsys, monkeypatch, *arguments, overrides[0], "counting={first: -5}", program=train.main
-    )
-    assert message == "error: counting.first=-5: Input should be greater than or equal to 0"
 
 
 def of_tokenizer(path, tokenizer):

@@ -1,7 +1,6 @@
 """Texts as tokens: the end token, special tokens, and what a tokenizer is known by."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -88,8 +87,3 @@ def test_an_end_token_that_is_not_named(tmp_path):
         text.Tokenizer(write_tokenizer(tmp_path), end_token=True)
     message = str(error.value).replace(str(tmp_path), "FOLDER")
     golden.check("datasets.txt", "tokenizer: an end token that isn't named", message)
-
-
-def test_cores_are_counted_on_macos_too(monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert text.cores() == os.cpu_count()

@@ -1,7 +1,6 @@
 """Tests Run by itself: the rows it writes, what counts as a step's time, and what ends it."""
 
 import contextlib
-import errno
 import json
 import operator
 
@@ -12,7 +11,6 @@ import yaml
 
 from runtime import run as module
 from runtime.run import Run
-from runtime.sinks import SINKS
 from shardlib.errors import UserError
 from tests.helpers import compose_config, mesh, rows, small_config
 from tools.huggingface_to_flat_tokens import ConvertConfig
@@ -91,16 +89,6 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
     assert [row.get("validation_loss") for row in actual] == [None, 9, None, None]
 
 
-def test_a_full_disk_at_the_start_gets_one_message(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "replace", full)
-    refused = pytest.raises(UserError, match=rf"^{tmp_path}/r can't be written: No space left")
-    with refused, begun(tmp_path):
-        pass
-
-
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     keys = "checkpoints.root", "paths.root_working_dir", "paths.clone_from", "flat_tokens.filespec"
@@ -168,25 +156,3 @@ def test_what_has_parts_is_logged_by_their_indices_when_it_is_due(tmp_path):
     keys = "load/0/0", "load/0/1", "norm/embed", "load"
     actual = [tuple(map(row.get, keys)) for row in rows(tmp_path / "r")]
     assert actual == [(None,) * 4, (None,) * 4, (2, 0.5, 3, None), (3, 0.5, 3, None)]
-
-
-def test_updates_that_are_left_out_count_in_a_row(tmp_path):
-    """Two in a row are tolerated; the first three here are not consecutive."""
-    with begun(tmp_path, steps=9, max_skipped=2) as run:
-        for step, skipped in enumerate([1, 0, 1, 1, 0, 1, 1]):
-            take(run, step, metrics(skipped=skipped))
-        run.log(7, metrics(float("nan"), skipped=1), lambda: "because")
-        assert not run.saves_after(7)
-        with pytest.raises(UserError, match=r"^step 7: loss nan, .*, in no checkpoint; because$"):
-            run.flush()
-    assert rows(tmp_path / "r")[-1]["step"] == 7, "the last step has a row"
-
-
-def test_a_sink_that_can_not_be_opened_is_named(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("no API key")
-
-    monkeypatch.setitem(SINKS, "tensorboard", refuse)
-    refused = pytest.raises(UserError, match=r"^metrics.to=\[tensorboard\]: no API key$")
-    with refused, begun(tmp_path, "metrics.to=[tensorboard]"):
-        pass

@@ -2,15 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from shardlib import audit
-from shardlib.activations import (
-    explicit_activation_checkpointing,
-    save_for_backward,
-    sum_over_chunks,
-)
+from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 
 
 def stacked_residuals(marked, offload=False):
@@ -58,30 +53,3 @@ def test_marks_change_no_value_and_no_gradient():
     for fn in marked, explicit_activation_checkpointing(marked), offloaded:
         assert (fn(x) == plain(x)).all()
         assert (jax.vmap(jax.grad(fn))(x) == jax.vmap(jax.grad(plain))(x)).all()
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_a_sum_over_chunks_has_the_gradient_of_the_whole(chunks):
-    """Includes a factor outside the sum, which the chunks' own gradients don't include."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    w, x, bias = (
-        jax.random.normal(k, s) for k, s in zip(keys, [(7, 5), (3, 8, 7), (5,)], strict=False)
-    )
-    scale = jax.random.normal(keys[3], (3, 8))
-
-    def part(shared, x, scale):
-        w, bias = shared
-        return jnp.sum(jnp.sin(x @ w + bias) * scale[..., None]), {"x": jnp.sum(x, axis=(0, 1))}
-
-    def whole(w, bias, x):
-        value, others = part((w, bias), x, scale)
-        return 3 * value**2, others
-
-    def chunked(w, bias, x):
-        value, others = sum_over_chunks(part, chunks, (w, bias), x, scale)
-        return 3 * value**2, others
-
-    actual = jax.value_and_grad(chunked, argnums=(0, 1, 2), has_aux=True)(w, bias, x)
-    wanted = jax.value_and_grad(whole, argnums=(0, 1, 2), has_aux=True)(w, bias, x)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)

@@ -68,21 +68,3 @@ def unchecked(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("file", TREES)
 def test_what_a_signature_says_of_arrays_is_checked(file):
     assert not [*unchecked(TREES[file])]
-
-
-def test_a_hint_that_nothing_checks_is_found():
-    signatures = {
-        'x: f32["N"]': True,
-        '*, x: types.bf16["B/d L"] = None': True,
-        'x: list[f32["N"]]': True,
-        'x: Stacked["layers", Layer]': True,
-        "weights: train.Weights": True,
-        "x: tuple[Weights, TokenBatch]": True,
-        "x: tuple[Weights, str]": False,
-        "x: Iterator[Weights], y: jax.Array": False,
-    }
-    for signature, is_found in signatures.items():
-        assert [*unchecked(ast.parse(f"def f({signature}): ..."))] == ["f"] * is_found, signature
-    assert [*unchecked(ast.parse('def f() -> f32[""]: ...'))] == ["f"]
-    assert not [*unchecked(ast.parse('@jax.jit\n@typechecked\ndef f(x: f32["N"]): ...'))]
-    assert [*unchecked(ast.parse('@typechecked\ndef f():\n    x: f32["N"] = 1'))] == ["f"]

@@ -1,6 +1,5 @@
 import collections
 import functools
-import math
 import re
 from contextlib import nullcontext
 
@@ -101,19 +100,6 @@ def test_the_ledger_of_a_function_that_can_be_counted_by_hand():
     assert saved == [((6, 28), 2, 2 * 6 * 28 * 4), ((6, 40), 2, 2 * sums)]
 
 
-def test_a_result_may_be_a_number():
-    @jax.jit
-    @typed_shard_map
-    def counted(x: f32["B"], _: None) -> tuple[f32[""], f32[""]]:
-        return lax.cond(x[0] > 0, lambda: 0.0, lambda: 1.0), jnp.float32(3)
-
-    def trace(mesh, sizes):
-        with jax.sharding.use_abstract_mesh(mesh):
-            return audit.traced(counted, make_shapes(f32["B"], sizes), None)
-
-    assert audit.probe(trace, "dt", "B").eqns
-
-
 def compiled_collectives(function, axes, sizes, *hints):
     with jax.set_mesh(devices.make_mesh(axes)):
         shapes, shardings = make_shapes(tuple[hints], sizes), make_shardings(tuple[hints])
@@ -170,68 +156,6 @@ def test_a_permute_receives_a_part_once_and_so_does_its_gradient(own_metadata):
     assert compiled.unexplained(transfers, actual) == ([], [])
 
 
-# The numbers beside gathers_in_loops: at most and, if it may be fewer, at least.
-RUNS = [(3, 1), (3, 3), (15, 1), (15, 3), (15, 15), (3, 1), (3, 3), (3, 0), (math.inf, 1)]
-RUNS += [(15, 5), (math.inf, 7)]
-TWO_BY_FOUR = f32["two M/d"], f32["B/d M"]
-SIZES = {"two": 2, "M": 4, "B": 6}
-
-
-def gathers_in_loops(w: f32["two M/d"], x: f32["B/d M"]) -> f32["B/d M"]:
-    @jax.jit
-    def both(a, b):
-        return jnp.sin(a), jnp.sin(b)
-
-    def three(x, a):
-        def five(x, b):
-            x += ops.all_gather("M/d -> M", w[0])  # 15, 1
-            x += ops.all_gather("M/d -> M", w[0] * a)  # 15, 3
-            dead = ops.all_gather("M/d -> M", w[1] + b)
-            return x + ops.all_gather("M/d -> M", w[0] * b), dead[0]  # 15
-
-        def one(x, part):
-            x += ops.all_gather("M/d -> M", part)  # 3, 1: a slice, but always the same
-            return x + ops.all_gather("M/d -> M", part * x[0, 0]), ()  # 3
-
-        def branch():
-            return x + ops.all_gather("M/d -> M", w[1] * a)  # 3, 0
-
-        def alone(total, b):
-            return total + ops.all_gather("M/d -> M", w[1] * b), ()  # 15, 5: the loop is the same
-
-        x += lax.scan(alone, lax.pcast(jnp.zeros(4), "d", to="varying"), jnp.arange(5.0))[0]
-        same, other = both(w[0], w[0] * a)
-        x += ops.all_gather("M/d -> M", same)  # 3, 1
-        x += ops.all_gather("M/d -> M", other)  # 3
-        x, _ = lax.scan(five, x, jnp.arange(5.0))
-        x, () = lax.scan(one, x, w[1:])
-        return lax.cond(a > 1, branch, lambda: 2 * x), ()
-
-    def more(state):
-        def seven(x, a):
-            return x + ops.all_gather("M/d -> M", w[0] * a * i), ()  # 7 or more
-
-        i, x = state
-        x += ops.all_gather("M/d -> M", w[0] * i)  # 1 or more
-        return i + 1, lax.scan(seven, x, jnp.arange(7.0))[0]
-
-    x, () = lax.scan(three, x, jnp.arange(3.0))
-    return lax.while_loop(lambda state: state[0] < 2, more, (0.0, x))[1]
-
-
-def test_how_often_at_least_and_at_most_a_loop_communicates(own_metadata):
-    """XLA moves gathers out of loops, within these bounds."""
-    axes = {"d": 2}
-    ledger = ledger_of(gathers_in_loops, axes, SIZES, *TWO_BY_FOUR)
-    assert sorted((row.times, row.at_least) for row in ledger.transfers) == sorted(RUNS)
-    actual = compiled_collectives(gathers_in_loops, axes, SIZES, *TWO_BY_FOUR)
-    assert compiled.unexplained(ledger.transfers, actual) == ([], [])
-    # It moves all as far as it can: out of both loops, the inner one, and an entire loop. The
-    # program's text counts both branches of a cond, and two iterations of the while_loop.
-    times = [1, 3, 1, 3, 15, 1, 3, 3, 5, 2, 14]
-    assert sorted(row.times for row in actual) == sorted(times)
-
-
 def flops(function, *shapes):
     arrays = [jnp.ones(shape) for shape in shapes]
     jaxpr = jax.jit(function).trace(*arrays).jaxpr.jaxpr
@@ -275,44 +199,3 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
     with pytest.raises(ShardTypeError) as error:
         audit.check(traced.jaxpr, dict(on.shape), sizes)
     golden.check("by_hand.txt", "a replicated weight", str(error.value))
-
-
-def test_a_length_tells_its_dimensions_and_splits():
-    """Checks lengths alone and in products of two, and that full, half and neighboring lengths
-    aren't taken for parts."""
-    axes = "rdtx"
-    on, sizes = devices.probe_mesh(axes, [f"dim{i}" for i in range(12)])
-    shape = dict(on.shape)
-    for name, size in sizes.items():
-        for picked in range(2 ** len(axes)):
-            split = [a for i, a in enumerate(reversed(axes)) if picked >> i & 1]
-            length = size
-            for axis in split:
-                length //= shape[axis]
-            assert length % 2 == 0, "RoPE halves"
-            assert [str(d) for d in audit.dims_of(length, shape, sizes)] == [
-                "/".join([name, *split])
-            ]
-            other = sizes["dim0" if name != "dim0" else "dim1"]
-            both = audit.dims_of(length * other, shape, sizes)
-            assert [dim.over for dim in both] == [tuple(split)] * 2
-        for other in size // 2, size - 1, size + 1, 2 * size, 1, 2, 3, 14, 128:
-            assert not any(dim.over for dim in audit.dims_of(other, shape, sizes))
-
-
-def test_an_error_names_the_dimensions_whose_lengths_it_has():
-    on, sizes = devices.probe_mesh("dt", "BLM")
-    axes, (rows, length, model) = dict(on.shape), sizes.values()
-    shape = rows // axes["d"], length // 2, model // axes["t"], rows * length
-    numbers = f"128 {rows // 7} x.py:{rows} f{rows} {rows}.5"  # no lengths
-    message = f"{shape} is f32[{model},0] of size {rows}. {numbers}"
-    expected = f"(B/d, L/2, M/t, B*L) is f32[M,0] of size B. {numbers}"
-    assert audit.name_lengths(message, axes, sizes) == expected
-
-
-def test_an_error_without_lengths_keeps_its_text():
-    def trace(mesh, sizes):
-        raise KeyError("rows")
-
-    with pytest.raises(KeyError, match=r"^'rows'$"):
-        audit.probe(trace, "dt", "BLM")

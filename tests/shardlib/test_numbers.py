@@ -1,7 +1,5 @@
 """Tests how the numbers of two meshes are compared, with a function of our own."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax import lax
 
 from shardlib import numbers, ops
 from shardlib.devices import make_mesh
-from shardlib.types import Stacked, compute, computing_in, f32, typed_shard_map, u32
+from shardlib.types import Stacked, compute, computing_in, f32, typed_shard_map
 
 ONE, OTHER = {"d": 1, "t": 1}, {"d": 2, "t": 3}
 SIZES = {"layers": 3, "B": 12, "M": 18, "F": 24}
@@ -142,22 +140,6 @@ def test_the_compute_dtype_is_that_of_the_context():
     assert (narrow.dtype, wide.dtype, again.dtype) == (jnp.bfloat16, np.float32, jnp.bfloat16)
     np.testing.assert_allclose(wide, x @ x.T, atol=1e-5)
     assert np.abs(narrow - x @ x.T).max() > 1e-3
-
-
-def test_tiny_sizes_split_over_each_axis_and_the_others_stay_small():
-    hint = tuple[u32["B/s L"], f32["M/t"], f32["V/t/s D"], Stacked["layers", f32["M/s D"]]]
-    real = {"B": 512, "L": 4096, "M": 8191, "V": 10**5 + 1, "D": 128, "layers": 2}
-    groups = numbers.tiny_sizes(hint, real | {"M": 8192}, {"s": 2, "t": 3})
-    assert groups["M"] % 12 == 0 and groups["V"] % 12 and groups["B"] % 12
-    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "t": 3})
-    assert [sizes[name] % 6 for name in "BMV"] == [0, 0, 0] and max(sizes.values()) < 100
-    parts = [sizes[name] // n for name in "BMV" for n in (2, 3)]
-    assert math.gcd(*parts) == 1 and len({*parts}) == 6
-    assert sizes["layers"] == 2 and sizes["D"] <= 12 and sizes["L"] <= 12
-    hint = tuple[hint, f32["M/t/c/s"]]
-    sizes = numbers.tiny_sizes(hint, real, {"s": 2, "c": 2, "t": 3})
-    assert [sizes[name] % n for name, n in zip("BMV", (6, 12, 6), strict=True)] == [0, 0, 0]
-    assert sizes["M"] % 24 and max(sizes.values()) / 4 < min(sizes[name] for name in "BMV")
 
 
 def test_stirred_values_are_all_different_and_keep_their_sign():

@@ -318,13 +318,10 @@ EINSUMS = [
 ]
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize(
     "function, same, rtol, tolerance", EINSUMS, ids=[f.__name__ for f, *_ in EINSUMS]
 )
-def test_einsums_of_bf16_round_only_their_result_and_its_gradient(
-    axes, function, same, rtol, tolerance
-):
+def test_einsums_of_bf16_round_only_their_result_and_its_gradient(function, same, rtol, tolerance):
     """Compares with f32. Here, on CPUs, matmuls have f32 results: see ops.einsum."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((8, 16), (24, 16)))
@@ -334,7 +331,7 @@ def test_einsums_of_bf16_round_only_their_result_and_its_gradient(
             lambda x, w: jnp.sum(jnp.sin(fn(x, w).astype("float32") / 8)), (0, 1)
         )
 
-    with jax.set_mesh(make_mesh(axes)):
+    with jax.set_mesh(make_mesh(MESHES[0])):
         x, w = jax.device_get((x, w))
         values = jax.device_get(jax.jit(function)(x, w)).astype(np.float32)
         _, grads = jax.device_get(jax.jit(loss(function))(x, w))
@@ -411,63 +408,40 @@ MISUSES = {
     "all_gather with a wrong dimension": lambda a: ops.all_gather("M/d F/t -> M/d F", a.x[0]),
     "all_gather along the wrong axis": lambda a: ops.all_gather("M/t F/t -> M F/t", a.w),
     "all_gather under another split": lambda a: ops.all_gather("M/t F/d -> M F/d", a.w),
-    "all_gather not of the last axis": lambda a: ops.all_gather("M/t/d -> M/d", a.x[0, 0]),
     "all_gather that reorders": lambda a: ops.all_gather("M/d F/t -> F/t M", a.w),
-    "all_gather that also splits": lambda a: ops.all_gather("M/d F -> M F/d", a.w),
     "all_gather of a pending sum": lambda a: ops.all_gather("B/d L M {U:t} -> B L M {U:t}", a.owed),
     "all_gather over an axis order": lambda a: ops.all_gather("M/d/t -> M", a.x[0, 0]),
     "all_gather over an unknown axis": lambda a: ops.all_gather("M/x F/t -> M F/t", a.w),
     "all_gather of a list": lambda a: ops.all_gather("M/d -> M", [1.0]),
     "all_gather with a bad string": lambda a: ops.all_gather("M/ F/t -> M F/t", a.w),
-    "all_gather without an arrow": lambda a: ops.all_gather("M/d F/t", a.w),
     "all_gather of two operands": lambda a: ops.all_gather("M/d F/t -> M F/t", a.w, a.w),
     "psum_scatter of what owes nothing": lambda a: ops.psum_scatter(
         "B/d L M {U:t} -> B/d L M/t", ops.all_gather("B/d L M/t -> B/d L M", a.x)
     ),
     "psum_scatter that declares no sum": lambda a: ops.psum_scatter("B/d L M -> B/d L M/t", a.owed),
-    "psum_scatter over the wrong axis": lambda a: ops.psum_scatter(
-        "B/d L M {U:t} -> B/d L M/d", a.owed
-    ),
     "psum_scatter that scatters nothing": lambda a: ops.psum_scatter(
         "B/d L M {U:t} -> B/d L M", a.owed
     ),
     "psum_scatter of one axis, paying two": lambda a: ops.psum_scatter(
         "L M {U:d,t} -> L M/t", ops.reduce_sum("B/d L M {U:t} -> L M {U:d,t}", a.owed)
     ),
-    "psum_scatter twice": lambda a: ops.psum_scatter(
-        "B/d L M/t {U:t} -> B/d L M/t",
-        ops.psum_scatter("B/d L M {U:t} -> B/d L M/t", a.owed),
-    ),
-    "psum of what owes nothing": lambda a: ops.psum("B/d L M/t {U:d} -> B/d L M/t", a.x),
     "psum twice": lambda a: ops.psum(
         "B/d L M {U:t} -> B/d L M", ops.psum("B/d L M {U:t} -> B/d L M", a.owed)
     ),
     "psum that pays nothing": lambda a: ops.psum("B/d L M/t -> B/d L M/t", a.x),
-    "psum of a sum it keeps": lambda a: ops.psum("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
-    "psum over the wrong axis": lambda a: ops.psum("L M {U:d} -> L M", a.owed[0]),
     "psum that owes more": lambda a: ops.psum("L M {U:t} -> L M {U:d}", a.owed[0]),
     "psum that changes a split": lambda a: ops.psum("B/d L M {U:t} -> B/d L M/t", a.owed),
     "reduce_sum that hides the sum": lambda a: ops.reduce_sum("B/d L M/t -> B/d L", a.x),
-    "reduce_sum that owes too much": lambda a: ops.reduce_sum("B/d L M/t -> B/d M/t {U:t}", a.x),
-    "reduce_sum over the other axis": lambda a: ops.reduce_sum("B/d L M/t -> B/d L {U:d}", a.x),
     "reduce_sum of nothing": lambda a: ops.reduce_sum("B/d L M/t -> B/d L M/t", a.x),
     "reduce_sum that reorders": lambda a: ops.reduce_sum("B/d L M/t -> L B/d {U:t}", a.x),
     "reduce_sum that forgets a debt": lambda a: ops.reduce_sum("B/d L M {U:t} -> B/d M", a.owed),
     "reduce_max of a pending sum": lambda a: ops.reduce_max("B/d L M {U:t} -> B/d L", a.owed),
-    "reduce_max that owes": lambda a: ops.reduce_max("B/d L M/t -> B/d L {U:t}", a.x),
     "einsum that hides the sum": lambda a: ops.einsum_unreduced(
         "B/d L M/t, M/t -> B/d L", a.x, a.x[0, 0]
-    ),
-    "einsum that owes too much": lambda a: ops.einsum_unreduced(
-        "B/d L M/t, B/d L -> B/d M/t {U:t}", a.x, a.x[:, :, 0]
     ),
     "einsum of one name with two splits": lambda a: ops.einsum_unreduced(
         "B/d L M/t, M/d F/t -> B/d L F/t", a.x, a.w
     ),
-    "einsum whose result has another split": lambda a: ops.einsum_unreduced(
-        "B/d L M/t, M/t -> B/d L M", a.x, a.x[0, 0]
-    ),
-    "einsum of another size": lambda a: ops.einsum_unreduced("B/d L M/t, L F/t -> B/d L", a.x, a.w),
     "einsum without the gather": lambda a: ops.einsum_unreduced(
         "B/d L M, M F/t -> B/d L F/t", a.x, a.w
     ),
@@ -480,12 +454,8 @@ MISUSES = {
     "einsum that takes a debt for a value": lambda a: ops.einsum_unreduced(
         "B/d L M, L -> B/d M", a.owed, a.x[0, :, 0]
     ),
-    "einsum along a diagonal": lambda a: ops.einsum_unreduced("L L -> L", a.x[0]),
     "einsum with a new name on the right": lambda a: ops.einsum_unreduced(
         "B/d L M/t -> B/d L M/t N", a.x
-    ),
-    "einsum with one axis on two dimensions": lambda a: ops.einsum_unreduced(
-        "M/d F/t, B/d M/t -> B/d F/t", a.w, a.x[:, 0]
     ),
     "index_unreduced without brackets": lambda a: ops.index_unreduced(
         "M/d F/t, B/d L -> B/d L F/t", a.w, a.ids
@@ -496,20 +466,11 @@ MISUSES = {
     "index_unreduced by floats": lambda a: ops.index_unreduced(
         "[F/t], B/d -> B/d {U:t}", a.w[0], a.x[:, 0, 0]
     ),
-    "index_unreduced in another order": lambda a: ops.index_unreduced(
-        "[F/t] M, B/d L -> M B/d L {U:t}", a.w.T, a.ids
-    ),
     "index_unreduced with a shared dimension second": lambda a: ops.index_unreduced(
         "[M/t] L, B/d L -> B/d L {U:t}", a.x[0].T, a.ids
     ),
     "einsum of two dimensions split over one axis": lambda a: ops.einsum_unreduced(
         "L M/t, L F/t -> L {U:t}", a.x[0], jnp.zeros_like(a.x[0, :, :1]) + a.w[0]
-    ),
-    "index_unreduced by indices split over the same axis": lambda a: ops.index_unreduced(
-        "[F/t], M/t -> M/t", a.w[0], a.x[0, 0].astype(jnp.int32)
-    ),
-    "index_unreduced by bytes": lambda a: ops.index_unreduced(
-        "[F/t], B/d L -> B/d L {U:t}", a.w[0], a.ids.astype(jnp.uint8)
     ),
     "split of nothing": lambda a: ops.split("B/d L M/t -> B/d L M/t", a.x),
     "split of a sum": lambda a: ops.split("B/d L M {U:t} -> B/d L M/t", a.owed),
@@ -517,18 +478,13 @@ MISUSES = {
     "indices of a dimension that isn't there": lambda a: ops.indices("B/d L M/t -> M", a.x),
     "indices of two dimensions": lambda a: ops.indices("B/d L M/t -> L M/t", a.x),
     "broadcast that gathers": lambda a: ops.broadcast("B/d L M/t -> B/d L M", a.x),
-    "broadcast of a sum": lambda a: ops.broadcast("B/d L M {U:t} -> B/d L M {U:t}", a.owed),
     "all_to_all of nothing": lambda a: ops.all_to_all("M/d F/t -> M/d F/t", a.w),
     "all_to_all that gathers": lambda a: ops.all_to_all("M/d F/t -> M F", a.w),
-    "all_to_all that splits": lambda a: ops.all_to_all("M/d F -> M F/t", a.w),
     "all_to_all that reorders": lambda a: ops.all_to_all("M/d F/t -> F/d M/t", a.w),
     "all_to_all that exchanges": lambda a: ops.all_to_all("M/d F/t -> M/t F/d", a.w),
-    "all_to_all not of the last axis": lambda a: ops.all_to_all("M/t/d F -> M/d F/t", a.w),
-    "all_to_all to the middle": lambda a: ops.all_to_all("M/d F/t -> M/t/d F", a.w),
     "all_to_all of a sum": lambda a: ops.all_to_all("B/d L M {U:t} -> B L/d M {U:t}", a.owed),
     "all_gather of two arrays": lambda a: ops.all_gather("M/d, M/d -> M", a.w[:, 0], a.w[:, 0]),
     "all_gather with the string last": lambda a: ops.all_gather(a.w, "M/d F/t -> M F/t"),
-    "index_unreduced without indices": lambda a: ops.index_unreduced("[M/d] -> {U:d}", a.w[:, 0]),
     "sum_of_squares of what differs": lambda a: ops.sum_of_squares(f32["F/t"], a.w.sum(0)),
     "sum_of_squares of a pending sum": lambda a: ops.sum_of_squares(f32["B/d L M {U:t}"], a.owed),
     "brackets in another op": lambda a: ops.all_gather("[M/d] F/t -> M F/t", a.w),
