@@ -357,6 +357,12 @@ x = x * ops.split("B/d L -> B/d L/c", jax.vmap(kept)(rows))[..., None]
 --- before block: rope(q, k, sin, cos)
 q = q * lax.rsqrt(jnp.square(q).mean(-1, keepdims=True) + config.norm_eps)
 k = k * lax.rsqrt(jnp.square(k).mean(-1, keepdims=True) + config.norm_eps)
+=== norm_of_four_groups: groups of a dimension
+--- instead rms_norm: h32
+h32 = rearrange(h.astype(f32.dtype), "... (g M) -> ... g M", g=4)
+--- instead rms_norm: return
+h32 = rearrange(h32 * scale, "... g M -> ... (g M)")
+return (h32 * gain.astype(f32.dtype)).astype(h.dtype)
 === half_of_rope: positions
 --- instead block: rope(q, k, sin, cos)
 turned, _ = rope(q, k, sin, cos)
