@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 
 from shardlib import ops
@@ -124,66 +125,80 @@ class Event(NamedTuple):
 def recording() -> Iterator[list[Event]]:
     """Stores what the ops compute in functions that are traced and run in this context. The list is
     filled at its end."""
-    names: list[str] = []
-    # What the first device has computed, in this order.
+    names: list[tuple[str, Spec]] = []
+    # What a device computed, and its place in the mesh.
     stored: collections.deque[tuple[Any, ...]] = collections.deque()
 
-    def store(key: tuple[int, bool], x: Any, place: Any) -> None:
-        if not place:
-            stored.append((key, x))  # reading an array's values here would block the devices
+    def store(*computed: Any) -> None:
+        stored.append(computed)  # reading an array's values here would block the devices
 
-    def emit(number: int, spec: Spec, backward: bool, x: jax.Array) -> None:
-        place, x = lax.axis_index(tuple(mesh_shape())), whole(x, spec, backward)
-        jax.debug.callback(functools.partial(store, (number, backward)), x, place)
+    def emit(number: int, backward: bool, x: jax.Array) -> None:
+        kind, (_, spec) = jax.typeof(x).manual_axis_type, names[number]
+        for axis in kind.unreduced:
+            x = lax.psum(x, axis)
+        for axis in kind.reduced:  # the same on all devices, which a callback can't take
+            x = lax.pcast(x, axis, to="varying")
+        # The gradient of a value that varies, such as a gathered weight, is a sum over devices.
+        pending = tuple(a for a in kind.varying if backward and a not in spec.axes)
+        place = [lax.axis_index(axis) for axis in mesh_shape()]
+        jax.debug.callback(functools.partial(store, (number, backward, pending)), x, *place)
 
     def watch(x: jax.Array, spec: Spec, what: str) -> jax.Array:
         number = len(names)
-        names.append(f"{what} at {caller()}")
+        names.append((f"{what} at {caller()}", spec))
 
         @jax.custom_vjp
         def same(x: jax.Array) -> jax.Array:
-            emit(number, spec, False, x)
+            emit(number, False, x)
             return x
 
         def forward(x: jax.Array) -> tuple[jax.Array, None]:
             return same(x), None
 
         def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-            emit(number, spec, True, gradient)
+            emit(number, True, gradient)
             return (gradient,)
 
         same.defvjp(forward, backward)
         return same(x) if jnp.issubdtype(x.dtype, jnp.floating) else same.fun(x)
 
     events: list[Event] = []
+    axes = mesh_shape()
     with ops.watching(watch):
         yield events
     jax.effects_barrier()
-    values = collections.defaultdict[tuple[int, bool], list[Any]](list)
-    for key, x in stored:
-        values[key].append(np.asarray(x))
-    for number, backward in sorted(values):
-        each = np.stack(values[number, backward])
-        events.append(Event(names[number], number, backward, each))
+    # The parts of each value by number, pass and axes to sum over, then by device. They may
+    # take gigabytes, so nothing copies all of them.
+    parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+    while stored:
+        key, x, *place = stored.popleft()
+        parts[key][tuple(map(int, place))].append(x)
+    for number, backward, pending in sorted(parts):
+        devices = parts.pop((number, backward, pending))
+        what, spec = names[number]
+        places = np.ndindex(*axes.values())
+        block = np.stack([np.asarray(devices[place], np.float32) for place in places])
+        values = assembled(block.reshape(*axes.values(), *block.shape[1:]), spec, axes, pending)
+        events.append(Event(what, number, backward, values))
 
 
-def whole(x: jax.Array, spec: Spec, is_gradient: bool) -> jax.Array:
-    """The global array on each device, given its part; NaN where copies of it differ."""
-    x, kind = x.astype(jnp.float32), jax.typeof(x).manual_axis_type
-    for axis in kind.unreduced:
-        x = lax.psum(x, axis)
-    for axis in kind.reduced:  # the same on all devices, which a callback can't take
-        x = lax.pcast(x, axis, to="varying")
-    for axis in (axis for axis in kind.varying if axis not in spec.axes):
-        if is_gradient:  # of a value that varies, such as a gathered weight: a sum over devices
-            x = lax.psum(x, axis)
+def assembled(block: np.ndarray, spec: Spec, axes: Any, pending: tuple[str, ...]) -> np.ndarray:
+    """The global arrays, stacked, of devices' parts [*axes, time, *part]. Over `pending` axes parts
+    are summed."""
+    left: list[str] = []
+    for axis in reversed(axes):
+        i = list(axes).index(axis)
+        if axis in spec.axes:
+            left.insert(0, axis)
+        elif axis in pending:
+            block = block.sum(i)
         else:
-            largest, apart = lax.pmax(abs(x).max(initial=0), axis), lax.pmax(x, axis) - x
-            x = jnp.where(lax.pmax(apart.max(initial=0), axis) > TOLERANCE * largest, jnp.nan, x)
-    for i, dim in enumerate(spec.dims):
-        if dim.axes:
-            x = lax.all_gather(ops.varying(x, dim.axes), dim.axes, axis=i, tiled=True)
-    return x
+            first = block.take(0, i)
+            copies = difference(block, np.broadcast_to(np.expand_dims(first, i), block.shape))
+            block = first if copies <= TOLERANCE else first * np.nan
+    dims = [f"x{i}" for i in range(len(spec.dims))]
+    right = [f"({' '.join([*dim.axes, x])})" for dim, x in zip(spec.dims, dims, strict=True)]
+    return rearrange(block, f"{' '.join([*left, 'time', *dims])} -> time {' '.join(right)}")
 
 
 def first_difference(one: list[Event], other: list[Event]) -> tuple[Event | None, Event] | None:
