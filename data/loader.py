@@ -337,7 +337,7 @@ class Shuffled:
         if count < spec.rows:
             raise FlatTokensError(
                 f"{data.name} has {count} sequences of {self.length} tokens, "
-                f"too few for training.tokens.batch={spec.rows}"
+                f"too few for training.tokens.batch={spec.rows}: lower it, or add text"
             )
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
