@@ -167,7 +167,9 @@ def _twice(spec: Spec) -> str | None:
     written = [name for dim in spec.dims for name in dim.over] + [*spec.owed]
     for names in written, _written(written):
         if twice := [name for name in names if names.count(name) > 1]:
-            return f"axis {twice[0]} appears twice in one array"
+            within = [x for x in written if twice[0] in _groups.get(x, ()) and twice[0] != x]
+            group = "".join(f"; {x} is {', '.join(_groups[x])}" for x in within[:1])
+            return f"axis {twice[0]} appears twice in one array{group}"
     return None
 
 
