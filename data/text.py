@@ -33,6 +33,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
+CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
@@ -244,7 +245,7 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pandas
 
-    as_typed = {"dtype": str, "na_filter": False, "chunksize": ROWS}  # 007 and NA are texts
+    as_typed = {"dtype": str, "na_filter": False, "chunksize": CSV_ROWS}  # 007 and NA are texts
     for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
         yield from rows.to_dict("records")
 

@@ -27,8 +27,8 @@ from shardlib.errors import caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
 TOLERANCE = 3e-5  # of an array's largest entry
-# Of the largest entry beside it, what an array has at least: where all of it is rounding, such as
-# the gradient of what a softmax cancels out, nothing else says how large it may be.
+# An array's scale is at least this share of the largest entry in its part of the tree. An array that
+# is nothing but rounding, such as the gradient of what a softmax cancels out, has no other scale.
 LEAST = 0.05
 
 
@@ -100,8 +100,8 @@ def difference(one: Any, other: Any, least: float = 0) -> float:
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """The arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. One that
-    isn't finite, or not of the same shape, differs by inf. Those beside an array are all in the
-    same part of a tree, such as weights/ or nu/."""
+    isn't finite, or not of the same shape, differs by inf. A part of the tree is what has the first
+    name in common, such as weights/ or nu/, or all that has one name."""
     tops = {name: name.partition("/")[0] if "/" in name else "" for name in one}
     most = {top: max(largest(one[x]) for x in one if tops[x] == top) for top in tops.values()}
     by = {x: difference(other[x], array, LEAST * most[tops[x]]) for x, array in one.items()}

@@ -86,7 +86,7 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
 
 
 def slurm(job: int, process: int, count: int) -> dict[str, Any]:
-    """What a process of a job finds in its environment. The job's number determines the port."""
+    """The environment of a process of a Slurm job, whose number determines the port."""
     return {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_NODELIST": "localhost",

@@ -71,6 +71,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         device: str = "",  # PyTorch's, which lm-eval names
     ):
         super().__init__()
+        if not str(batch_size).isdecimal() or not int(batch_size):
+            raise UserError(f"--batch_size={batch_size}: it must be a number of texts")
         self.model, self.batch_size = generate.Model(checkpoint, d, t, dtype), int(batch_size)
         self.codec = self.model.tokenizer(tokenizer)
         self.room = self.model.config.training.tokens.len

@@ -237,7 +237,7 @@ def test_a_failed_save_stops_the_run_once_or_is_only_said(stops, writes, one_dev
 
 
 def test_a_failed_save_leaves_room_for_the_next_one(writes, one_device, tmp_path):
-    """What it wrote is gone when the next one writes its first file."""
+    """The files of a failed save are gone when the next save writes its first one."""
     checkpoints = opened_tiny(tmp_path, keeping(stop_on_error=False), lambda _: None)
     writes.failing, writes.fault = 5, cut_with_an_error
     checkpoints.save(1, tiny_on_mesh(1))
