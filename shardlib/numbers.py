@@ -27,8 +27,8 @@ from shardlib.errors import caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
 TOLERANCE = 3e-5  # of an array's largest entry
-# An array's scale is at least this share of the largest entry in its part of the tree. An array that
-# is nothing but rounding, such as the gradient of what a softmax cancels out, has no other scale.
+# An array's scale is at least this share of the largest entry in its part of the tree. One that is
+# nothing but rounding, such as the gradient of what a softmax cancels out, has no other scale.
 LEAST = 0.05
 
 
