@@ -194,8 +194,7 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         mentioned.update(dict.fromkeys(dims))
         return "*".join(map(str, dims)) + "/2" * (full > length)
 
-    # Skips line numbers and the sizes that ShardTypeError compares.
-    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d| on each)", name, message)
+    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, message)  # but line numbers
     for a, b in itertools.combinations(mentioned, 2) if "for broadcasting" in text else ():
         if a.name == b.name:
             text += (
@@ -254,8 +253,9 @@ def probe(
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has outside
     of ops a collective, written with JAX or added by it where a value that all devices hold meets
-    one that differs, for its gradient; or, in the forward pass, what takes the part of a dimension
-    that a device holds for the whole: sums it, finds its largest entry, orders or numbers it."""
+    one that differs, for its gradient; what asks for a device's place on the mesh; or, in the
+    forward pass, what takes the part of a dimension that a device holds for the whole: sums it,
+    finds its largest entry, orders or numbers it."""
 
     def parts(length: int) -> list[Dim]:
         return [dim for dim in dims_of(length, axes, sizes) if dim.over]
@@ -283,9 +283,9 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
                     f"{at}: {what} over {dim}, of which each device has only a part: "
                     + CURES.get(what, "ops.all_gather it before")
                 )
-        if name in COLLECTIVES:
+        if name in COLLECTIVES or name == "axis_index":
             over = ", ".join(axes_of(eqn))
-            cure = ": use an op, whose type string shows it"
+            cure = f": {CURES.get(name, 'use an op, whose type string shows it')}"
             if name == "psum_invariant" and "transpose(" in path:
                 cure = _cure_of_gradient(eqn.invars[0].aval, over, axes, sizes)
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
@@ -297,6 +297,7 @@ CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
     "iota": "use ops.indices",
+    "axis_index": "use ops.indices, or ops.split of what all devices hold",
     "constant": "use ops.indices, or ops.split of what is as long as the whole",
 }
 

@@ -320,11 +320,17 @@ def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """An array's type as JAX prints it, with the mesh if it is a part; otherwise the class name."""
+    """An array's dtype and shape, and if it is a part, what it owes and the mesh; otherwise the
+    class name."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return type(value).__name__
-    each = f" on each device of {show_axes(mesh_shape())}" if inside_shard_map() else ""
-    return f"{jax.typeof(value)}{each}"
+    text = f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if not inside_shard_map():
+        return text
+    unreduced = jax.typeof(value).manual_axis_type.unreduced
+    if owed := show_groups(axis for axis in mesh_shape() if axis in unreduced):
+        text += f" {{U:{owed}}}"
+    return f"{text} on each device of {show_axes(mesh_shape())}"
 
 
 def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
@@ -351,8 +357,8 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
-            each = f" ({length} on each of {show_axes(axes)})" if size != length else ""
-            return f"dimension {dim.name} is {size}{each} here, but {bound} in {first}"
+            wanted, each = (bound / parts, " on each device") if local else (bound, "")
+            return f"dimension {dim.name} is {length}{each} here, but {wanted:.12g} by {first}"
     problem = _unreduced_problem(value, expected) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
@@ -698,7 +704,7 @@ def typed_shard_map(fn: F) -> F:
                     raise ShardTypeError(
                         "an unreduced value, {U:...}, is used before its partial sums are added "
                         "up: reduce it with ops.psum or ops.psum_scatter first\n"
-                        f"    JAX says: {error}"
+                        f"    JAX says: {str(error).partition('. Please file')[0]}"
                     ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in checked.check_result(result):
                     check_replicated(path, kind, leaf)

@@ -81,7 +81,10 @@ def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -
         k for i, k in enumerate(differ) if not any(table[k].equals(table[j]) for j in differ[:i])
     ]
     values = [[f"{key.rpartition('.')[2]}={table[key][i]}" for key in differ] for i in table.index]
-    texts = [", ".join([run.name, *parts]) for run, parts in zip(folders, values, strict=True)]
+    texts = [
+        ", ".join([run.name, *(part for part in parts if part not in run.name)])  # as in a sweep's
+        for run, parts in zip(folders, values, strict=True)
+    ]
     return [textwrap.fill(text, 140 // min(len(folders), 2)) for text in texts]
 
 

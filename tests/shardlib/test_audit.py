@@ -44,8 +44,8 @@ def test_a_part_that_is_numbered_from_0_is_found():
     probe((LINE, f"hidden = gate * up * ({by_op})"))
 
 
-def test_a_collective_outside_of_ops_is_found():
-    case = "lax.psum(up, 't')"
+@pytest.mark.parametrize("case", ["lax.psum(up, 't')", "(1 + lax.axis_index('t'))"])
+def test_what_only_an_op_may_do_is_found_outside_of_ops(case):
     with pytest.raises(ShardTypeError) as error:
         probe((LINE, f"hidden = gate * {case}"))
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
