@@ -173,8 +173,8 @@ def _at_own_sizes(config: Any) -> str:
 def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
-    splits along; or for one that splits alone along axes on which the step passes values to
-    neighbors, into four parts: of two devices each is on both sides of the other."""
+    splits along; or for one device and a mesh that splits alone along axes on which the step passes
+    values to neighbors, into four parts: of two devices each is on both sides of the other."""
     program = program_of(config)
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     if passed_along:
@@ -186,7 +186,7 @@ def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
     in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
     whole = in_parts.changed(dict.fromkeys(PARTS, 1))
-    others = [in_parts] if in_parts != whole else []
+    others = [in_parts] if in_parts != whole and not passed_along else []
     return [whole, *others, resized(config, sizes, split, TINY | parts | {"num_hosts": 2})]
 
 
