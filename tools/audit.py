@@ -331,8 +331,8 @@ NOT_USED = {
 
 @program(AuditConfig, "configs", NOT_USED)
 def main(config: AuditConfig) -> None:
-    probed = probe(config)
     chip = chip_of(config)
+    probed = probe(config)
     result = audit_step(config, probed, chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
