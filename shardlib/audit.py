@@ -297,7 +297,7 @@ CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
     "iota": "use ops.indices",
-    "axis_index": "use ops.indices, or ops.split of what all devices hold",
+    "axis_index": "use ops.indices, ops.split of what all devices hold, or an op of your own",
     "constant": "use ops.indices, or ops.split of what is as long as the whole",
 }
 
