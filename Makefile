@@ -40,7 +40,7 @@ test-long: $(VENV)/dev
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
-# Over an hour: makes each likely mistake in each op, and tries listed edits, wrong and right. A wrong
+# About half an hour: makes each likely mistake in each op, and tries listed edits, wrong and right. A wrong
 # one that changes the numbers must be refused, and a right one accepted. PARTS="dense variants" tries
 # only some.
 mutations: $(VENV)/dev
