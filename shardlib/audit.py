@@ -194,7 +194,7 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         mentioned.update(dict.fromkeys(dims))
         return "*".join(map(str, dims)) + "/2" * (full > length)
 
-    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, message)  # but line numbers
+    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, message)  # line numbers stay
     for a, b in itertools.combinations(mentioned, 2) if "for broadcasting" in text else ():
         if a.name == b.name:
             text += (

@@ -72,7 +72,8 @@ def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) ->
 
 def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -> list[str]:
     """Each run's name and the values in which its config differs, if they affect learning. A value
-    that follows another one in all runs, as steps_for_lr follows steps, isn't repeated."""
+    that follows another one in all runs, as steps_for_lr follows steps, isn't repeated, nor one
+    that a sweep has put into the name."""
     ignored = {field.name for field in dataclasses.fields(RunConfig)}
     table = pandas.DataFrame(configs).map(str)
     differ = [k for k in table if k.split(".")[0] not in ignored and table[k].nunique() > 1]
@@ -80,11 +81,11 @@ def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -
     differ = [
         k for i, k in enumerate(differ) if not any(table[k].equals(table[j]) for j in differ[:i])
     ]
-    values = [[f"{key.rpartition('.')[2]}={table[key][i]}" for key in differ] for i in table.index]
-    texts = [
-        ", ".join([run.name, *(part for part in parts if part not in run.name)])  # as in a sweep's
-        for run, parts in zip(folders, values, strict=True)
-    ]
+    texts = []
+    for run, (_, row) in zip(folders, table.iterrows(), strict=True):
+        said = run.name.split(",")  # a sweep names its runs by their values
+        parts = [f"{k.rpartition('.')[2]}={row[k]}" for k in differ if f"{k}={row[k]}" not in said]
+        texts.append(", ".join([run.name, *parts]))
     return [textwrap.fill(text, 140 // min(len(folders), 2)) for text in texts]
 
 

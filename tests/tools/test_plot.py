@@ -122,6 +122,10 @@ def test_labels_say_what_affects_learning():
     for config, optimizer in zip(configs, ("adamw", "muon"), strict=True):
         config["training.optimizer"] = optimizer
     assert plot.labels(folders, configs)[0] == "a, learning_rate=1, optimizer=adamw"
+    swept = [pathlib.Path(f"runs/x/training.learning_rate={rate}") for rate in ("1", "20")]
+    both = ["optimizer=adamw", "learning_rate=2, optimizer=muon"]
+    expected = [f"{run.name}, {more}" for run, more in zip(swept, both, strict=True)]
+    assert plot.labels(swept, configs) == expected
 
 
 def test_a_value_that_follows_another_is_not_repeated():
