@@ -368,14 +368,14 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
     if asked for with those of its operands that are numbers. What only casts or shapes arrays
     doesn't count, as JAX does that differently where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
-    known: dict[Any, str] = {}  # the numbers that variables stand for
+    known: dict[Any, Any] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call
     op = ""
 
-    def number(x: Any) -> str:
+    def number(x: Any) -> Any:
         while not isinstance(x, Literal) and x in same:
             x = same[x]
-        return str(np.asarray(x.val)) if isinstance(x, Literal) else known.get(x, "")
+        return x.val if isinstance(x, Literal) else known.get(x)
 
     for eqn, path, line, _ in equations(jaxpr):
         name, operands = eqn.primitive.name, [number(x) for x in eqn.invars]
@@ -393,7 +393,9 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
             known |= zip(eqn.outvars, operands, strict=False)
             continue
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
-        numbers = [x for x in operands if x and counts]
+        # As the operands' dtypes have them: where JAX rounds a number differs between meshes.
+        given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
+        numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
         yield line, name + (f" with {', '.join(numbers)}" if numbers else "")
 
 

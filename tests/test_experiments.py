@@ -389,6 +389,31 @@ CHECKED = [
 ]
 
 
+# An experiment, and settings that use it.
+NOTED = {
+    "Narrow matmuls": [],
+    "Pipeline parallelism": [*PIPELINE],
+    "Places for experts": [*EXPERTS],
+    "Two tokens at once": ["mesh={c: 2, d: 2, t: 2}"],
+    "Gemma 3": [*GEMMA],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("section", SECTION)
+def test_an_experiment_gets_no_note(section, optimizer, tree):
+    """As it is right on any mesh, a note about numbers that depend on it would be a false alarm."""
+    apply_all(section, tree)
+    settings = ["paths.model_name=x", f"training.optimizer={optimizer}", *NOTED.get(section, [])]
+    with imported_from(tree):
+        module, checks = map(importlib.import_module, ("train", "runtime.checks"))
+        config = compose_config(
+            "local_test_synthetic", *settings, folder=tree / "configs", schema=module.Config
+        )
+        assert checks.untried(config, *checks.probe(config)[1:]) == ""
+
+
 def check(tree, name, *settings):
     command = [sys.executable, "-m", "tools.check", f"--config-name={name}", *settings]
     return subprocess.run(command, cwd=tree, capture_output=True, text=True)
