@@ -25,10 +25,28 @@ QUICK_COMPILES = (
 # --- Meshes ---------------------------------------------------------------------------------------
 
 
-def show_axes(axes: Mapping[str, int]) -> str:
-    """Formats axes and their sizes as `d=4, t=2`. Leaves out those of size 1, unless all are."""
-    larger = {axis: size for axis, size in axes.items() if size > 1}
-    return ", ".join(f"{axis}={size}" for axis, size in (larger or axes).items())
+groups: dict[str, tuple[str, ...]] = {}
+
+
+def axis_group(name: str, *axes: str) -> None:
+    """Makes `name` stand for these axes, outermost first, on meshes that have no axis of that name.
+
+    axis_group("d", "r", "s")       "B/d" is "B/s/r" from now on, and "{U:d}" is "{U:r,s}"
+    """
+    groups[name] = axes
+
+
+def show_axes(mesh: Mapping[str, int], names: Collection[str] = ()) -> str:
+    """Formats the axes of a mesh, or those with these names, and their sizes as `d=4, t=2`. Leaves
+    out those of size 1, unless all are. An axis that is all of its group goes by the group's name,
+    as in a config."""
+    larger = {axis: size for axis, size in mesh.items() if size > 1} or mesh
+    shown = {axis: axis for axis in larger}
+    for name, axes in groups.items():
+        if len(alone := [axis for axis in axes if axis in larger]) == 1:
+            shown |= {alone[0]: name}
+    wanted = [axis for axis in larger if not names or axis in names]
+    return ", ".join(f"{shown[axis]}={larger[axis]}" for axis in wanted)
 
 
 def simulate_cpu_devices(count: int) -> None:

@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardlib.devices import show_axes
+from shardlib.devices import groups, show_axes
 from shardlib.errors import ShardTypeError, SpecError, UserError
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
@@ -59,21 +59,11 @@ F = typing.TypeVar("F", bound=Callable[..., Any])
 
 # --- Parsing: text to specs, no arrays ------------------------------------------------------------
 
-_groups: dict[str, tuple[str, ...]] = {}
-
-
-def axis_group(name: str, *axes: str) -> None:
-    """Makes `name` stand for these axes, outermost first, on meshes that have no axis of that name.
-
-    axis_group("d", "r", "s")       "B/d" is "B/s/r" from now on, and "{U:d}" is "{U:r,s}"
-    """
-    _groups[name] = axes
-
 
 def show_groups(axes: Iterable[str], mark: str = ",") -> str:
     """Joins axes of a dimension or, with a comma, of partial sums. Groups go by their names."""
     text = mark.join(("", *axes, ""))
-    for name, group in _groups.items():
+    for name, group in groups.items():
         whole = mark.join(("", *(group if mark == "," else reversed(group)), ""))
         text = text.replace(whole, f"{mark}{name}{mark}")
     return text.strip(mark)
@@ -81,8 +71,8 @@ def show_groups(axes: Iterable[str], mark: str = ",") -> str:
 
 def _written(names: Iterable[str]) -> tuple[str, ...]:
     """The axes that names stand for on the mesh in context, outermost first in each group."""
-    groups = {name: group for name, group in _groups.items() if name not in mesh_shape()}
-    return tuple(axis for name in names for axis in groups.get(name, (name,)))
+    here = {name: group for name, group in groups.items() if name not in mesh_shape()}
+    return tuple(axis for name in names for axis in here.get(name, (name,)))
 
 
 def several(names: Iterable[str]) -> tuple[str, ...]:
@@ -167,8 +157,8 @@ def _twice(spec: Spec) -> str | None:
     written = [name for dim in spec.dims for name in dim.over] + [*spec.owed]
     for names in written, _written(written):
         if twice := [name for name in names if names.count(name) > 1]:
-            within = [x for x in written if twice[0] in _groups.get(x, ()) and twice[0] != x]
-            group = "".join(f"; {x} is {', '.join(_groups[x])}" for x in within[:1])
+            within = [x for x in written if twice[0] in groups.get(x, ()) and twice[0] != x]
+            group = "".join(f"; {x} is {', '.join(groups[x])}" for x in within[:1])
             return f"axis {twice[0]} appears twice in one array{group}"
     return None
 
@@ -353,7 +343,8 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         parts = math.prod(axes.values())
         size = length * parts if local else length
         if size % parts:
-            return f"dimension {dim.name}={size} does not split evenly over {show_axes(axes)}"
+            over = show_axes(mesh, dim.axes)
+            return f"dimension {dim.name}={size} does not split evenly over {over}"
         literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
@@ -606,7 +597,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
             if length % math.prod(axes.values()):
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
-                    f"{show_axes(axes)}, as {kind} needs"
+                    f"{show_axes(mesh, dim.axes)}, as {kind} needs"
                     + (f"; {dim.name} is {keys[dim.name]}" if keys else "")
                 )
             lengths.append(length)

@@ -280,7 +280,7 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     done = run(*SWEEP, *settings, "mesh.d=3,1")
     assert done.returncode == 1
     problem, summary = done.stderr.splitlines()
-    assert problem.startswith("error: dimension M=32 does not split evenly over s=3")
+    assert problem.startswith("error: dimension M=32 does not split evenly over d=3")
     assert summary == "error: 1 of 2 jobs failed: 0"
     assert re.findall("^job (.): .*mesh.d=(.)", done.stdout, re.M) == [("0", "3"), ("1", "1")]
     assert "\ndone: 2 steps" in done.stdout

@@ -192,7 +192,7 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
     memory = tables.show(memory_traffic(ATTENTION) / 2.039e12, "s")
     assert rows[0][3:] == [tables.show(206.1585e12 / 312e12, "s"), memory, "37.6 ms", "92.6 ms",
                            "compute", "98%"]  # fmt: skip
-    assert out.endswith('B=256 does not split evenly over s=512, as u32["B/d L/c"] needs; B is '
+    assert out.endswith('B=256 does not split evenly over d=512, as u32["B/d L/c"] needs; B is '
                         "training.tokens.batch.\n")  # fmt: skip
     assert rows[-1][-2:] == ["ib", "8%"], "the batch stays the same, so each device gets less"
 
