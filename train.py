@@ -404,12 +404,12 @@ class Config(RunConfig, DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         hyper, mesh = self.training, self.mesh
-        rows, length = hyper.tokens.batch // mesh.d, hyper.tokens.len // mesh.c
-        problem = f"it must divide training.tokens.batch/mesh.d={rows}"
-        self.require(rows % hyper.microbatches == 0, "training.microbatches", problem)
+        (rows, rest), length = divmod(hyper.tokens.batch, mesh.d), hyper.tokens.len // mesh.c
+        problem = f"it must divide a device's {rows} rows (training.tokens.batch / mesh.d)"
+        self.require(rest or rows % hyper.microbatches == 0, "training.microbatches", problem)
         balanced = mesh.c == 1 or hyper.tokens.len % (2 * mesh.c) == 0
         self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
-        problem = f"it must divide training.tokens.len/mesh.c={length}"
+        problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
         experts.check(self)
 
@@ -876,7 +876,7 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
 
 
 def train(
-    config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[[], str]
+    config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[..., Any]
 ) -> int:
     """Trains until the last step, or until a signal asks the run to stop. Returns the exit code."""
     hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
@@ -900,7 +900,8 @@ def train(
     with Run(config, first, hyper.steps, tokens, flops, hyper.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)
-        wait_for_check()
+        if wait_for_check(run.interrupted) is None:
+            return run.end()
 
         def describe_failure(step: int, batch: Any) -> str:
             checkpoints.wait()

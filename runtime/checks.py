@@ -10,15 +10,16 @@ import functools
 import gc
 import hashlib
 import importlib
-import itertools
+import inspect
 import math
-import multiprocessing
+import multiprocessing.connection
 import operator
 import os
 import pathlib
 import signal
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 
 from runtime.config import ROOT
-from runtime.run import say
+from runtime.run import SECONDS_BETWEEN_LINES, say
 from shardlib import audit, numbers
 from shardlib.devices import (
     QUICK_COMPILES,
@@ -39,6 +40,8 @@ from shardlib.devices import (
 from shardlib.errors import ShardTypeError, UserError, explain
 from shardlib.types import computing_in, make_shapes, named
 
+# Those that ask a run to stop.
+SIGNALS = signal.SIGINT, signal.SIGTERM
 # What splits the work of a device into parts.
 PARTS = "training.microbatches", "training.loss_chunks"
 # Settings with which each part of an update shows in f32; the schedule is between its ends.
@@ -51,6 +54,12 @@ TINY = {
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
     "training.seed": 3,
+    # And those of the loop around the steps.
+    "training.skip_steps": [],
+    "training.max_skipped_updates": 0,
+    "training.validation_interval": 0,
+    "training.validation_batches": 1,
+    "training.validation_at_start": False,
 }
 
 
@@ -198,22 +207,22 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     return made
 
 
-def results(config: Any, recorded: str = "", order: int = 0) -> Iterator[tuple[str, Any]]:
-    """Computes the trials of the program, and of generation, on the mesh in context. Yields the
-    name of each and the arrays that it returns, by name; of the one named `recorded`, and only of
-    that, what its ops compute, for rows in the order of a mesh that splits them into `order`
-    parts."""
+def tried(config: Any, order: int = 0) -> list[tuple[Any, ...]]:
+    """Lists what is computed on the mesh in context: the name, a function, its arrays, and its
+    other arguments. Rows are in the order of a mesh that splits them into `order` parts."""
     program, order = program_of(config), order or config.mesh.c
     state = program.init_state(config)
-    if not recorded:
-        yield "init_state", by_name(state)
-    state = numbers.stirred(state)
-    trials = program.trials(config, state, order)
+    stirred = numbers.stirred(state)
+    trials = [("init_state", lambda: state, ()), *program.trials(config, stirred, order)]
     if order == 1:  # generation doesn't split rows
         sys.modules["train"] = program  # what runs may be a copy of train.py
-        trials = itertools.chain(
-            trials, importlib.import_module("tools.generate").trials(config, state.weights)
-        )
+        trials += importlib.import_module("tools.generate").trials(config, stirred.weights)
+    return trials
+
+
+def results(trials: list[tuple[Any, ...]], recorded: str = "") -> Iterator[tuple[str, Any]]:
+    """Computes trials on the mesh in context. Yields the name of each and the arrays that it
+    returns, by name; of the one named `recorded`, and only of that, what its ops compute."""
     for name, function, arrays, *static in trials:
         if recorded == name:
             with numbers.recording() as events:
@@ -223,9 +232,9 @@ def results(config: Any, recorded: str = "", order: int = 0) -> Iterator[tuple[s
             yield name, by_name(numbers.run(function, arrays, *static))
 
 
-def compute(sender: Any, folder: str | None, config: Any, *which: Any) -> None:
-    """Sends the results, or a message. For a process of its own, whose only devices are the mesh's:
-    CPUs, whatever the program trains on."""
+def compute(sender: Any, folder: str | None, config: Any, recorded: str, order: int) -> None:
+    """Sends the number of results, and each result, or a message. For a process of its own, whose
+    only devices are the mesh's: CPUs, whatever the program trains on."""
     gc.disable()  # it ends soon, and collecting garbage would take a tenth of its time
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
     jax.config.update("jax_platforms", "cpu")
@@ -234,10 +243,12 @@ def compute(sender: Any, folder: str | None, config: Any, *which: Any) -> None:
     mesh = make_mesh(config.mesh.axes)
     with jax.set_mesh(mesh), computing_in(config.dtype), audit.ON_ANY_MACHINE:
         try:
-            made: Any = dict(results(config, *which))
+            trials = tried(config, order)
+            sender.send(1 if recorded else len(trials))
+            for made in results(trials, recorded):
+                sender.send(made)
         except Exception as error:  # any error of JAX or Python in an edited step
-            made = explain(error)
-    sender.send(made)
+            sender.send(explain(error))
 
 
 class Numbers:
@@ -249,40 +260,56 @@ class Numbers:
     def __init__(self, configs: list[Any]):
         self.start(configs)
 
-    def start(self, configs: list[Any], *which: Any) -> None:
-        self.configs, self.running = configs, []
+    def start(self, configs: list[Any], recorded: str = "", order: int = 0) -> None:
+        self.configs, self.running = configs, {}
         spawn = multiprocessing.get_context("spawn")
-        # Ctrl-C is for the program alone.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Signals are for the program alone, which then ends these processes.
+        before = {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
         for config in configs:
             receiver, sender = spawn.Pipe(duplex=False)
-            work = sender, cache_folder(), config, *which
+            work = sender, cache_folder(), config, recorded, order
             process = spawn.Process(target=compute, args=work, daemon=True)
             process.start()
             sender.close()
-            self.running.append((process, receiver))
-        signal.signal(signal.SIGINT, before)
+            self.running[receiver] = process
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
-    def results(self, timeout: float | None = None) -> list[Any]:
-        """Returns what the processes have computed. Raises UserError if one couldn't."""
-        made = []
-        for process, receiver in self.running:
-            if not receiver.poll(timeout):
-                raise TimeoutError
-            try:
-                made.append(receiver.recv())
-            except EOFError:
-                process.join()
-                made.append(f"its process ended with exit code {process.exitcode}")
-            if isinstance(made[-1], str):
-                problem = "the step doesn't run at tiny sizes (check=types skips that)"
-                raise UserError(f"{problem}\n{made[-1]}")
-        return made
+    def results(self, interrupted: Callable[[], bool]) -> list[dict[str, Any]] | None:
+        """Returns what each process has computed, by name; None once it is interrupted. Prints now
+        and then how much there is. Raises UserError if a process couldn't compute something."""
+        made: dict[Any, dict[str, Any]] = {receiver: {} for receiver in self.running}
+        counts = dict.fromkeys(made, 1)  # of results, until the process has told
+        told = time.monotonic()
+        while left := [each for each in made if len(made[each]) < counts[each]]:
+            if interrupted():
+                return None
+            if (now := time.monotonic()) - told > SECONDS_BETWEEN_LINES:
+                told, done = now, sum(map(len, made.values()))
+                say(f"comparing the numbers: {done} of {sum(counts.values())} parts are computed")
+            ready: list[Any] = multiprocessing.connection.wait(left, timeout=1)
+            for receiver in ready:
+                try:
+                    message = receiver.recv()
+                except EOFError:
+                    self.running[receiver].join()
+                    message = f"its process ended with exit code {self.running[receiver].exitcode}"
+                if isinstance(message, str):
+                    problem = "the step doesn't run at tiny sizes (check=types skips that)"
+                    raise UserError(f"{problem}\n{message}")
+                if isinstance(message, int):
+                    counts[receiver] = message
+                else:
+                    made[receiver] |= [message]
+        return [*made.values()]
 
-    def verdict(self) -> str:
-        """Blocks until the results are there. Returns a warning about generation, or "". Raises
-        UserError that says what differs between the meshes, and from where on."""
-        first, *others = self.results()
+    def verdict(self, interrupted: Callable[[], bool]) -> str | None:
+        """Blocks until the results are there. Returns a warning about generation, or "", or None if
+        it is interrupted. Raises UserError that says what differs between the meshes, and from
+        where on."""
+        if not (made := self.results(interrupted)):
+            return None
+        first, *others = made
         for config, other in zip(self.configs[1:], others, strict=True):
             for function, arrays in other.items():
                 if differ := numbers.differences(first[function], arrays):
@@ -316,10 +343,14 @@ class Numbers:
         whole = config.changed(dict.fromkeys(PARTS, 1))
         self.close()
         self.start([self.configs[0], whole], function, whole.mesh.c)
+        deadline = time.monotonic() + 300  # callbacks of many devices can block
         try:
-            one, other = (made[function] for made in self.results(timeout=300))
-        except (UserError, TimeoutError):  # callbacks of many devices can block
+            made = self.results(lambda: time.monotonic() > deadline)
+        except UserError:
+            made = None
+        if not made:
             return "which op is the first to differ couldn't be found out"
+        one, other = (each[function] for each in made)
         if not (found := numbers.first_difference(one, other)):
             if whole != config:
                 return (
@@ -337,7 +368,7 @@ class Numbers:
         return "\n    ".join(lines)
 
     def close(self) -> None:
-        for process, receiver in self.running:
+        for receiver, process in self.running.items():
             process.kill()
             process.join()
             receiver.close()
@@ -369,10 +400,14 @@ def source_digest() -> str:
 
 class Mark:
     """Remembers, in the folder of JAX's cache, that a check of a config has passed with this
-    source, whatever the config's paths are, and what it said."""
+    source, and what it said. What the config's class inherits, settings of runs and of data, isn't
+    what is checked, but for the metrics that a step computes."""
 
     def __init__(self, check: str, config: Any):
-        relevant = {key: x for key, x in vars(config).items() if key not in ("paths", "check")}
+        relevant: Any = {
+            key: getattr(config, key) for key in inspect.get_annotations(program_of(config).Config)
+        }
+        relevant["norms"] = config.metrics.norms_interval > 0
         digest = hashlib.sha256(repr((source_digest(), check, relevant)).encode()).hexdigest()
         folder = cache_folder()
         local = folder and "://" not in folder
@@ -390,11 +425,12 @@ class Mark:
 
 
 @contextlib.contextmanager
-def checked(config: Any) -> Iterator[Callable[[], str]]:
+def checked(config: Any) -> Iterator[Callable[..., str | None]]:
     """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
-    types or none. Yields a function that blocks until the numbers are checked. It raises UserError
-    if they differ between meshes, and returns, and prints, a warning if generation differs from
-    training. What has passed before isn't checked again."""
+    types or none. Yields a function that blocks until the numbers are checked, given one that says
+    whether a signal asks to stop. It raises UserError if they differ between meshes, and returns,
+    and prints, a warning if generation differs from training; or returns None if it is
+    interrupted. What has passed before isn't checked again."""
     level = config.check
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
@@ -402,11 +438,15 @@ def checked(config: Any) -> Iterator[Callable[[], str]]:
     running: list[Numbers] = []
     mark = None
 
-    def wait() -> str:
+    def wait(interrupted: Callable[[], bool] = lambda: False) -> str | None:
         warning = (mark and mark.said) or ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
-            warning = max(each.verdict() for each in running)  # "" is the smallest
+            alone = jax.process_count() == 1  # else the others go on, and all stop together
+            verdicts = [each.verdict(lambda: alone and interrupted()) for each in running]
+            if None in verdicts:
+                return None
+            warning = max(filter(None, verdicts), default="")
             mark.write(warning)
         if warning:
             say(f"warning: {warning}")

@@ -42,8 +42,9 @@ from runtime.errors import tell
 from runtime.sinks import SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib import devices
+from shardlib.devices import axis_group
 from shardlib.errors import UserError
-from shardlib.types import axis_group, compute
+from shardlib.types import compute
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
@@ -408,7 +409,8 @@ class Run:
         """Returns whether a signal asks to stop. Call it between parts of what may take longer than
         a step, such as the batches of a validation. Each part gets hang_timeout_seconds anew."""
         self._watch()
-        return self.stop.reached()
+        self.stopping = self.stop.reached()
+        return self.stopping
 
     def _watch(self) -> None:
         if seconds := self.config.hang_timeout_seconds:

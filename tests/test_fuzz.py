@@ -169,7 +169,7 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     schema, start = PROGRAMS[module]
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
-    agree = types.SimpleNamespace(verdict=lambda: "", close=lambda: None)
+    agree = types.SimpleNamespace(verdict=lambda _: "", close=lambda: None)
     monkeypatch.setattr(checks, "Numbers", lambda _: agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import train
-from runtime import sinks
+from runtime import checks, sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
 from shardlib.types import make_shardings
@@ -96,6 +97,24 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
     out, code = start(number.name)
     assert not code and "\nresumed at step 3 from " in out
     assert_as_whole(runs, number.name)
+
+
+def test_a_signal_ends_the_check_of_numbers(start, monkeypatch):
+    """One that all processes get, as from Slurm."""
+
+    def after_a_signal(left, timeout):
+        for each in *multiprocessing.active_children(), multiprocessing.current_process():
+            os.kill(each.pid, signal.SIGTERM)
+        return wait(left, timeout)
+
+    wait = multiprocessing.connection.wait
+    monkeypatch.setattr(multiprocessing.connection, "wait", after_a_signal)
+    monkeypatch.setattr(checks, "SECONDS_BETWEEN_LINES", -1)
+    out, code = start("compared", "check=numbers", "model.norm_eps=1e-4")
+    assert code == str(128 + signal.SIGTERM)
+    assert re.search(r"\ncomparing the numbers: 0 of \d+ parts are computed\n", out)
+    assert out.endswith("\nstopped by SIGTERM after 0 steps; the same command resumes there\n")
+    assert not multiprocessing.active_children()
 
 
 def test_an_update_that_is_not_finite_is_left_out_inside_the_step():

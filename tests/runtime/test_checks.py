@@ -12,7 +12,7 @@ from runtime import checks
 from shardlib import audit, numbers
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
-from tests.helpers import compose_config, edited, small_config
+from tests.helpers import ROOT, compose_config, edited, slow_but_for, small_config
 
 
 class Running:
@@ -26,7 +26,7 @@ class Running:
         self.configs, self.closed = configs, False
         self.made.append(self)
 
-    def verdict(self):
+    def verdict(self, _):
         return self.warning
 
     def close(self):
@@ -58,11 +58,14 @@ def checked(tmp_path, monkeypatch):
 def test_what_has_passed_is_not_checked_again(checked, tmp_path, monkeypatch):
     both = ["types", "numbers"]
     assert checked() == both and checked() == []
-    assert checked("paths.model_name=other") == []
-    for other in "training.learning_rate=0.3", "training.steps=77", "model.d_model=64", "mesh.d=2":
+    for other in "paths.model_name=other", "hlo_svg=true", "profile=true", "io.max_io_threads=3":
+        assert checked(other) == [], other
+    sizes = "training.learning_rate=0.3", "training.steps=77", "model.d_model=64", "mesh.d=2"
+    for other in *sizes, "training.skip_steps=[2]", "training.validation_interval=7":
         assert checked(other) == ["types"] and checked(other) == [], other
     for other in "model.norm_eps=1e-5", "training.microbatches=2", "metrics.norms_interval=5":
         assert checked(other) == both and checked(other) == [], other
+    assert checked("metrics.norms_interval=6") == []
     file = tmp_path / "mine.py"
     file.write_text("WIDTH = 1\n")
     monkeypatch.setitem(sys.modules, "mine", module := types.ModuleType("mine"))
@@ -90,7 +93,7 @@ def test_a_warning_comes_at_each_start(checked, capsys, monkeypatch):
 
 
 def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
-    def refuse(_):
+    def refuse(*_):
         raise UserError("no")
 
     with monkeypatch.context() as patch:
@@ -174,3 +177,17 @@ def test_a_number_that_depends_on_the_mesh_is_named(limit):
     expected = "a number depends on the mesh: min with {}, on one device min with {}. "
     found = found.replace(".0", "")  # jax 0.12 keeps integers as they are
     assert f", in loss: {expected.format(*numbers)}" in found
+
+
+CONFIGS = sorted(p.stem for p in (ROOT / "configs").glob("*_*.yaml"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", slow_but_for(["local_test_synthetic"], CONFIGS))
+def test_no_config_gets_a_note(name, optimizer):
+    """The step of a config of the repository is that of its tiny runs, with the same numbers on any
+    mesh, so a line that warns of something else would be a false alarm."""
+    path = ["hf_dataset.path=x"] if name.startswith(("local_stream", "fineweb_edu")) else []
+    settings = "paths.model_name=x", f"training.optimizer={optimizer}", *path
+    config = compose_config(name, *settings)
+    assert checks.untried(config, *checks.probe(config)[1:]) == ""
