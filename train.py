@@ -49,6 +49,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import jax
@@ -61,7 +62,7 @@ from data.loader import Batches, TokenBatch, random_batch
 from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints
-from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.program import program
 from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, reserved, say
 from shardlib import kernels, ops
@@ -113,7 +114,7 @@ class ModelConfig(Section, key="model"):
     d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
     rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
-    norm_eps: NonNegativeFloat
+    norm_eps: F32
     start_token: NonNegativeInt  # the input before a document's first token
     # What families of models differ in; configs/base.yaml names some that have each.
     norms_after: bool = False  # attention and MLP: their results, not what they take
@@ -363,19 +364,19 @@ class TrainingConfig(Section, key="training"):
     warmup_steps: NonNegativeInt
     steps: PositiveInt
     steps_for_lr: PositiveInt
-    learning_rate: NonNegativeFloat
+    learning_rate: F32
     schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
     cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
-    cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
+    cosine_learning_rate_final_fraction: F32  # of any schedule that falls
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
     no_decay: tuple[Annotated[str, one_of(" ".join(KINDS))], ...]  # weights that don't decay
     adam_b1: Fraction
     adam_b2: Fraction
-    adam_eps: NonNegativeFloat
-    adam_eps_root: NonNegativeFloat
-    weight_decay: NonNegativeFloat
-    grad_clip: float  # largest global gradient norm; inf disables clipping
+    adam_eps: F32
+    adam_eps_root: F32
+    weight_decay: F32
+    grad_clip: F32OrInf  # largest global gradient norm; inf disables clipping
     seed: NonNegativeInt
     tokens: TokensConfig
     routing: RoutingConfig
@@ -389,6 +390,8 @@ class TrainingConfig(Section, key="training"):
 
     def __post_init__(self) -> None:
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        divides = self.adam_eps or self.adam_eps_root
+        self.require(divides, "adam_eps", "without adam_eps_root, AdamW would divide 0 by 0")
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
         problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
         self.require(fits, "cooldown_steps", problem)
@@ -855,7 +858,19 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     check_same_rows(config, source.newest, data)
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
+    before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
+    rate, then = (learning_rate(first + 1, each) for each in (config.training, before))
+    if rate > max(then, learning_rate(first, before)):
+        kept = (
+            f"with the checkpoint's training.steps_for_lr={before.steps_for_lr} and other settings"
+        )
+        say(f"note: the learning rate rises to {rate:.3g}; {kept} it would be {then:.3g}")
     return state
+
+
+def bad_arrays(tree: Any) -> str:
+    """Names the arrays of a tree that have NaN or infinity in them."""
+    return ", ".join(name for name, x in named(tree).items() if not jnp.isfinite(x).all())
 
 
 @typechecked
@@ -863,15 +878,12 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
     """Names the gradients of a batch that aren't finite, recomputed, the batch's origin, and a
     cure: if random tokens have such gradients, too, the weights are to blame."""
 
-    def bad(batch: Any) -> str:
-        grads = named(gradients(weights, batch, config))
-        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
-
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
-    if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
+    tokens = jax.device_put(tokens, make_shardings(TokenBatch))
+    if bad_arrays(gradients(weights, tokens, config)):
         cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
-    names = bad(batch) or "none, with the current weights"
+    names = bad_arrays(gradients(weights, batch, config)) or "none, with the current weights"
     return f"gradients that are not finite: {names}; {origin}. {cure}"
 
 
@@ -921,6 +933,10 @@ def train(
                 run.flush()
             if run.saves_after(step):
                 run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
+                checkpoints.wait()
+                if names := bad_arrays(state):  # of finite gradients, too, by a large rate
+                    problem = f"step {step} made them NaN or infinite, in no checkpoint: {names}"
+                    raise UserError(f"{problem}. Lower training.learning_rate")
                 checkpoints.save(step + 1, state, data.position)
             if run.stopping:
                 break
