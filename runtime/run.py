@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -39,7 +40,7 @@ from runtime.config import (
     one_of,
 )
 from runtime.errors import tell
-from runtime.sinks import SINKS, Row, json_lines
+from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib import devices
 from shardlib.errors import UserError
@@ -201,15 +202,21 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def reserved(config: RunConfig) -> Iterator[None]:
-    """Locks the run's folder against other processes. JAX caches compiled programs beside it unless
-    the user has chosen a cache folder; the next start of the same program then skips compiling."""
+    """Locks the run's folder against other processes. Raises UserError if one has it, or if the
+    package of a sink isn't installed. JAX caches compiled programs beside the folder unless the
+    user has chosen a cache folder; the next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         cache = pathlib.Path(config.paths.root_working_dir).absolute() / ".compilation_cache"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Otherwise an edit that only changes a type string would load the old program.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    with locked(config.paths.folder) if jax.process_index() == 0 else contextlib.nullcontext():
+    first, to = jax.process_index() == 0, config.metrics.to  # the first host has the sinks
+    needed = [PACKAGES[name] for name in to if first and name in PACKAGES]
+    missing = " ".join(name for name in needed if not importlib.util.find_spec(name))
+    if missing := of_all_hosts(missing)[0]:
+        raise UserError(f"metrics.to=[{','.join(to)}] needs a package: pip install {missing}")
+    with locked(config.paths.folder) if first else contextlib.nullcontext():
         yield
 
 
@@ -306,8 +313,6 @@ class Run:
             if self.first_host:
                 logs = open_folder(self.folder, to, self.config.to_yaml(), self.first)
                 self.loggers = [(log, []) for log in logs]
-        except ModuleNotFoundError as error:
-            problem = f"metrics.to=[{','.join(to)}] needs a package: pip install {error.name}"
         except OSError as error:  # such as a full disk
             problem = f"{error.filename or self.folder} can't be written: {error.strerror}"
         except Exception as error:  # sinks raise errors of many types

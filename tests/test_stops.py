@@ -19,6 +19,7 @@ import train
 from runtime import sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
+from runtime.supervise import STOPS
 from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import (
@@ -75,7 +76,7 @@ def assert_as_whole(runs, name):
     assert arrays(checkpoint(runs / name, 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, monkeypatch, number):
     log = Run.write
 
