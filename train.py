@@ -46,7 +46,6 @@ are inputs, targets, loss_mask, position and start: see TokenBatch in data/loade
 import dataclasses
 import functools
 import math
-import operator
 import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -64,7 +63,7 @@ from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.program import program
-from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, reserved, say
+from runtime.run import MeshConfig, Run, RunConfig, complete, due, make_mesh, reserved, say
 from shardlib import kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -97,7 +96,6 @@ from shardlib.types import (
 )
 from variants import experts, families, muon
 from variants.experts import Experts, ExpertsConfig, Routing, RoutingConfig
-from variants.families import QKV, RopeScalingConfig
 
 # --- Model ----------------------------------------------------------------------------------------
 
@@ -113,7 +111,7 @@ class ModelConfig(Section, key="model"):
     vocab: PositiveInt
     d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
     rope_max_timescale: PositiveInt
-    rope_scaling: RopeScalingConfig | None
+    rope_scaling: families.RopeScalingConfig | None
     norm_eps: F32
     start_token: NonNegativeInt  # the input before a document's first token
     # What families of models differ in; configs/base.yaml names some that have each.
@@ -143,7 +141,7 @@ class Layer:
     w_q: compute["M/c/s Q K/t D"]
     w_k: compute["M/c/s K/t D"]
     w_v: compute["M/c/s K/t D"]
-    qkv: QKV  # of other families than Llama
+    qkv: families.QKV  # of other families than Llama
     w_o: compute["M/c/s Q K/t D"]
     mlp_norm: compute["M/t/c/s"]
     mlp: MLP | None
@@ -390,8 +388,7 @@ class TrainingConfig(Section, key="training"):
 
     def __post_init__(self) -> None:
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
-        divides = self.adam_eps or self.adam_eps_root
-        self.require(divides, "adam_eps", "without adam_eps_root, AdamW would divide 0 by 0")
+        self.require(self.adam_eps + self.adam_eps_root, "adam_eps", "AdamW would divide 0 by 0")
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
         problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
         self.require(fits, "cooldown_steps", problem)
@@ -752,7 +749,7 @@ def training_step(
     metrics |= {"learning_rate": hyper.learning_rate, "grad_norm": grad_norm}
     metrics["skipped"] = 1 - finite.astype(u32.dtype)
     if config.metrics.norms_interval:
-        updates = jax.tree.map(operator.sub, new.weights, state.weights)
+        updates = jax.tree.map(jnp.subtract, new.weights, state.weights)
         for name, tree in ("grad", raw_grads), ("weight", new.weights), ("update", updates):
             squares = ops.sums_of_squares(Stored, tree, "layers")
             metrics |= {f"{name}_norm/{path}": jnp.sqrt(x) for path, x in squares.items()}
@@ -859,18 +856,11 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
     before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
-    rate, then = (learning_rate(first + 1, each) for each in (config.training, before))
-    if rate > max(then, learning_rate(first, before)):
-        kept = (
-            f"with the checkpoint's training.steps_for_lr={before.steps_for_lr} and other settings"
-        )
-        say(f"note: the learning rate rises to {rate:.3g}; {kept} it would be {then:.3g}")
+    rate, last = learning_rate(first + 1, config.training), learning_rate(first, before)
+    if rate > max(last, learning_rate(first + 1, before)):
+        why = f"training.steps_for_lr was {before.steps_for_lr}"
+        say(f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}")
     return state
-
-
-def bad_arrays(tree: Any) -> str:
-    """Names the arrays of a tree that have NaN or infinity in them."""
-    return ", ".join(name for name, x in named(tree).items() if not jnp.isfinite(x).all())
 
 
 @typechecked
@@ -878,12 +868,15 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
     """Names the gradients of a batch that aren't finite, recomputed, the batch's origin, and a
     cure: if random tokens have such gradients, too, the weights are to blame."""
 
+    def bad(batch: Any) -> str:
+        grads = named(gradients(weights, batch, config))
+        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
+
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
-    tokens = jax.device_put(tokens, make_shardings(TokenBatch))
-    if bad_arrays(gradients(weights, tokens, config)):
+    if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
         cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
-    names = bad_arrays(gradients(weights, batch, config)) or "none, with the current weights"
+    names = bad(batch) or "none, with the current weights"
     return f"gradients that are not finite: {names}; {origin}. {cure}"
 
 
@@ -897,12 +890,7 @@ def train(
         config.io.max_io_threads, policy=config.checkpoints, say=say,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:
-        checkpoints.check_model()
-        say(
-            f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
-            "continue it, or choose another paths.model_name to start a new run"
-        )
-        return 0
+        return complete(config, checkpoints)
     clone = config.paths.clone_from, config.paths.clone_weights_only
     source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
@@ -932,11 +920,7 @@ def train(
                 run.add(validation_loss=loss)
                 run.flush()
             if run.saves_after(step):
-                run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
-                checkpoints.wait()
-                if names := bad_arrays(state):  # of finite gradients, too, by a large rate
-                    problem = f"step {step} made them NaN or infinite, in no checkpoint: {names}"
-                    raise UserError(f"{problem}. Lower training.learning_rate")
+                run.flush(state)  # raises if NaN would get into a checkpoint
                 checkpoints.save(step + 1, state, data.position)
             if run.stopping:
                 break

@@ -109,11 +109,9 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     that are done would have had other rows: some would come again, or never. The rows of a step
     follow from the source, its settings but NOT_ROWS, training.tokens and training.skip_steps. A
     stream goes on after the last token that was used, whatever training.tokens is."""
-    section, cure = config.source(), "clone the run's weights into a new one"
-    if hasattr(section, "other_rows"):
-        cure = "accept that with flat_tokens.other_rows=true"
-        if section.other_rows:
-            return
+    if config.flat_tokens and config.flat_tokens.other_rows:
+        return
+    cure = ", accept that with flat_tokens.other_rows=true" if config.flat_tokens else ""
 
     def rows(settings: Any) -> dict[str, Any]:
         source, training = next(filter(settings.get, SOURCES), ""), settings["training"]
@@ -136,7 +134,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             raise UserError(
                 f"{checkpoint.path} was written with {what}={before[key]}, now {now[key]}: in this "
                 "epoch rows that were used would come again, or others never. Keep the earlier "
-                f"value, or {cure}"
+                f"value{cure}, or clone the run's weights into a new one"
             )
 
 

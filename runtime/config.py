@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 import operator
 import os
 import pathlib
@@ -57,7 +56,7 @@ def _absolute(path: str) -> str:
 def _normal(value: float) -> float:
     """Refuses what f32 would make 0 or infinite, or denormal, which devices may round to 0."""
     low, high = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-    if value and math.isfinite(value) and not low <= abs(value) <= high:
+    if not low <= value <= high and value not in (0, float("inf")):
         raise ValueError(f"a step takes it in f32, which has 0 and {low:.2g} to {high:.2g}")
     return value
 
@@ -68,8 +67,8 @@ PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 # Numbers that a step computes with.
 F32OrInf = Annotated[float, AfterValidator(_normal)]
-F32 = Annotated[F32OrInf, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[F32OrInf, Field(ge=0, lt=1)]
+F32 = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_normal)]
+Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal)]
 Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from runtime import chips, hlo
-from runtime.checkpoint import CheckpointsConfig
+from runtime.checkpoint import Checkpoints, CheckpointsConfig
 from runtime.config import (
     ROOT,
     Kept,
@@ -44,7 +44,7 @@ from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib import devices
 from shardlib.errors import UserError
-from shardlib.types import axis_group, compute
+from shardlib.types import axis_group, compute, named
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
@@ -220,6 +220,17 @@ def reserved(config: RunConfig) -> Iterator[None]:
         yield
 
 
+def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
+    """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
+    model."""
+    checkpoints.check_model()
+    say(
+        f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
+        "continue it, or choose another paths.model_name to start a new run"
+    )
+    return 0
+
+
 def due(interval: int, step: int, steps: int) -> bool:
     """Returns whether something is due after a step: every `interval` steps and after the last
     step; never if `interval` is 0."""
@@ -385,11 +396,15 @@ class Run:
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
-    def flush(self) -> None:
+    def flush(self, saved: Any = None) -> None:
         """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
-        updates."""
+        updates, or if an array of the tree `saved`, which is to be saved, isn't finite."""
         self.pause()
         self._write()
+        if bad := [name for name, x in named(saved).items() if not jax.numpy.isfinite(x).all()]:
+            problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
+            cure = "Lower training.learning_rate"  # gradients were finite
+            raise UserError(f"{problem}, and in no checkpoint: {', '.join(bad)}. {cure}")
 
     def _settle(self) -> None:
         if not self.row or "tokens_per_second" in self.row:
