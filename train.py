@@ -858,7 +858,7 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
     rate, last = learning_rate(first + 1, config.training), learning_rate(first, before)
     if rate > max(last, learning_rate(first + 1, before)):
-        why = f"training.steps_for_lr was {before.steps_for_lr}"
+        why = f"the checkpoint has training.steps_for_lr={before.steps_for_lr}"
         say(f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}")
     return state
 

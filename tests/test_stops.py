@@ -201,7 +201,8 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
         sooner = small_config("model.vocab=128", "training.warmup_steps=8")
         starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
-        note = "note: the learning rate rises from 0.005 to 0.0075; training.steps_for_lr was 100"
+        note = "note: the learning rate rises from 0.005 to 0.0075; the checkpoint has "
+        note += "training.steps_for_lr=100"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
