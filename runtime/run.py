@@ -48,6 +48,8 @@ from shardlib.types import axis_group, compute, named
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
+# Of each array of a tree. It reads them once, and keeps nothing as large beside them.
+all_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jax.numpy.isfinite(x).all(), tree))
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -401,7 +403,7 @@ class Run:
         updates, or if an array of the tree `saved`, which is to be saved, isn't finite."""
         self.pause()
         self._write()
-        if bad := [name for name, x in named(saved).items() if not jax.numpy.isfinite(x).all()]:
+        if bad := [name for name, finite in named(all_finite(saved)).items() if not finite]:
             problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
             cure = "Lower training.learning_rate"  # gradients were finite
             raise UserError(f"{problem}, and in no checkpoint: {', '.join(bad)}. {cure}")

@@ -81,7 +81,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
         raise UserError(
             f"the mesh {mesh} needs {needed} devices, but there are {count} "
             f"({jax.devices()[0].device_kind}): choose a smaller mesh.d or mesh.t, such as "
-            "mesh.d=1, or simulate_devices=true, without JAX_PLATFORMS and XLA_FLAGS"
+            "mesh.d=1, or simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
         )
     return mesh_over(axes, jax.devices()[:needed])
 
