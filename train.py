@@ -46,9 +46,9 @@ are inputs, targets, loss_mask, position and start: see TokenBatch in data/loade
 import dataclasses
 import functools
 import math
-import operator
 import zlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import jax
@@ -61,9 +61,9 @@ from data.loader import Batches, TokenBatch, random_batch
 from data.sources import DataConfig, check_same_rows, open_batches
 from runtime import checks
 from runtime.checkpoint import Checkpoints
-from runtime.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.program import program
-from runtime.run import MeshConfig, Run, RunConfig, due, make_mesh, reserved, say
+from runtime.run import MeshConfig, Run, RunConfig, complete, due, make_mesh, reserved, say
 from shardlib import kernels, ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -96,7 +96,6 @@ from shardlib.types import (
 )
 from variants import experts, families, muon
 from variants.experts import Experts, ExpertsConfig, Routing, RoutingConfig
-from variants.families import QKV, RopeScalingConfig
 
 # --- Model ----------------------------------------------------------------------------------------
 
@@ -112,8 +111,8 @@ class ModelConfig(Section, key="model"):
     vocab: PositiveInt
     d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
     rope_max_timescale: PositiveInt
-    rope_scaling: RopeScalingConfig | None
-    norm_eps: NonNegativeFloat
+    rope_scaling: families.RopeScalingConfig | None
+    norm_eps: F32
     start_token: NonNegativeInt  # the input before a document's first token
     # What families of models differ in; configs/base.yaml names some that have each.
     norms_after: bool = False  # attention and MLP: their results, not what they take
@@ -142,7 +141,7 @@ class Layer:
     w_q: compute["M/c/s Q K/t D"]
     w_k: compute["M/c/s K/t D"]
     w_v: compute["M/c/s K/t D"]
-    qkv: QKV  # of other families than Llama
+    qkv: families.QKV  # of other families than Llama
     w_o: compute["M/c/s Q K/t D"]
     mlp_norm: compute["M/t/c/s"]
     mlp: MLP | None
@@ -363,19 +362,19 @@ class TrainingConfig(Section, key="training"):
     warmup_steps: NonNegativeInt
     steps: PositiveInt
     steps_for_lr: PositiveInt
-    learning_rate: NonNegativeFloat
+    learning_rate: F32
     schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
     cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
-    cosine_learning_rate_final_fraction: NonNegativeFloat  # of any schedule that falls
+    cosine_learning_rate_final_fraction: F32  # of any schedule that falls
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
     no_decay: tuple[Annotated[str, one_of(" ".join(KINDS))], ...]  # weights that don't decay
     adam_b1: Fraction
     adam_b2: Fraction
-    adam_eps: NonNegativeFloat
-    adam_eps_root: NonNegativeFloat
-    weight_decay: NonNegativeFloat
-    grad_clip: float  # largest global gradient norm; inf disables clipping
+    adam_eps: F32
+    adam_eps_root: F32
+    weight_decay: F32
+    grad_clip: F32OrInf  # largest global gradient norm; inf disables clipping
     seed: NonNegativeInt
     tokens: TokensConfig
     routing: RoutingConfig
@@ -389,6 +388,7 @@ class TrainingConfig(Section, key="training"):
 
     def __post_init__(self) -> None:
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        self.require(self.adam_eps + self.adam_eps_root, "adam_eps", "AdamW would divide 0 by 0")
         fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
         problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
         self.require(fits, "cooldown_steps", problem)
@@ -749,7 +749,7 @@ def training_step(
     metrics |= {"learning_rate": hyper.learning_rate, "grad_norm": grad_norm}
     metrics["skipped"] = 1 - finite.astype(u32.dtype)
     if config.metrics.norms_interval:
-        updates = jax.tree.map(operator.sub, new.weights, state.weights)
+        updates = jax.tree.map(jnp.subtract, new.weights, state.weights)
         for name, tree in ("grad", raw_grads), ("weight", new.weights), ("update", updates):
             squares = ops.sums_of_squares(Stored, tree, "layers")
             metrics |= {f"{name}_norm/{path}": jnp.sqrt(x) for path, x in squares.items()}
@@ -855,6 +855,11 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     check_same_rows(config, source.newest, data)
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
+    before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
+    rate, last = learning_rate(first + 1, config.training), learning_rate(first, before)
+    if rate > max(last, learning_rate(first + 1, before)):
+        why = f"the checkpoint has training.steps_for_lr={before.steps_for_lr}"
+        say(f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}")
     return state
 
 
@@ -885,12 +890,7 @@ def train(
         config.io.max_io_threads, policy=config.checkpoints, say=say,
     )  # fmt: skip
     if checkpoints.newest.step >= hyper.steps:
-        checkpoints.check_model()
-        say(
-            f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
-            "continue it, or choose another paths.model_name to start a new run"
-        )
-        return 0
+        return complete(config, checkpoints)
     clone = config.paths.clone_from, config.paths.clone_weights_only
     source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
@@ -921,7 +921,7 @@ def train(
                 run.add(validation_loss=loss)
                 run.flush()
             if run.saves_after(step):
-                run.flush()  # raises if the loss is NaN, before it gets into a checkpoint
+                run.flush(state)  # raises if NaN would get into a checkpoint
                 checkpoints.save(step + 1, state, data.position)
             if run.stopping:
                 break

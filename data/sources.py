@@ -99,22 +99,33 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) ->
         )
 
 
+# Settings of a source that choose no row of a step. A dataset may have moved: its tokenizer, and
+# its files or tokens, are compared instead of its name.
+NOT_ROWS = {"filespec", "other_rows", "path", "tokenizer", "num_workers", "validation_split"}
+
+
 def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
-    """Raises UserError if a run that goes on from the checkpoint would take other rows of flat
-    tokens into its batches than the run that wrote it, unless the config allows it. A stream goes
-    on after the last token that was used, whatever the batches."""
-    if not config.flat_tokens or config.flat_tokens.other_rows:
+    """Raises UserError if a run that goes on from the checkpoint has settings by which the steps
+    that are done would have had other rows: some would come again, or never. The rows of a step
+    follow from the source, its settings but NOT_ROWS, training.tokens and training.skip_steps. A
+    stream goes on after the last token that was used, whatever training.tokens is."""
+    if config.flat_tokens and config.flat_tokens.other_rows:
         return
+    cure = ", accept that with flat_tokens.other_rows=true" if config.flat_tokens else ""
 
     def rows(settings: Any) -> dict[str, Any]:
-        chosen = {**(settings.get("flat_tokens") or {})}
-        for name in ("filespec", "other_rows"):  # a dataset may have moved
-            chosen.pop(name, None)
+        source, training = next(filter(settings.get, SOURCES), ""), settings["training"]
+        chosen = {k: x for k, x in (settings.get(source) or {}).items() if k not in NOT_ROWS}
         chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
-        return flat({"flat_tokens": chosen, "training.tokens": settings["training"]["tokens"]})
+        # Of the batches to skip those before the next step's: each moved the later ones up by one.
+        numbers = enumerate(sorted({*training.get("skip_steps", ())}))
+        skipped = [number for i, number in numbers if number - i < checkpoint.step]
+        tokens = {} if source == "hf_dataset" else training["tokens"]
+        chosen = {source: chosen, "training.tokens": tokens, "training.skip_steps": skipped}
+        return {"the dataset": source} | flat(chosen)
 
     before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
-    if made_of := made_of_flat_tokens(checkpoint):
+    if (made_of := made_of_flat_tokens(checkpoint)) and data.made_of:
         key = "the datasets' tokens"
         before[key], now[key] = made_of["tokens"], data.made_of["tokens"]
     for key in before:  # what the user has set comes first
@@ -123,7 +134,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             raise UserError(
                 f"{checkpoint.path} was written with {what}={before[key]}, now {now[key]}: in this "
                 "epoch rows that were used would come again, or others never. Keep the earlier "
-                "value, or accept that with flat_tokens.other_rows=true"
+                f"value{cure}, or clone the run's weights into a new one"
             )
 
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from runtime.config import ROOT
 from runtime.run import SECONDS_BETWEEN_LINES, say
+from runtime.supervise import STOPS, handle
 from shardlib import audit, numbers
 from shardlib.devices import (
     QUICK_COMPILES,
@@ -40,8 +41,6 @@ from shardlib.devices import (
 from shardlib.errors import ShardTypeError, UserError, explain
 from shardlib.types import computing_in, make_shapes, named
 
-# Those that ask a run to stop.
-SIGNALS = signal.SIGINT, signal.SIGTERM
 # What splits the work of a device into parts.
 PARTS = "training.microbatches", "training.loss_chunks"
 # Settings with which each part of an update shows in f32; the schedule is between its ends.
@@ -264,7 +263,7 @@ class Numbers:
         self.configs, self.running = configs, {}
         spawn = multiprocessing.get_context("spawn")
         # Signals are for the program alone, which then ends these processes.
-        before = {each: signal.signal(each, signal.SIG_IGN) for each in SIGNALS}
+        before = handle(STOPS, signal.SIG_IGN)
         for config in configs:
             receiver, sender = spawn.Pipe(duplex=False)
             work = sender, cache_folder(), config, recorded, order

@@ -53,13 +53,23 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) and path != "bytes_utf8" else path
 
 
+def _normal(value: float) -> float:
+    """Refuses what f32 would make 0 or infinite, or denormal, which devices may round to 0."""
+    low, high = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+    if not low <= value <= high and value not in (0, float("inf")):
+        raise ValueError(f"a step takes it in f32, which has 0 and {low:.2g} to {high:.2g}")
+    return value
+
+
 UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of this error
 NOT_EMPTY = Field(min_length=1)
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Numbers that a step computes with.
+F32OrInf = Annotated[float, AfterValidator(_normal)]
+F32 = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_normal)]
+Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal)]
 Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]
 # Of what is there, an absolute one, to be found from other folders.

@@ -28,6 +28,7 @@ from omegaconf.errors import (
 
 from runtime.config import ROOT, keys, load, unknown
 from runtime.errors import user_errors
+from runtime.supervise import STOPS, handle
 from shardlib.errors import UserError
 
 C = TypeVar("C")
@@ -113,11 +114,10 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
 
     def stop(number: int, _: Any) -> None:
         signals.append(number)
-        if process and number == signal.SIGTERM:  # Ctrl-C reaches both processes
+        if process and number != signal.SIGINT:  # Ctrl-C reaches both processes
             process.terminate()
 
-    for each in signal.SIGINT, signal.SIGTERM:
-        signal.signal(each, stop)
+    handle(STOPS, stop)
     for number, (config, _) in enumerate(jobs):
         arguments = [*flags, *overrides[number]]
         if names:
@@ -135,7 +135,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         if signals:  # it came before the process was there
             process.terminate()
         code = process.wait()
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if code - 128 in STOPS:
             signals.append(code - 128)
         if signals:
             sys.exit(128 + signals[0])

@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 
 from runtime import chips, hlo
-from runtime.checkpoint import CheckpointsConfig
+from runtime.checkpoint import Checkpoints, CheckpointsConfig
 from runtime.config import (
     ROOT,
     Kept,
@@ -39,15 +40,17 @@ from runtime.config import (
     one_of,
 )
 from runtime.errors import tell
-from runtime.sinks import SINKS, Row, json_lines
+from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib import devices
 from shardlib.devices import axis_group
 from shardlib.errors import UserError
-from shardlib.types import compute
+from shardlib.types import compute, named
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
+# Of each array of a tree. It reads them once, and keeps nothing as large beside them.
+all_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jax.numpy.isfinite(x).all(), tree))
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -202,16 +205,33 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def reserved(config: RunConfig) -> Iterator[None]:
-    """Locks the run's folder against other processes. JAX caches compiled programs beside it unless
-    the user has chosen a cache folder; the next start of the same program then skips compiling."""
+    """Locks the run's folder against other processes. Raises UserError if one has it, or if the
+    package of a sink isn't installed. JAX caches compiled programs beside the folder unless the
+    user has chosen a cache folder; the next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         cache = pathlib.Path(config.paths.root_working_dir).absolute() / ".compilation_cache"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         # Otherwise an edit that only changes a type string would load the old program.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-    with locked(config.paths.folder) if jax.process_index() == 0 else contextlib.nullcontext():
+    first, to = jax.process_index() == 0, config.metrics.to  # the first host has the sinks
+    needed = [PACKAGES[name] for name in to if first and name in PACKAGES]
+    missing = " ".join(name for name in needed if not importlib.util.find_spec(name))
+    if missing := of_all_hosts(missing)[0]:
+        raise UserError(f"metrics.to=[{','.join(to)}] needs a package: pip install {missing}")
+    with locked(config.paths.folder) if first else contextlib.nullcontext():
         yield
+
+
+def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
+    """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
+    model."""
+    checkpoints.check_model()
+    say(
+        f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
+        "continue it, or choose another paths.model_name to start a new run"
+    )
+    return 0
 
 
 def due(interval: int, step: int, steps: int) -> bool:
@@ -307,8 +327,6 @@ class Run:
             if self.first_host:
                 logs = open_folder(self.folder, to, self.config.to_yaml(), self.first)
                 self.loggers = [(log, []) for log in logs]
-        except ModuleNotFoundError as error:
-            problem = f"metrics.to=[{','.join(to)}] needs a package: pip install {error.name}"
         except OSError as error:  # such as a full disk
             problem = f"{error.filename or self.folder} can't be written: {error.strerror}"
         except Exception as error:  # sinks raise errors of many types
@@ -381,11 +399,15 @@ class Run:
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
-    def flush(self) -> None:
+    def flush(self, saved: Any = None) -> None:
         """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
-        updates."""
+        updates, or if an array of the tree `saved`, which is to be saved, isn't finite."""
         self.pause()
         self._write()
+        if bad := [name for name, finite in named(all_finite(saved)).items() if not finite]:
+            problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
+            cure = "Lower training.learning_rate"  # gradients were finite
+            raise UserError(f"{problem}, and in no checkpoint: {', '.join(bad)}. {cure}")
 
     def _settle(self) -> None:
         if not self.row or "tokens_per_second" in self.row:

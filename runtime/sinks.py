@@ -77,6 +77,7 @@ def wandb(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row],
     return run.log
 
 
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # that a sink needs
 SINKS: dict[str, Callable[[pathlib.Path, int, str], Callable[[Row], None]]] = {
     "tensorboard": tensorboard,
     "wandb": wandb,

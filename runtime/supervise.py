@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,10 +20,21 @@ from jax.experimental.multihost_utils import process_allgather, reached_preempti
 from runtime.errors import tell
 from shardlib.errors import UserError
 
+# Ctrl-C; what Slurm and Kubernetes send; a terminal that closes; Slurm's --signal=USR1.
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+
+
+def handle(numbers: Iterable[int], handler: Any) -> dict[int, Any]:
+    """Handles signals, and returns their old handlers. SIGHUP and SIGUSR1 stay as they are if they
+    are handled or, as SIGHUP under nohup, ignored."""
+    ours = signal.SIGINT, signal.SIGTERM
+    numbers = [x for x in numbers if x in ours or signal.getsignal(x) == signal.SIG_DFL]
+    return {number: signal.signal(number, handler) for number in numbers}
+
 
 class Stop:
-    """Tracks whether SIGTERM or Ctrl-C has reached any host during the `with` block, so that the
-    run stops after the current step. A second Ctrl-C ends the process at once."""
+    """Tracks whether one of STOPS has reached any host during the `with` block, so that the run
+    stops after the current step. A second Ctrl-C ends the process at once."""
 
     signal = signal.SIGTERM
 
@@ -31,8 +43,8 @@ class Stop:
         self.asked, self.one_host = 0, jax.process_count() == 1
 
     def __enter__(self) -> "Stop":
-        handled = [signal.SIGINT, *([signal.SIGTERM] if self.one_host else [])]
-        self.old_handlers = {number: signal.signal(number, self._handle) for number in handled}
+        handled = [each for each in STOPS if self.one_host or each != signal.SIGTERM]
+        self.old_handlers = handle(handled, self._handle)
         # Python calls _handle only after running C code returns, which a hung step never does. The
         # number of the signal is written to the wakeup socket even then.
         self.receiver, self.sender = socket.socketpair()
@@ -58,7 +70,7 @@ class Stop:
                 interrupts += number[0] == signal.SIGINT
                 if interrupts == 2:
                     os._exit(128 + signal.SIGINT)
-                if number[0] in (signal.SIGINT, signal.SIGTERM):
+                if number[0] in STOPS:
                     name = signal.Signals(number[0]).name
                     plan = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
                     tell(f"{name}: {plan}", sys.stderr)

@@ -22,6 +22,12 @@ QUICK_COMPILES = (
     + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
 )
 
+# By these, one config and seed would mean other numbers in another environment.
+jax.config.update("jax_default_prng_impl", "threefry2x32")
+jax.config.update("jax_enable_x64", False)
+jax.config.update("jax_random_seed_offset", 0)
+jax.config.update("jax_threefry_partitionable", True)
+
 # --- Meshes ---------------------------------------------------------------------------------------
 
 
@@ -92,8 +98,8 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     if needed > count:
         raise UserError(
             f"the mesh {mesh} needs {needed} devices, but there are {count} "
-            f"({jax.devices()[0].device_kind}); to simulate them on a CPU: "
-            f"XLA_FLAGS={COUNT_FLAG}={needed} JAX_PLATFORMS=cpu"
+            f"({jax.devices()[0].device_kind}): choose a smaller mesh.d or mesh.t, such as "
+            "mesh.d=1, or simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
         )
     return mesh_over(axes, jax.devices()[:needed])
 

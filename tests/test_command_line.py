@@ -19,6 +19,7 @@ from runtime import checks, chips
 from runtime.config import plain
 from runtime.program import program
 from runtime.run import open_folder
+from runtime.supervise import STOPS
 from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
@@ -160,7 +161,7 @@ class Job:
 def jobs(monkeypatch, capsys):
     """Returns a function that runs a sweep, and returns its jobs and its exit message."""
     monkeypatch.setattr("runtime.program.subprocess.Popen", Job)
-    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [(each, signal.getsignal(each)) for each in STOPS]
 
     def run(*arguments):
         monkeypatch.setattr(Job, "started", [], raising=False)
@@ -202,13 +203,13 @@ def test_a_sweep_is_of_the_config_that_was_asked_for(jobs, tmp_path):
     assert not made and f"is in {ROOT}/configs and in {tmp_path}: rename one of them" in message
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize("when", ["starts", "runs"])
 def test_a_sweep_remembers_a_signal(jobs, monkeypatch, when, number):
     monkeypatch.setattr(Job, "during", {when: number})
     (job,), message = jobs(*SWEEP, "training.seed=1,2")
     assert message == str(128 + number)
-    assert job.terminated == (when == "starts" or number == signal.SIGTERM)
+    assert job.terminated == (when == "starts" or number != signal.SIGINT)
 
 
 NUMBERS = ["null", "1e3", "0.10", "2024_1_11", "true", "1_0", "+5", ".5", "-Inf"]

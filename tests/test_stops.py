@@ -20,6 +20,7 @@ import train
 from runtime import checks, sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
+from runtime.supervise import STOPS
 from shardlib.types import make_shardings
 from tests import golden
 from tests.helpers import (
@@ -76,7 +77,7 @@ def assert_as_whole(runs, name):
     assert arrays(checkpoint(runs / name, 6)) == arrays(checkpoint(runs / "whole", 6))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, monkeypatch, number):
     log = Run.write
 
@@ -217,10 +218,24 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         line = capsys.readouterr().out.splitlines()[-1]
         assert int(state.step) == 5
         assert line.startswith(f"resumed at step 5 from {runs}/new/00000005.")
+        sooner = small_config("model.vocab=128", "training.warmup_steps=8")
+        starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
+        note = "note: the learning rate rises from 0.005 to 0.0075; the checkpoint has "
+        note += "training.steps_for_lr=100"
+        assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:
             starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
         golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
+
+
+def test_weights_that_a_step_made_infinite_are_in_no_checkpoint(runs, start):
+    """Loss and gradients are finite."""
+    far = "training={learning_rate: 3e38, warmup_steps: 0, weight_decay: 100}"
+    out, message = start("far", far, "training.steps=1")
+    problem = "error: after step 0 these are NaN or infinite, and in no checkpoint: weights/"
+    assert message.startswith(problem) and message.endswith(". Lower training.learning_rate")
+    assert "saved" not in out and not [*(runs / "far/checkpoints").glob("*")]
 
 
 @pytest.mark.slow

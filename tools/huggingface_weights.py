@@ -126,7 +126,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 WITH_WINDOW = {"mistral", "mixtral"}  # or without
 
 # config.json's names for the fields of train.ModelConfig, for those of train.ExpertsConfig by
-# family, and for those of train.RopeScalingConfig, which are in its rope_parameters of type llama3.
+# family, and for those of RopeScalingConfig, which are in its rope_parameters of type llama3.
 MODEL = {
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",

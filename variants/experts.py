@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.config import NonNegativeFloat, PositiveInt, Section, one_of
+from runtime.config import F32, PositiveInt, Section, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
@@ -41,9 +41,9 @@ class ExpertsConfig(Section, key="model.experts"):
 class RoutingConfig(Section, key="training.routing"):
     """Settings of experts that only training needs."""
 
-    bias_rate: NonNegativeFloat  # a step's change of the bias of an expert
-    balance_cost: NonNegativeFloat
-    z_cost: NonNegativeFloat
+    bias_rate: F32  # a step's change of the bias of an expert
+    balance_cost: F32
+    z_cost: F32
 
 
 def check(config: Any) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.config import NonNegativeFloat, PositiveInt, Section, one_of
+from runtime.config import F32, PositiveInt, Section, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import choose, compute, f32, pytree_dataclass, typechecked, u32
@@ -21,9 +21,9 @@ QK_NORMS = Annotated[str, one_of("head all")]  # see HeadNorms and AllNorms
 class RopeScalingConfig(Section, key="model.rope_scaling"):
     """Llama 3.1's RoPE scaling, for rows longer than those of the original training."""
 
-    factor: NonNegativeFloat
-    low_frequency_factor: NonNegativeFloat
-    high_frequency_factor: NonNegativeFloat
+    factor: F32
+    low_frequency_factor: F32
+    high_frequency_factor: F32
     original_len: PositiveInt  # tokens in a row of the original training
 
     def slowed(self, timescale: jax.Array) -> jax.Array:

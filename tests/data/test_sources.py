@@ -1,7 +1,10 @@
 """Adding a source of tokens takes a class and a line, and a model's tokens mean what they meant."""
 
+import contextlib
 import json
+import re
 import shutil
+import types
 
 import jax
 import pytest
@@ -11,13 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from data.flat_tokens import SPLITS, Writer
-from data.sources import kept_by_import, open_batches
+from data.sources import check_same_rows, kept_by_import, open_batches
 from runtime import checkpoint, storage
+from runtime.config import plain
 from runtime.run import Run
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
-from tests.helpers import mesh, small_config, train_here
+from tests.helpers import SMALL, compose_config, mesh, small_config, train_here
 from tests.test_wrong_inputs import nothing_is_compiled
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
 from tools import generate, huggingface_weights
@@ -102,6 +106,59 @@ def test_a_dataset_of_another_tokenizer_is_refused(imported, tmp_path, capsys, m
     monkeypatch.chdir("/")
     kept = kept_by_import(checkpoint.newest(f"{tmp_path}/clone"))
     assert kept == f"{tmp_path}/imported/huggingface", "from any folder"
+
+
+def streamed(*overrides):
+    stream = "hf_dataset.path=notes", "paths.model_name=run", "mesh={d: 1, t: 1}"
+    return compose_config("local_stream", *SMALL, "model.vocab=272", *stream, *overrides)
+
+
+# Settings of a checkpoint at step 3, those of a run that goes on, and what is refused, if any.
+RESUMED = {
+    "the next batch left out": (small_config, [], ["training.skip_steps=[3]"], ""),
+    "a batch that was used": (
+        small_config,
+        ["training.skip_steps=[0,1]"],  # so its batches are 2, 3 and 4
+        ["training.skip_steps=[0,1,4]"],
+        "training.skip_steps=[0, 1], now [0, 1, 4]",
+    ),
+    "a batch that was not": (
+        small_config,
+        ["training.skip_steps=[0,1]"],
+        ["training.skip_steps=[5,1,0]"],
+        "",
+    ),
+    "a batch no longer left out": (
+        streamed,
+        ["training.skip_steps=[1,9]"],
+        [],
+        "training.skip_steps=[1], now []",
+    ),
+    "a stream's later batch": (streamed, [], ["training.skip_steps=[3]"], ""),
+    "another column": (streamed, [], ["hf_dataset.column=title"], "hf_dataset.column=text, now"),
+    "more rows of a stream": (streamed, [], ["training.tokens.batch=16"], ""),
+    "a moved stream": (streamed, [], ["hf_dataset.path=there", "hf_dataset.num_workers=3"], ""),
+    "more streams": (small_config, [], ["flat_tokens.streams=2"], "flat_tokens.streams=1, now 2"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_rows_of_the_steps_that_are_done_stay_theirs(case):
+    make, before, now, problem = RESUMED[case]
+    settings, metadata = plain(make(*before).to_yaml()), {"positions": [None]}
+    source = types.SimpleNamespace(path="x", step=3, settings=settings, metadata=metadata)
+    refused = pytest.raises(UserError, match=re.escape(f"x was written with {problem}"))
+    with refused if problem else contextlib.nullcontext():
+        check_same_rows(make(*now), source, types.SimpleNamespace(made_of=None))
+
+
+def test_another_kind_of_source_is_refused():
+    source = types.SimpleNamespace(path="x", step=3, metadata={"positions": [{"tokens": [9]}]})
+    source.settings = plain(small_config().to_yaml())
+    with pytest.raises(
+        UserError, match=r"the dataset=flat_tokens, now hf_dataset: .*clone the run"
+    ):
+        check_same_rows(streamed(), source, types.SimpleNamespace(made_of=None))
 
 
 def test_a_validation_that_takes_rows_again_says_so(capsys):

@@ -1,12 +1,14 @@
 import errno
 import fcntl
+import os
+import signal
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from runtime.supervise import locked
+from runtime.supervise import Stop, locked
 from shardlib.errors import UserError
 from tests.helpers import ROOT
 
@@ -55,6 +57,20 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, capsys, monkeypatc
         problem = f"{tmp_path}/lock can't be locked (No locks available)"
         warning = f"warning: {problem}; don't start a second run there\n"
         assert capsys.readouterr().err == warning
+
+
+def test_a_signal_that_nohup_or_a_handler_takes_stays_theirs():
+    before = [signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGUSR1, print)]
+    try:
+        with Stop() as stop:
+            for number in signal.SIGHUP, signal.SIGUSR1:
+                os.kill(os.getpid(), number)
+            assert not stop.reached()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reached() and stop.signal == signal.SIGTERM
+    finally:
+        for number, handler in zip((signal.SIGHUP, signal.SIGUSR1), before, strict=True):
+            signal.signal(number, handler)
 
 
 HANGS = """

@@ -60,6 +60,21 @@ def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, c
     assert done.stdout.split() == [str(count), "True", "True"], done.stderr
 
 
+KEY = "import shardlib.devices, jax; print(repr(jax.random.uniform(jax.random.key(5), 3)))"
+
+
+def test_a_key_is_the_same_whatever_the_environment():
+    settings = {
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",
+        "JAX_ENABLE_X64": "1",
+        "JAX_RANDOM_SEED_OFFSET": "7",
+        "JAX_THREEFRY_PARTITIONABLE": "0",
+    }
+    command, env = [sys.executable, "-c", KEY], os.environ | settings
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r}\n", done.stderr
+
+
 def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(devices, "CUDA_PLUGINS", ("jax",))
     assert devices.make_mesh({"d": 1}).size == 1, "JAX_PLATFORMS=cpu"
