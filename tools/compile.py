@@ -6,6 +6,9 @@ says what the program sends beside what, and for TPUs it estimates how long a st
     python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
     python -m tools.compile --config-name=local_test_synthetic
 
+    topology=KIND:SHAPE    the devices to compile for; without it, the local ones
+    slices=COUNT           of that topology of TPUs, over which r splits the devices
+
 With a topology it compiles on a machine without such chips: for GPUs of a host, or of several (4x8:
 4 hosts of 8 GPUs), with requirements-gpu-compile.txt, or for a slice of TPUs, with
 requirements-tpu.txt. Otherwise it compiles for the local devices. It may take some minutes.
@@ -35,8 +38,10 @@ from tools.tables import show, table
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
-    topology: str = ""  # such as h100:8, h100:8x8 or v5e:16x16; empty: the local devices
-    slices: PositiveInt = 1  # of that topology, over which r splits the devices
+    """See the top of this file."""
+
+    topology: str = ""
+    slices: PositiveInt = 1
 
 
 # Keeps libtpu from looking for a TPU machine and warning that it finds none. Since it uses no
@@ -101,6 +106,7 @@ def main(config: CompileConfig) -> None:
         mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), chips.find_chip(kind)
+    usable = chip.usable if chip else 0  # raises before minutes of compiling
     predicted = audit_step(config, probed, chip)
     held = predicted["peak"]
 
@@ -134,11 +140,11 @@ def main(config: CompileConfig) -> None:
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if chip:
-        verdict = "fits" if peak < chip.usable else "does not fit"
-        share = (
-            "" if is_tpu else f", the {chip.usable / chip.memory:.0%} of the memory that JAX takes"
-        )
-        print(f"\nIt {verdict}: {show(peak)} of {show(chip.usable)}{share}.")
+        verdict = "fits" if peak < usable else "does not fit"
+        share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
+        print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
+    else:
+        print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
     if is_tpu and chip:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")
