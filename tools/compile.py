@@ -24,14 +24,14 @@ import jax
 from jax.experimental import topologies
 
 import train
-from runtime import chips
+from runtime import checks, chips
 from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles, gpus
-from tools.audit import NOT_USED, audit_step, probe, summary, terms_table
+from tools.audit import NOT_USED, audit_step, summary, terms_table
 from tools.memory import ARGUMENTS
 from tools.tables import show, table
 
@@ -91,15 +91,12 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
-    probed = probe(config)
-    traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    checks.check_types(config)
     bundles = cycles.dump_bundles()
     name = config.topology.partition(":")[0]
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
-    if name in gpus.known():
-        traced = gpus.cudnn_as_of(config.topology)
     if config.topology:
         mesh = topology_mesh(config.topology, axes, config.slices)
     else:
@@ -107,10 +104,11 @@ def main(config: CompileConfig) -> None:
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), chips.find_chip(kind)
     usable = chip.usable if chip else 0  # raises before minutes of compiling
-    predicted = audit_step(config, probed, chip)
+    predicted = audit_step(config, None, chip)
     held = predicted["peak"]
 
-    with traced, jax.set_mesh(mesh):
+    as_there = gpus.cudnn_as_of if name in gpus.known() else contextlib.nullcontext
+    with as_there(config.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()

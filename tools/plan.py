@@ -20,7 +20,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -38,8 +38,8 @@ from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
 
 SHOWN, NEAREST = 10, 3  # rows that fit, and that don't
-DAY = 24 * 60 * 60
-ONE_CHIP = {"d": 1, "t": 1, "r": 1, "c": 1}
+# Of the config, what the plan chooses.
+CHOSEN = {"mesh": {"d": 1, "t": 1, "r": 1, "c": 1}, "training": {"microbatches": 1}}
 MICROBATCHES, CHUNKS = "training.microbatches", "training.loss_chunks"
 # Of a chip's memory. What compilers reported of the tests' programs was never more than 10% above a
 # prediction: see docs/audit.md.
@@ -57,12 +57,7 @@ class Plan(NamedTuple):
     config: PlanConfig
     held: dict[str, int]  # bytes at the peak, by term
     bound: Bound
-    room: float  # bytes that it may take
-
-    @property
-    def excess(self) -> float:
-        """The bytes by which it doesn't fit; at most 0 if it fits."""
-        return self.bound.peak - self.room
+    excess: float  # bytes by which it doesn't fit; at most 0 if it fits
 
     @property
     def seconds(self) -> float:
@@ -129,21 +124,20 @@ def audited(config: PlanConfig, chip: chips.Chip) -> Plan:
     """Audits a layout. Raises UserError if the config doesn't split this way."""
     result = audit_step(config, None, chip)
     least = bound(result, chip, chip.links_of(config.mesh.axes))
-    return Plan(config, result["held"], least, ROOM * chip.usable)
+    return Plan(config, result["held"], least, least.peak - ROOM * chip.usable)
 
 
 def smaller(plan: Plan) -> PlanConfig | None:
-    """The config with more loss chunks, if these alone may be enough, else with more microbatches:
-    with the fewest that are enough if all they divide shrinks in proportion, which is the most that
-    it can. None if no number is."""
+    """The config with more loss chunks, if the logits alone may shrink by the excess, else with
+    more microbatches, if all activations may: with the fewest, if all that they divide becomes so
+    much smaller. None if no number is enough."""
     config, held = plan.config, plan.held
     logits, saved = held.get(LOGITS, 0), held[SAVED] + held.get(ARRAYS, 0)
-    rest = plan.bound.peak - logits - saved
-    divided = {CHUNKS: (rest + saved, logits), MICROBATCHES: (rest, saved)}
+    shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # wholly, and in proportion
     for key, whole in wholes(config).items():
-        parts, (stays, shrinks) = operator.attrgetter(key)(config), divided[key]
+        parts, (wholly, divided) = operator.attrgetter(key)(config), shrinks[key]
         for more in divisors(whole):
-            if more > parts and stays + shrinks * parts / more <= plan.room:
+            if more > parts and wholly + divided * (1 - parts / more) >= plan.excess:
                 with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
                     return config.changed({key: more})
     return None
@@ -162,13 +156,10 @@ def lightest(config: PlanConfig, chip: chips.Chip) -> Plan:
     return plan
 
 
-def plans(
-    config: PlanConfig, chip: chips.Chip, count: int, report: Callable[[str], None]
-) -> tuple[list[Plan], list[Plan]]:
-    """Finds a plan for each mesh, and reports it. Returns those that fit, fastest first, and the
+def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan], list[Plan]]:
+    """Finds a plan for each mesh, and says so. Returns those that fit, fastest first, and the
     others, nearest first. Raises UserError if none fits."""
-    found, problems = list[Plan](), list[str]()
-    tried = [*meshes(chip, count)]
+    found, problems, tried = list[Plan](), list[str](), [*meshes(chip, count)]
     for number, mesh in enumerate(tried, 1):
         values = {f"mesh.{axis}": size for axis, size in mesh.items()}
         try:
@@ -176,7 +167,7 @@ def plans(
             line = plan.summary(config)
         except UserError as error:  # the config doesn't split this way
             problems.append(line := f"{devices.show_axes(mesh)}: {error}")
-        report(f"{number}/{len(tried)}  {line}")
+        tell(f"{number}/{len(tried)}  {line}", sys.stderr)
     fitting = sorted((x for x in found if x.excess <= 0), key=lambda plan: plan.order)
     larger = sorted((x for x in found if x.excess > 0), key=lambda plan: plan.excess)
     if not fitting:
@@ -186,13 +177,13 @@ def plans(
     return fitting, larger
 
 
-@program(PlanConfig, "configs", NOT_USED, fixed={"mesh": ONE_CHIP, "training": {"microbatches": 1}})
+@program(PlanConfig, "configs", NOT_USED, fixed=CHOSEN)
 def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
     room = ROOM * chip.usable  # raises here, not for each mesh
     checks.check_types(config)
-    fitting, larger = plans(config, chip, count, lambda line: tell(line, sys.stderr))
+    fitting, larger = plans(config, chip, count)
 
     hyper, tokens = config.training, config.training.tokens
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(config.mesh.axes)):
@@ -203,15 +194,13 @@ def main(config: PlanConfig) -> None:
     for share in 1, 0.5:
         seconds = fitting[0].seconds / share
         speed = f"{tokens.batch * tokens.len / seconds:,.0f} tokens/s"
-        days = f"{hyper.steps:,} steps in {hyper.steps * seconds / DAY:.3g} days"
+        days = f"{hyper.steps:,} steps in {hyper.steps * seconds / 86400:.3g} days"
         print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
     shown = fitting[:SHOWN]
     cells = [(*plan.bound.cells(), plan.overrides(config)) for plan in shown]
     print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
     if any(CHUNKS in row[-1] for row in cells):
-        print(
-            f"\nWhere {CHUNKS} isn't {hyper.loss_chunks}, the logits would be too large with that."
-        )
+        print(f"\nRows that change {CHUNKS}={hyper.loss_chunks} don't fit with it.")
     if larger:
         print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
         print(*(plan.summary(config) for plan in larger[:NEAREST]), sep="\n")
