@@ -33,7 +33,8 @@ class Chip(NamedTuple):
             share = math.nan
         if not 0 < share <= 1 or len(given) > 1:  # JAX refuses two as well
             written = " ".join(f"{name}={value}" for name, value in given.items())
-            cure = "set one, above 0 and at most 1, the part of a GPU's memory that JAX takes"
+            part = "it's the part of a GPU's memory that JAX takes, above 0 and at most 1"
+            cure = "set one of them" if len(given) > 1 else part
             raise UserError(f"{written} in the environment: {cure}")
         return share * self.memory
 
