@@ -11,23 +11,32 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    kind: str  # a substring of JAX's `device.device_kind`
+    kind: str  # JAX's `device.device_kind`, without the "NVIDIA" of GPUs
     flops: float  # FLOP/s, dense bf16
     memory: float  # bytes, as CUDA reports them, or as the TPU's compiler does
     bandwidth: float  # of the memory, bytes/s
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
+    others: tuple[str, ...] = ()  # other device kinds that are this chip
 
     @property
     def usable(self) -> float:
         """The bytes that JAX takes: on GPUs three quarters, or XLA_CLIENT_MEM_FRACTION, or by its
-        old name XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError unless that is a number."""
+        old name XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError unless that is such a part."""
+        if "TPU" in self.kind:
+            return self.memory
         names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-        name, share = next(((n, os.environ[n]) for n in names if os.environ.get(n)), ("", "0.75"))
+        given = {name: os.environ[name] for name in names if os.environ.get(name)}
         try:
-            return self.memory if "TPU" in self.kind else float(share) * self.memory
+            share = float(next(iter(given.values()), "0.75"))
         except ValueError:
-            raise UserError(f"{name}={share} in the environment isn't a number") from None
+            share = math.nan
+        if not 0 < share <= 1 or len(given) > 1:  # JAX refuses two as well
+            written = " ".join(f"{name}={value}" for name, value in given.items())
+            part = "it's the part of a GPU's memory that JAX takes, above 0 and at most 1"
+            cure = "set one of them" if len(given) > 1 else part
+            raise UserError(f"{written} in the environment: {cure}")
+        return share * self.memory
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
         """The kind of link that each axis of a mesh goes over. The innermost axes are those of
@@ -41,7 +50,8 @@ class Chip(NamedTuple):
         return kinds
 
 
-# The first entry whose kind matches a device applies.
+# A device that isn't named here exactly is unknown: an H100 NVL isn't an H100.
+# The names of TPUs: https://github.com/jax-ml/jax, jax/_src/pallas/mosaic/tpu_info.py.
 # GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that those from Hopper
 # on quote; nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400
 # Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
@@ -51,15 +61,19 @@ CHIPS = {
     "a100pcie_40gb": Chip(
         "A100-PCIE-40GB", 312e12, 42.3e9, 1.555e12, {"pcie": 32e9, "ib": 25e9}, 8
     ),
-    "a100": Chip("A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
+    "a100": Chip(
+        "A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8, ("A100-SXM4-80GB",)
+    ),
     "h100pcie": Chip("H100 PCIe", 756e12, 84.9e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
-    "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
+    "h100": Chip(
+        "H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8, ("H100 80GB HBM3",)
+    ),
     "h200": Chip("H200", 989e12, 151e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "b200": Chip("B200", 2250e12, 191e9, 7.7e12, {"nvlink": 900e9, "ib": 50e9}, 8),
     "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
-    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
-    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
-    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}),
+    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}, others=("TPU v5e",)),
+    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}, others=("TPU v5p",)),
+    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}, others=("TPU v6e",)),
 }
 
 
@@ -101,7 +115,8 @@ PROFILED = {"xla_gpu_enable_command_buffer": ""}
 
 def find_chip(kind: str) -> Chip | None:
     """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""
-    return next((chip for chip in CHIPS.values() if chip.kind in kind), None)
+    name = kind.removeprefix("NVIDIA ")
+    return next((chip for chip in CHIPS.values() if name in (chip.kind, *chip.others)), None)
 
 
 def mfu(kind: str, count: int, flops: float) -> str:

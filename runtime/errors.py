@@ -1,6 +1,7 @@
 """Turns a user's mistake into a one-line message, on one host or several."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -30,16 +31,31 @@ def _flush(end: str = "") -> None:
         os._exit(128 + signal.SIGPIPE)
 
 
+def _unavailable(jax: Any) -> str:
+    """Says that JAX has none of the devices that JAX_PLATFORMS names; "" if it has some."""
+    if names := os.environ.get("JAX_PLATFORMS"):
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError) as error:  # it asserts that there is a plugin
+            why = str(error).partition(" (set JAX_PLATFORMS")[0] or "JAX has no plugin for it"
+            return f"JAX_PLATFORMS={names} in the environment: {why}; unset it, or set it to cpu"
+    return ""
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError or a lack of
-    memory. Any other exception is a bug and keeps its traceback. If nobody reads its output any
-    more, as with `| head -1`, the program ends quietly, as others do.
+    """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
+    memory, or of devices that JAX_PLATFORMS names. Any other exception is a bug and keeps its
+    traceback. If nobody reads its output any more, as with `| head -1`, the program ends quietly,
+    as others do. Characters that the terminal's encoding lacks are printed as escapes.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as
     its usual cause is that another host was lost.
     """
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             yield
@@ -55,6 +71,8 @@ def user_errors() -> Iterator[None]:
             message = f"error: {error}"
         elif isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED: "):
             message = f"error: not enough memory: {error}"
+        elif jax and (problem := _unavailable(jax)):
+            message = f"error: {problem}"
         elif several_hosts and isinstance(error, jax.errors.JaxRuntimeError):
             message = f"error: a step failed, perhaps because another host was lost: {error}"
         elif several_hosts:

@@ -36,7 +36,11 @@ OVERRIDE = r"[+~]*[\w./@]+=|~"  # how one begins
 
 
 def program(
-    schema: type[C], folder: str, preset: dict[str, Any] | None = None, names: str = ""
+    schema: type[C],
+    folder: str,
+    preset: dict[str, Any] | None = None,
+    names: str = "",
+    fixed: dict[str, Any] | None = None,
 ) -> Callable[[Callable[[C], int | None]], Callable[[], None]]:
     """Decorator: runs `main(config)` from the command line, with the config checked against
     `schema`, a dataclass. The function returns the exit code.
@@ -44,7 +48,11 @@ def program(
     --config-name= chooses a file in `folder`; the files there extend base.yaml. The program exits
     with a message if there is no such file, or if the config doesn't have the schema's keys and
     types. Hydra alone would suggest adding an unknown key with +, and then not check it. `preset`
-    has values for keys that the user must normally set and that this program doesn't use.
+    has values for keys that the user must normally set and that this program doesn't use, `fixed`
+    those of keys that it sets itself, whatever the config says.
+
+    --help prints first the docstring of the function's module, which says what the program's own
+    keys mean.
 
     With --multirun each config runs in a process of its own, one after the other, since a process
     can simulate only one number of devices. What only this job sets is appended to the value of the
@@ -61,7 +69,7 @@ def program(
             sources = [each.path for each in hydra_config.runtime.config_sources]
             if len(found := [x for x in sources if os.path.isfile(f"{x}/{file}")]) > 1:
                 raise UserError(f"{file} is in {' and in '.join(found)}: rename one of them")
-        merged = OmegaConf.merge(preset or {}, composed)
+        merged = OmegaConf.merge(preset or {}, composed, fixed or {})
         return load(schema, OmegaConf.to_container(merged, resolve=True, throw_on_missing=True))
 
     def decorate(function: Callable[[C], int | None]) -> Callable[[], None]:
@@ -79,6 +87,8 @@ def program(
                 composed.append((config, HydraConfig.get()))
 
             with user_errors():
+                if {"-h", "--help"} & {*sys.argv}:
+                    print(sys.modules[function.__module__].__doc__)
                 try:
                     # Hydra makes folders for a sweep before its configs are checked.
                     with tempfile.TemporaryDirectory() as folders:
@@ -86,6 +96,8 @@ def program(
                         compose()
                     for config, hydra_config in composed:  # in compose Hydra would print errors
                         jobs.append((typed(config, hydra_config), hydra_config))
+                except BrokenPipeError:
+                    raise
                 except Exception as error:  # Hydra, OmegaConf and their parsers have many classes
                     message = _message(error, schema, folder)
                     raise UserError(re.sub(r"\+\+(?=[\w.]+=)", "", message)) from error

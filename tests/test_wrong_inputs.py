@@ -6,6 +6,7 @@ tests/golden/wrong_inputs.txt lists them.
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -20,12 +21,22 @@ import train
 from data.flat_tokens import Writer
 from runtime import checks, supervise
 from runtime.checkpoint import Checkpoints
+from runtime.config import keys
 from runtime.errors import user_errors
 from runtime.run import Run
 from shardlib.types import make_shapes, make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, compose_config, mesh, train_here
-from tools import flat_tokens_info, generate, huggingface_to_flat_tokens, plot, synthetic_dataset
+from tools import (
+    audit,
+    flat_tokens_info,
+    generate,
+    huggingface_to_flat_tokens,
+    plan,
+    plot,
+    synthetic_dataset,
+)
+from tools import compile as compiler
 
 START = [
     "--config-name=local_test_synthetic",
@@ -269,13 +280,29 @@ with user_errors():
 """
 
 
-def test_a_reader_that_is_gone_ends_a_program_quietly():
-    command, pipe = [sys.executable, "-c", PRINTS], subprocess.PIPE
+@pytest.mark.parametrize("program", [["-c", PRINTS], ["-m", "tools.plan", "--help"]])
+def test_a_reader_that_is_gone_ends_a_program_quietly(program):
+    command, pipe = [sys.executable, *program], subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         process.stdout.close()
         process.stdin.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+OWN_KEYS = {
+    audit: [f"audit.{key}" for key in keys(audit.AuditOptions)],
+    compiler: ["topology", "slices"],
+    plan: ["chips"],
+}
+
+
+@pytest.mark.parametrize("tool", OWN_KEYS)
+def test_the_help_begins_with_what_a_programs_own_keys_mean(tool, capsys, monkeypatch):
+    out, message = train_here(capsys, monkeypatch, "--help", program=tool.main)
+    assert not message and out.startswith(tool.__doc__)
+    for key in OWN_KEYS[tool]:
+        assert re.search(rf"^    {re.escape(key)}=\S+ +\w", tool.__doc__, re.MULTILINE)
 
 
 CONVERT = ["--config-name=text_files", "load_dataset.data_files=text.txt"]

@@ -6,6 +6,14 @@ weights.
     python -m tools.audit --config-name=c4_h100x8_1b audit.chip=a100 audit.html=audit.html
     python -m tools.audit --config-name=c4_h100x8_1b audit.against=main
 
+    audit.chip=KIND              adds a roofline for a key of runtime/chips.py, such as h100 or v5p
+    audit.links={AXIS: LINK}     the chip's link over which a mesh axis goes, such as {s: ib}
+    audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
+                                 of a git revision's source; configs that it lacks are today's
+    audit.json=FILE              writes the ledger as JSON
+    audit.html=FILE              writes the source as a page, with the amounts beside its lines
+    audit.least=SHARE            lists rows above this part of a table's total: 0.001; 0: all
+
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
 of saved activations, collectives and matmuls. Also predicts the step's peak memory. Sizes are
 decimal: a GB is 10^9 bytes.
@@ -29,19 +37,21 @@ from shardlib import audit, devices
 from shardlib.errors import UserError
 from shardlib.types import bf16, bool_, f32, i32, u32
 from tools import compare, memory
-from tools.ledger import Saved, ledger
+from tools.ledger import ledger
 from tools.roofline import bound, bound_head
 from tools.tables import show, table, texts, totals
 
 
 @dataclasses.dataclass
 class AuditOptions(Section, key="audit"):
-    json: str = ""  # file for the ledger as JSON
-    html: str = ""  # file for the source as a page with the ledger's amounts beside its lines
-    against: str = ""  # an earlier audit's JSON, or a revision: prints what differs from it
-    least: float = 1e-3  # the part of a table's total that a row needs to be listed
-    chip: str = ""  # a key of chips.CHIPS, for a roofline
-    links: dict[str, str] = dataclasses.field(default_factory=dict)  # axis -> the chip's link
+    """See the top of this file."""
+
+    json: str = ""
+    html: str = ""
+    against: str = ""
+    least: float = 1e-3
+    chip: str = ""
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -88,30 +98,30 @@ def probe(config: train.Config) -> Probed:
     return Probed(axes, sizes, saved)
 
 
-def audit_step(config: train.Config, probed: Probed, chip: chips.Chip | None) -> dict[str, Any]:
-    """The ledger and the predicted memory, ready for JSON. Raises UserError if a dimension doesn't
-    split evenly over the mesh."""
+def audit_step(
+    config: train.Config, probed: Probed | None, chip: chips.Chip | None
+) -> dict[str, Any]:
+    """The ledger and the predicted memory, ready for JSON; without `probed`, no types of what is
+    saved. Raises UserError if a dimension doesn't split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
     jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
     costs = ledger(jaxpr, axes, kind)
     held = memory.held(config, jaxpr, costs, kind)
 
-    def type_of(array: Saved, at_probe: Shape) -> str:
-        return probed.type_string(config, array.dtype, array.shape, at_probe)
-
-    saved, at_probe = list[tuple[Saved, Shape]](), iter(probed.saved)
+    at_probe, shape, saved = iter(probed.saved if probed else ()), Shape(), []
     for array in costs.saved:
-        saved.append((array, saved[-1][1][:-1] if array.statistics else next(at_probe)))
+        row = array._asdict() | {"total": array.bytes}
+        if probed:
+            shape = shape[:-1] if array.statistics else next(at_probe)
+            row["type"] = probed.type_string(config, array.dtype, array.shape, shape)
+        saved.append(row)
     return {
         "chip": kind,
         "mesh": axes,
         "held": held,
         "peak": sum(held.values()),
         "host": sum(a.bytes for a in costs.saved if a.memory == "host"),
-        "saved": [
-            array._asdict() | {"type": type_of(array, shape), "total": array.bytes}
-            for array, shape in saved
-        ],
+        "saved": saved,
         "transfers": merged((row._asdict() for row in costs.transfers), "bytes"),
         "products": merged((row._asdict() for row in costs.products), "flops"),
         "kernel_bytes": costs.kernel_bytes,
@@ -302,13 +312,13 @@ def chip_of(config: AuditConfig) -> chips.Chip | None:
     return chip
 
 
-def roofline(config: AuditConfig, probed: Probed, chip: chips.Chip) -> str:
+def roofline(config: AuditConfig, chip: chips.Chip) -> str:
     """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
     are replicas, up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh
     while math.prod((axes := mesh.axes).values()) <= 4096:
         try:
-            result = audit_step(dataclasses.replace(config, mesh=mesh), probed, chip)
+            result = audit_step(dataclasses.replace(config, mesh=mesh), None, chip)
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
@@ -332,8 +342,7 @@ NOT_USED = {
 @program(AuditConfig, "configs", NOT_USED)
 def main(config: AuditConfig) -> None:
     chip = chip_of(config)
-    probed = probe(config)
-    result = audit_step(config, probed, chip)
+    result = audit_step(config, probe(config), chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
     text = report(result, chip, config.audit.least)
@@ -345,7 +354,7 @@ def main(config: AuditConfig) -> None:
         return
     print(text)
     if chip:
-        print(f"\n{roofline(config, probed, chip)}")
+        print(f"\n{roofline(config, chip)}")
 
 
 if __name__ == "__main__":

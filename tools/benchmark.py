@@ -14,7 +14,6 @@ import dataclasses
 import math
 import platform
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -27,9 +26,8 @@ import numpy as np
 import train
 from data.sources import open_batches
 from runtime import checks, chips
-from runtime.config import ROOT
 from runtime.program import program
-from runtime.run import compile_step, make_mesh
+from runtime.run import commit, compile_step, make_mesh
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
@@ -86,13 +84,6 @@ def peak_memory() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "in this process"
 
 
-def commit() -> str:
-    """The git commit of the source, with a plus if files differ from it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*"]
-    output = subprocess.run([*git, "--abbrev=40", "--dirty=+"], capture_output=True, text=True)
-    return output.stdout.strip() or "unknown"
-
-
 def show(
     config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
     times: Times, start: dict[str, float] | None = None,
@@ -105,9 +96,10 @@ def show(
     projections, attention = train.step_flops(config)
     low, median, high = np.percentile(steps, (10, 50, 90))
     spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
-    versions = [f"Python {platform.python_version()}", *(f"{p} {version(p)}" for p in packages)]
+    source = f"commit {commit() or 'unknown'}", f"Python {platform.python_version()}"
+    versions = ", ".join([*source, *(f"{package} {version(package)}" for package in packages)])
     table = {
-        "at": f"{datetime.now(UTC):%Y-%m-%d}, commit {commit()}, {', '.join(versions)}",
+        "at": f"{datetime.now(UTC):%Y-%m-%d}, {versions}",
         "device": f"{count} x {kind}, {devices.show_axes(axes)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",

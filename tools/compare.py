@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,8 +32,10 @@ def earlier(against: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
-        command = [sys.executable, "-m", "tools.audit", *options, "++audit.json=audit.json"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        source = f"import runpy, sys; sys.path[0] = {folder!r}; "
+        source += "runpy.run_module('tools.audit', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", source, *options, f"++audit.json={folder}/audit.json"]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             problem = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
             raise UserError(f"the audit of {against} fails: {problem}")
@@ -40,7 +43,8 @@ def earlier(against: str) -> Result:
 
 
 def _check_out(revision: str, folder: str) -> None:
-    """Writes the files of a revision into a folder."""
+    """Writes the files of a revision into a folder, and today's configs that it lacks."""
+    shutil.copytree(ROOT / "configs", f"{folder}/configs")
     archive = subprocess.run(
         ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."],
         capture_output=True, text=True,

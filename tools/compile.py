@@ -6,6 +6,9 @@ says what the program sends beside what, and for TPUs it estimates how long a st
     python -m tools.compile --config-name=pretrain training.microbatches=2 topology=v5e:2x4
     python -m tools.compile --config-name=local_test_synthetic
 
+    topology=KIND:SHAPE    the devices to compile for; without it, the local ones
+    slices=COUNT           of that topology of TPUs, over which r splits the devices
+
 With a topology it compiles on a machine without such chips: for GPUs of a host, or of several (4x8:
 4 hosts of 8 GPUs), with requirements-gpu-compile.txt, or for a slice of TPUs, with
 requirements-tpu.txt. Otherwise it compiles for the local devices. It may take some minutes.
@@ -21,22 +24,24 @@ import jax
 from jax.experimental import topologies
 
 import train
-from runtime import chips
+from runtime import checks, chips
 from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
 from tools import cycles, gpus
-from tools.audit import NOT_USED, audit_step, probe, summary, terms_table
+from tools.audit import NOT_USED, audit_step, summary, terms_table
 from tools.memory import ARGUMENTS
 from tools.tables import show, table
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CompileConfig(train.Config):
-    topology: str = ""  # such as h100:8, h100:8x8 or v5e:16x16; empty: the local devices
-    slices: PositiveInt = 1  # of that topology, over which r splits the devices
+    """See the top of this file."""
+
+    topology: str = ""
+    slices: PositiveInt = 1
 
 
 # Keeps libtpu from looking for a TPU machine and warning that it finds none. Since it uses no
@@ -86,25 +91,24 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
-    probed = probe(config)
-    traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    checks.check_types(config)
     bundles = cycles.dump_bundles()
     name = config.topology.partition(":")[0]
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
-    if name in gpus.known():
-        traced = gpus.cudnn_as_of(config.topology)
     if config.topology:
         mesh = topology_mesh(config.topology, axes, config.slices)
     else:
         mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), chips.find_chip(kind)
-    predicted = audit_step(config, probed, chip)
+    usable = chip.usable if chip else 0  # raises before minutes of compiling
+    predicted = audit_step(config, None, chip)
     held = predicted["peak"]
 
-    with traced, jax.set_mesh(mesh):
+    as_there = gpus.cudnn_as_of if name in gpus.known() else contextlib.nullcontext
+    with as_there(config.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
         start = time.perf_counter()
@@ -134,11 +138,11 @@ def main(config: CompileConfig) -> None:
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if chip:
-        verdict = "fits" if peak < chip.usable else "does not fit"
-        share = (
-            "" if is_tpu else f", the {chip.usable / chip.memory:.0%} of the memory that JAX takes"
-        )
-        print(f"\nIt {verdict}: {show(peak)} of {show(chip.usable)}{share}.")
+        verdict = "fits" if peak < usable else "does not fit"
+        share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
+        print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
+    else:
+        print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
     if is_tpu and chip:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")

@@ -4,11 +4,14 @@ figures.
     python -m tools.plan --config-name=c4_h100x8_2b chips=h100:64
     python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
 
+    chips=KIND:COUNT    a key of runtime/chips.py, and how many of them: h100:64, v5p:4x4x8
+
 Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
-choose them. The config's own mesh and microbatches don't matter; all else stays as it is.
+choose them. The config's own mesh and microbatches don't matter; all else stays as it is. It says
+what it finds for each mesh as it goes, on standard error: a mesh takes a second or a few.
 
 A layout's time is that of the resource which needs longest: see `tools.audit`. If a step doesn't
-fit, microbatches or loss chunks are added, one divisor at a time, until it does.
+fit, loss chunks and microbatches are added, no more than it needs.
 """
 
 import contextlib
@@ -16,21 +19,28 @@ import dataclasses
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 import train
-from runtime import chips
+from runtime import checks, chips
+from runtime.errors import tell
 from runtime.program import program
 from shardlib import devices
 from shardlib.errors import UserError
-from tools.audit import NOT_USED, Probed, audit_step, check_rates, probe
+from shardlib.types import make_shapes
+from tools.audit import NOT_USED, audit_step, check_rates
 from tools.memory import ARRAYS, LOGITS, SAVED
 from tools.roofline import Bound, bound, bound_head
 from tools.tables import show, table
 
-SHOWN = 10
-PARTS = "training.microbatches", "training.loss_chunks"
+SHOWN, NEAREST = 10, 3  # rows that fit, and that don't
+# Of the config, what the plan chooses.
+CHOSEN = {"mesh": {"d": 1, "t": 1, "r": 1, "c": 1}, "training": {"microbatches": 1}}
+MICROBATCHES, CHUNKS = "training.microbatches", "training.loss_chunks"
 # Of a chip's memory. What compilers reported of the tests' programs was never more than 10% above a
 # prediction: see docs/audit.md.
 ROOM = 0.9
@@ -38,22 +48,42 @@ ROOM = 0.9
 
 @dataclasses.dataclass(unsafe_hash=True)
 class PlanConfig(train.Config):
-    chips: str = ""  # a key of chips.CHIPS and how many: h100:64, v5p:4x4x8
+    chips: str = ""  # KIND:COUNT
 
 
 class Plan(NamedTuple):
     """A layout, and what a step needs in it."""
 
     config: PlanConfig
-    result: dict[str, Any]  # of `audit_step`
+    held: dict[str, int]  # bytes at the peak, by term
     bound: Bound
-    room: float  # bytes that it may take
+    excess: float  # bytes by which it doesn't fit; at most 0 if it fits
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step."""
+        return max(self.bound.seconds.values())
 
     @property
     def order(self) -> tuple[float, float]:
         """Faster ones come first; of two with the same longest time, that with less besides."""
-        seconds = self.bound.seconds.values()
-        return float(f"{max(seconds):.3g}"), sum(seconds)
+        return float(f"{self.seconds:.3g}"), sum(self.bound.seconds.values())
+
+    def overrides(self, config: PlanConfig) -> str:
+        """The arguments that choose it: the mesh, microbatches, and loss chunks if `config` has
+        others."""
+        hyper = self.config.training
+        values = {f"mesh.{axis}": n for axis, n in dataclasses.asdict(self.config.mesh).items()}
+        values[MICROBATCHES] = hyper.microbatches
+        if hyper.loss_chunks != config.training.loss_chunks:
+            values[CHUNKS] = hyper.loss_chunks
+        return " ".join(f"{key}={value}" for key, value in values.items())
+
+    def summary(self, config: PlanConfig) -> str:
+        needs = f"{self.overrides(config)}: {show(self.bound.peak)}"
+        if self.excess > 0:
+            return f"{needs}, {show(self.excess)} too much"
+        return f"{needs}, at least {show(self.seconds, 's')} a step ({self.bound.longest})"
 
 
 def chips_of(written: str) -> tuple[chips.Chip, int]:
@@ -73,78 +103,107 @@ def divisors(n: int) -> list[int]:
 
 def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
     """Yields the meshes of `count` chips with t within fast links, and with either no replicas or
-    as many as there are groups of chips with fast links."""
+    as many as there are groups of chips with fast links. Those that split no rows come first, as
+    they are usually faster."""
     replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
-    for t in divisors(count):
-        for c in divisors(count // t) if t <= chip.near else []:
-            d = count // t // c
-            yield from ({"d": d, "t": t, "r": r, "c": c} for r in replicas if d % r == 0)
+    for c in divisors(count):
+        for t in divisors(count // c):
+            d = count // c // t
+            yield from (
+                {"d": d, "t": t, "r": r, "c": c} for r in replicas if t <= chip.near and d % r == 0
+            )
 
 
-def smaller(plan: Plan) -> PlanConfig:
-    """The config with more parts: of the loss if its logits are in memory at the peak, else of the
-    rows. Raises UserError if there are none to add, or if the rest alone doesn't fit."""
-    config, held = plan.config, plan.result["held"]
+def wholes(config: PlanConfig) -> dict[str, int]:
+    """What each number of parts divides: the length of a device's rows, and their number."""
     tokens, mesh = config.training.tokens, config.mesh
-    needs = f"{devices.show_axes(mesh.axes)} needs"
-    in_parts = SAVED, ARRAYS, LOGITS
-    at_least = sum(size for name, size in held.items() if name not in in_parts)
-    if at_least > plan.room:
-        raise UserError(f"{needs} {show(at_least)} besides activations")
-    wholes = dict(zip(PARTS, (tokens.batch // mesh.d, tokens.len // mesh.c), strict=True))
-    for key in reversed(PARTS) if LOGITS in held else PARTS:
-        if more := [n for n in divisors(wholes[key]) if n > operator.attrgetter(key)(config)]:
-            with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
-                return config.changed({key: more[0]})
-    raise UserError(f"{needs} {show(plan.bound.peak)}, in as many parts as there can be")
+    return {CHUNKS: tokens.len // mesh.c, MICROBATCHES: tokens.batch // mesh.d}
 
 
-def plans(config: PlanConfig, chip: chips.Chip, count: int) -> list[Plan]:
-    """Finds for each mesh the plan with the fewest parts that fits, fastest first. Raises UserError
-    if there is no plan."""
-    found, reason = list[Plan](), ""
-    probed: dict[Any, Probed] = {}  # a step in parts has other arrays
-    for mesh in meshes(chip, count):
+def audited(config: PlanConfig, chip: chips.Chip) -> Plan:
+    """Audits a layout. Raises UserError if the config doesn't split this way."""
+    result = audit_step(config, None, chip)
+    least = bound(result, chip, chip.links_of(config.mesh.axes))
+    return Plan(config, result["held"], least, least.peak - ROOM * chip.usable)
+
+
+def smaller(plan: Plan) -> PlanConfig | None:
+    """The config with more loss chunks, if the logits alone may shrink by the excess, else with
+    more microbatches, if all activations may: with the fewest, if all that they divide becomes so
+    much smaller. None if no number is enough."""
+    config, held = plan.config, plan.held
+    logits, saved = held.get(LOGITS, 0), held[SAVED] + held.get(ARRAYS, 0)
+    shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # wholly, and in proportion
+    for key, whole in wholes(config).items():
+        parts, (wholly, divided) = operator.attrgetter(key)(config), shrinks[key]
+        for more in divisors(whole):
+            if more > parts and wholly + divided * (1 - parts / more) >= plan.excess:
+                with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
+                    return config.changed({key: more})
+    return None
+
+
+def lightest(config: PlanConfig, chip: chips.Chip) -> Plan:
+    """The plan for the config's mesh with the fewest parts that fits; if none does, the one that
+    needs the least memory. Raises UserError if the config doesn't split this way."""
+    plan = audited(config, chip)
+    while plan.excess > 0 and (following := smaller(plan)):
+        plan = audited(following, chip)
+    if plan.excess > 0:
+        with contextlib.suppress(UserError):
+            in_most_parts = audited(config.changed(wholes(config)), chip)
+            plan = min(plan, in_most_parts, key=lambda plan: plan.excess)
+    return plan
+
+
+def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan], list[Plan]]:
+    """Finds a plan for each mesh, and says so. Returns those that fit, fastest first, and the
+    others, nearest first. Raises UserError if none fits."""
+    found, problems, tried = list[Plan](), list[str](), [*meshes(chip, count)]
+    for number, mesh in enumerate(tried, 1):
         values = {f"mesh.{axis}": size for axis, size in mesh.items()}
         try:
-            tried = config.changed(values | {"training.microbatches": 1})
-            while True:
-                in_parts = tuple(parts > 1 for parts in operator.attrgetter(*PARTS)(tried))
-                if in_parts not in probed:
-                    probed[in_parts] = probe(tried)
-                result = audit_step(tried, probed[in_parts], chip)
-                least = bound(result, chip, chip.links_of(tried.mesh.axes))
-                plan = Plan(tried, result, least, ROOM * chip.usable)
-                if least.peak <= plan.room:
-                    break
-                tried = smaller(plan)
-            found.append(plan)
-        except UserError as error:  # the config doesn't split this way, or doesn't fit
-            reason = str(error)
-    if not found:
-        raise UserError(f"no mesh of {config.chips} holds a step of this config: {reason}")
-    return sorted(found, key=lambda plan: plan.order)
+            found.append(plan := lightest(config.changed(values), chip))
+            line = plan.summary(config)
+        except UserError as error:  # the config doesn't split this way
+            problems.append(line := f"{devices.show_axes(mesh)}: {error}")
+        tell(f"{number}/{len(tried)}  {line}", sys.stderr)
+    fitting = sorted((x for x in found if x.excess <= 0), key=lambda plan: plan.order)
+    larger = sorted((x for x in found if x.excess > 0), key=lambda plan: plan.excess)
+    if not fitting:
+        nearest = [*(plan.summary(config) for plan in larger), *problems][:NEAREST]
+        problem = f"no mesh of {config.chips} holds a step of this config"
+        raise UserError(f"{problem}: {'; '.join(nearest)}")
+    return fitting, larger
 
 
-def overrides(config: PlanConfig, plan: PlanConfig) -> str:
-    """The arguments to add to the command line: d, t, and what else isn't as in the config."""
-    values = {}
-    for key in ("mesh.d", "mesh.t", "mesh.r", "mesh.c", *PARTS):
-        value = operator.attrgetter(key)(plan)
-        if key in ("mesh.d", "mesh.t") or value != operator.attrgetter(key)(config):
-            values[key] = value
-    return " ".join(f"{key}={value}" for key, value in values.items())
-
-
-@program(PlanConfig, "configs", NOT_USED | {"mesh": {"d": 1, "t": 1}})
+@program(PlanConfig, "configs", NOT_USED, fixed=CHOSEN)
 def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
-    found = plans(config, chip, count)[:SHOWN]
-    tokens = config.training.tokens
-    print(f"{count} x {chip.kind}, {tokens.batch} rows of {tokens.len} tokens a step. At least:\n")
-    rows = [(*plan.bound.cells(), overrides(config, plan.config)) for plan in found]
-    print(table((*bound_head(chip), "overrides"), rows))
+    room = ROOM * chip.usable  # raises here, not for each mesh
+    checks.check_types(config)
+    fitting, larger = plans(config, chip, count)
+
+    hyper, tokens = config.training, config.training.tokens
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(config.mesh.axes)):
+        weights = make_shapes(train.state_type(config).weights, train.dimensions(config))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    rows = f"{tokens.batch} rows of {tokens.len} tokens a step"
+    print(f"{count} x {chip.kind}, {parameters:,} parameters, {rows}.")
+    for share in 1, 0.5:
+        seconds = fitting[0].seconds / share
+        speed = f"{tokens.batch * tokens.len / seconds:,.0f} tokens/s"
+        days = f"{hyper.steps:,} steps in {hyper.steps * seconds / 86400:.3g} days"
+        print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
+    shown = fitting[:SHOWN]
+    cells = [(*plan.bound.cells(), plan.overrides(config)) for plan in shown]
+    print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
+    if any(CHUNKS in row[-1] for row in cells):
+        print(f"\nRows that change {CHUNKS}={hyper.loss_chunks} don't fit with it.")
+    if larger:
+        print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
+        print(*(plan.summary(config) for plan in larger[:NEAREST]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import chips
+from shardlib.errors import UserError
 from tests.helpers import SMALL, train_here
 
 
@@ -28,17 +29,35 @@ def test_axes_within_a_host_have_fast_links(axes, links):
     [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
      ("NVIDIA A100-SXM4-40GB", 312e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),
      ("TPU v5p", 459e12), ("TPU v6 lite", 918e12), ("TPU v4", 275e12), ("cpu", None),
-     ("NVIDIA GeForce RTX 4090", None)],
+     ("NVIDIA A100-SXM4-80GB", 312e12), ("TPU v5e", 197e12), ("TPU v6e", 918e12),
+     ("NVIDIA GeForce RTX 4090", None), ("NVIDIA H100 NVL", None), ("TPU v4 lite", None),
+     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H200 NVL", None), ("TPU7x", None),
+     ("NVIDIA GH200 480GB", None), ("NVIDIA A100 80GB PCIe", None)],
 )  # fmt: skip
 def test_known_chips_and_unknown_ones(kind, peak):
     chip = chips.find_chip(kind)
     assert (chip and chip.flops) == peak
 
 
+@pytest.mark.parametrize("written, share", [("0.9", 0.9), ("1", 1), ("", 0.75), (" 5e-1", 0.5)])
+def test_the_part_of_a_gpus_memory_that_jax_takes(written, share, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", written)
+    assert chips.CHIPS["h100"].usable == share * 84.9e9
+
+
+@pytest.mark.parametrize("written", ["nan", "inf", "0", "-1", "75", "75%", "half", "1.01"])
+def test_what_is_no_part_of_a_gpus_memory(written, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", written)
+    with pytest.raises(UserError, match=rf"^XLA_CLIENT_MEM_FRACTION={re.escape(written)} in "):
+        _ = chips.CHIPS["h100"].usable
+    assert chips.CHIPS["v4"].usable == 30.75 * 2**30
+
+
 def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
     all_of_them = chips.compiler_options("TPU v5 lite")
     assert all_of_them == chips.COMPILER_OPTIONS["TPU v5 lite"]
     assert len(chips.compiler_options("TPU v5")) > len(all_of_them)
+    assert chips.compiler_options("TPU v5e") == all_of_them
     assert chips.compiler_options("cpu") == chips.compiler_options("TPU v4") == {}
     on_gpus = chips.compiler_options("NVIDIA H100 80GB HBM3")
     assert jax.jit(jnp.sin).lower(0.0).compile(compiler_options=on_gpus)(0.0) == 0

@@ -1,10 +1,18 @@
 """Tests which errors end a program with one line, and which keep their traceback. For several
 hosts see tests/test_hosts.py."""
 
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+
 import pytest
 
 from runtime.errors import user_errors
+from shardlib.devices import CUDA_PLUGINS
 from shardlib.errors import UserError
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("mistake", [UserError("no steps"), OSError("no steps")])
@@ -17,3 +25,32 @@ def test_a_users_mistake_is_one_line(mistake):
 def test_a_bug_keeps_its_traceback(kind):
     with pytest.raises(kind), user_errors():
         raise kind
+
+
+@pytest.mark.parametrize(
+    "encoding, shown", [("ascii", rb"caf\xe9 \u4e2d"), ("latin-1", b"caf\xe9 \\u4e2d")]
+)
+def test_characters_that_a_terminal_lacks_are_escapes(encoding, shown, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
+    with user_errors():
+        print("caf\xe9 \u4e2d")
+    assert out.getvalue().rstrip() == shown
+
+
+DEVICES = (
+    "from runtime.errors import user_errors\nwith user_errors():\n    import jax; jax.devices()"
+)
+
+
+@pytest.mark.skipif(any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason="CUDA may be there")
+@pytest.mark.parametrize("name", ["cuda", "rocm", "nonsense"])
+def test_a_platform_that_is_not_there_is_one_line(name):
+    env = os.environ | {"JAX_PLATFORMS": name}
+    command = [sys.executable, "-c", DEVICES]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: JAX_PLATFORMS={name} in the environment"
+    )
+    assert "Traceback" not in done.stderr

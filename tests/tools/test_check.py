@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from tests import golden
-from tests.helpers import ROOT
+from tests.helpers import ROOT, SMALL, train_here
+from tools import check as program
 
 PRODUCT = "train.py", "variants", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
@@ -44,6 +45,15 @@ def check(folder, *settings, name="local_test_synthetic"):
 
 
 EXPERTS = "training.routing.balance_cost=0.1", "mesh={d: 2, c: 2, t: 1, r: 2}"
+
+
+@pytest.mark.parametrize("level", ["types", "none"])
+def test_it_checks_what_the_config_says(level, capsys, monkeypatch):
+    start = "--config-name=local_test_synthetic", *SMALL, f"check={level}"
+    out, message = train_here(capsys, monkeypatch, *start, program=program.main)
+    assert out.endswith("types hold\n" if level == "types" else "")
+    if level == "none":
+        golden.check("wrong_inputs.txt", "check: check=none", message)
 
 
 @pytest.mark.slow

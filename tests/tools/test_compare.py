@@ -1,10 +1,11 @@
 import re
+import subprocess
 
 import pytest
 
 from tests import golden
 from tests.helpers import slow_but_for, train_here
-from tools import audit
+from tools import audit, compare
 
 CONFIG = ["--config-name=c4_h100x8_1b", "audit.chip=h100"]
 
@@ -35,3 +36,20 @@ def test_what_cannot_be_compared(against, tmp_path, capsys, monkeypatch):
     assert not out
     message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words
     golden.check("wrong_inputs.txt", f"audit: against={against}", message)
+
+
+def test_a_revision_has_its_own_source_and_configs_and_todays_that_it_lacks(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    monkeypatch.setattr(compare, "ROOT", source)
+    (source / "configs/model").mkdir(parents=True)
+    old, new = source / "configs/old.yaml", source / "configs/model/new.yaml"
+    old.write_text("then")
+    git = "git", "-C", source, "-c", "user.name=x", "-c", "user.email=x"
+    for command in ["init", "-q"], ["add", "."], ["commit", "-qm", "x"]:
+        subprocess.run([*git, *command], check=True)
+    old.write_text("now")
+    new.write_text("now")
+    out.mkdir()
+    compare._check_out("HEAD", str(out))
+    read = [(out / file.relative_to(source)).read_text() for file in (old, new)]
+    assert read == ["then", "now"]
