@@ -33,6 +33,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,8 +47,8 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import train
-from data.sources import kept_by_import
-from data.text import Tokenizer
+from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
+from data.text import problem_of_start
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
@@ -56,13 +57,16 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
+from tools.generate import Text, check_ids
 
+SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 # The files of a tokenizer, and what generation needs to know.
 SETTINGS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "generation_config.json"),
 )
-SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
+OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # of weights
+UNFINISHED = "config.json.unfinished"  # while an export is at work
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
 # The Hugging Face name and dimensions, in einops notation, of each array of train.Weights. A {} in
@@ -326,6 +330,13 @@ def copy_settings(source: str, folder: pathlib.Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
+def warn_of(broken: list[str]) -> None:
+    """Prints which tensors have values that aren't finite, on standard error."""
+    if broken:
+        names = ", ".join(broken[:3]) + (", ..." if broken[3:] else "")
+        print(f"warning: NaN or infinite values in {names}", file=sys.stderr)
+
+
 # --- Export ---------------------------------------------------------------------------------------
 
 
@@ -338,25 +349,28 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     return model, length
 
 
-def copy_tokenizer(name: str, folder: pathlib.Path, vocab: int) -> dict[str, Any]:
-    """Copies the settings of a folder or hub repository. Returns the ids that end a text and that
-    pad a batch. Raises UserError if there is no tokenizer, or if it has ids that the model
-    hasn't."""
+def copy_tokenizer(
+    name: str, folder: pathlib.Path, model: train.ModelConfig, kept: str | None = None
+) -> dict[str, Any]:
+    """Copies a tokenizer and the settings beside it. Returns the ids that end a text and that pad a
+    batch, also those that an import kept. Raises UserError if there is no tokenizer, or if it isn't
+    the model's, by its ids or by how it starts a text."""
+    tokenizer = Text(name, kept)
+    if tokenizer.slow and not os.path.exists(name):
+        wanted = [*SETTINGS, "config.json"]
+        tokenizer = Text(huggingface_hub.snapshot_download(name, allow_patterns=wanted), kept)
+    check_ids(f"the tokenizer {name}", tokenizer.ids[-1], model)
+    if problem := problem_of_start(tokenizer, model.start_token):
+        cure = "Export without it, and begin each text with the model's start token"
+        raise UserError(f"{problem}. {cure}")
     if os.path.isfile(name):
-        raise UserError(f"{name} is a file: name a folder that has it as tokenizer.json")
-    try:
-        tokenizer = Tokenizer(name).slow
-        if not os.path.isdir(name):
-            name = huggingface_hub.snapshot_download(name, allow_patterns=[*SETTINGS])
-    except Exception as error:  # what tokenizers raises is a plain Exception
-        raise UserError(f"{name} has no tokenizer: {error}".split("\n")[0]) from None
-    if (largest := max(tokenizer.get_vocab().values())) >= vocab:
-        raise UserError(
-            f"the tokenizer {name} has ids up to {largest}, but the model's vocabulary ends at "
-            f"{vocab - 1}: choose the tokenizer of the model's dataset"
-        )
-    copy_settings(name, folder)
-    return {key: getattr(tokenizer, key) for key in ("eos_token_id", "pad_token_id")}
+        shutil.copyfile(name, folder / "tokenizer.json")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+    elif tokenizer.slow:
+        copy_settings(tokenizer.name, folder)
+    ends, pad = [*tokenizer.ends] or [None], getattr(tokenizer.slow, "pad_token_id", None)
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
 
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
@@ -385,16 +399,20 @@ def write_weights(
         max_shard_size=max(SHARD_BYTES, *nbytes.values()),
     )
     pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
+    broken: list[str] = []
     for file, names in files.filename_to_tensors.items():
         part = {
             tensor.name: tensor.to_theirs(value).astype(dtype, order="C", copy=False)
             for tensor, value in itertools.islice(pairs, len(names))
         }
+        broken += [name for name, value in part.items() if not np.isfinite(value).all()]
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / UNFINISHED, folder / file)  # theirs, 600, leaves others out
         del part  # frees it before the next file is read
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    warn_of(broken)
     return files.metadata["total_size"]
 
 
@@ -419,10 +437,9 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     wanted, rope = tensors(model, config["model_type"]), dict(config["rope_parameters"])
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
-        config |= copy_tokenizer(tokenizer, folder, model.vocab)
+        config |= copy_tokenizer(tokenizer, folder, model, kept)
     elif kept:
         copy_settings(kept, folder)
-    total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     config |= {
         "architectures": [CLASSES[config["model_type"]]],
         "dtype": dtype,
@@ -431,12 +448,14 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if model.rope_scaling else None,
     }
-    unfinished = folder / "config.json.unfinished"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.replace(folder / "config.json")
+    (folder / UNFINISHED).write_text(json.dumps(config, indent=2) + "\n")
+    total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
+    (folder / UNFINISHED).replace(folder / "config.json")
     step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
-    if not [*folder.glob("tokenizer*")]:
+    if (tokenizer or tokenizer_of_model(source)) == "bytes_utf8":
+        print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
+    elif not has_tokenizer(folder):
         print("without a tokenizer: name a --tokenizer to add it, and the ids that end a text")
 
 
@@ -468,6 +487,10 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
         if duplicates := opened.keys() & slices.keys():
             raise UserError(f"{path} and another file both have {min(duplicates)}: remove one")
         opened |= slices
+    if not opened:
+        others = ", ".join(path.name for path in sorted(folder.iterdir()) if path.suffix in OTHERS)
+        cure = "load it with transformers, and save_pretrained what that returns"
+        raise UserError(f"{folder} has no model*.safetensors, only {others or 'settings'}: {cure}")
     return opened
 
 
@@ -500,7 +523,7 @@ def import_weights(path: str, output: str) -> None:
     theirs = json.loads((folder / "config.json").read_text())
     wanted = tensors(model, theirs["model_type"])
     check_tensors(opened, wanted, folder)
-    arrays = {}
+    arrays, broken = {}, list[str]()
     for name, entry in entries(model).items():
         lengths = zip(entry["dimension_names"], entry["shape"], strict=True)
         part = [1 if dim in stacked(name) else size for dim, size in lengths]
@@ -514,12 +537,15 @@ def import_weights(path: str, output: str) -> None:
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
             values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
             storage.write(into[tensor.array], (*tensor.index, ...), values)
+            if not np.isfinite(values).all():
+                broken.append(tensor.name)
         target.record(host=0, hosts=1)
         target.mark()
     if "://" not in output:
         kept = pathlib.Path(output, "huggingface")
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
+    warn_of(broken)
     print(HOW_TO_START, end="")
     print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
 
@@ -557,7 +583,7 @@ def main() -> None:
     out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")
     out.add_argument("output", help="folder to create")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    out.add_argument("--tokenizer", help="folder or hub repository; default: as imported")
+    out.add_argument("--tokenizer", help="as the converter's; default: as imported")
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
