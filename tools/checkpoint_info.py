@@ -50,11 +50,8 @@ def show(checkpoint: Checkpoint) -> None:
     for name, array in arrays.items():
         sizes = f"{array.nbytes:15,.0f} bytes in {array.nchunks:,} chunks"
         print(f"  {name:32} {array.attrs['type']:44} {sizes}")
-    total, hosts = (
-        sum(int(x.nbytes) for x in arrays.values()),
-        len(checkpoint.metadata["positions"]),
-    )
-    print(f"  {total:,} bytes in total, written by {hosts} host(s)\n")
+    total, hosts = sum(int(x.nbytes) for x in arrays.values()), checkpoint.metadata["positions"]
+    print(f"  {total:,} bytes in total, written by {len(hosts)} host(s)\n")
     print(checkpoint.metadata["config"].rstrip())
 
 

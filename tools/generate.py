@@ -379,8 +379,9 @@ class Text(Tokenizer):
         id."""
         try:
             text.encode()
-        except UnicodeEncodeError:  # Python keeps other bytes as halves of characters
-            raise UserError(f"the text {text[:40]!r} is not UTF-8") from None
+        except UnicodeEncodeError as error:  # Python keeps other bytes as halves of characters
+            near = text[max(0, error.start - 20) : error.start + 20]
+            raise UserError(f"a text is not UTF-8: {near!r}") from None
         ids, _ = flat_tokens.decode(self([text])[0])
         check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config.model)
         return ids.tolist()
@@ -454,8 +455,8 @@ class Model:
             weights = lay_out(self.checkpoints.restore("weights"))
         finite = jax.jit(functools.partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))(weights)
         if bad := [name for name, fine in named(finite).items() if not fine]:
-            path = self.checkpoints.newest.path
-            raise UserError(f"{path} has NaN or infinite weights, such as {bad[0]}: name another")
+            which = f"{self.checkpoints.newest.path} has NaN or infinite weights"
+            raise UserError(f"{which}, such as {bad[0]}: name another checkpoint")
         return weights
 
     def tokenizer(self, named: str | None) -> Text:

@@ -177,10 +177,17 @@ class Tensor:
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
     def to_ours(self, values: np.ndarray) -> np.ndarray:
-        return rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
+        return self.turned(values, f"{self.theirs} -> {self.ours}", np.float32, **self.sizes)
 
-    def to_theirs(self, values: np.ndarray) -> np.ndarray:
-        return rearrange(values, f"{self.ours} -> {self.theirs}")
+    def to_theirs(self, values: np.ndarray, dtype: Any) -> np.ndarray:
+        return self.turned(values, f"{self.ours} -> {self.theirs}", dtype)
+
+    def turned(self, values: np.ndarray, how: str, dtype: Any, **sizes: int) -> np.ndarray:
+        """Rearranges and rounds values. Prints a warning if not all are finite."""
+        values = rearrange(values, how, **sizes).astype(dtype, order="C", copy=False)
+        if not np.isfinite(values).all():
+            print(f"warning: {self.name} has NaN or infinite values", file=sys.stderr)
+        return values
 
 
 def stacked(array: str) -> list[str]:
@@ -330,13 +337,6 @@ def copy_settings(source: str, folder: pathlib.Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def warn_of(broken: list[str]) -> None:
-    """Prints which tensors have values that aren't finite, on standard error."""
-    if broken:
-        names = ", ".join(broken[:3]) + (", ..." if broken[3:] else "")
-        print(f"warning: NaN or infinite values in {names}", file=sys.stderr)
-
-
 # --- Export ---------------------------------------------------------------------------------------
 
 
@@ -399,20 +399,17 @@ def write_weights(
         max_shard_size=max(SHARD_BYTES, *nbytes.values()),
     )
     pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
-    broken: list[str] = []
     for file, names in files.filename_to_tensors.items():
         part = {
-            tensor.name: tensor.to_theirs(value).astype(dtype, order="C", copy=False)
+            tensor.name: tensor.to_theirs(value, dtype)
             for tensor, value in itertools.islice(pairs, len(names))
         }
-        broken += [name for name, value in part.items() if not np.isfinite(value).all()]
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / UNFINISHED, folder / file)  # theirs, 600, leaves others out
         del part  # frees it before the next file is read
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    warn_of(broken)
     return files.metadata["total_size"]
 
 
@@ -489,8 +486,8 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
         opened |= slices
     if not opened:
         others = ", ".join(path.name for path in sorted(folder.iterdir()) if path.suffix in OTHERS)
-        cure = "load it with transformers, and save_pretrained what that returns"
-        raise UserError(f"{folder} has no model*.safetensors, only {others or 'settings'}: {cure}")
+        cure = f", only {others}: load it with transformers, and save_pretrained that"
+        raise UserError(f"{folder} has no model*.safetensors{cure if others else ''}")
     return opened
 
 
@@ -523,7 +520,7 @@ def import_weights(path: str, output: str) -> None:
     theirs = json.loads((folder / "config.json").read_text())
     wanted = tensors(model, theirs["model_type"])
     check_tensors(opened, wanted, folder)
-    arrays, broken = {}, list[str]()
+    arrays = {}
     for name, entry in entries(model).items():
         lengths = zip(entry["dimension_names"], entry["shape"], strict=True)
         part = [1 if dim in stacked(name) else size for dim, size in lengths]
@@ -535,17 +532,18 @@ def import_weights(path: str, output: str) -> None:
         target.create(arrays, OmegaConf.to_yaml(OmegaConf.create(section | rows)))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
+            values = tensor.to_ours(opened[tensor.name][:])
             storage.write(into[tensor.array], (*tensor.index, ...), values)
-            if not np.isfinite(values).all():
-                broken.append(tensor.name)
         target.record(host=0, hosts=1)
         target.mark()
     if "://" not in output:
         kept = pathlib.Path(output, "huggingface")
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
-    warn_of(broken)
+        if has_tokenizer(kept) and (
+            problem := problem_of_start(Text(str(kept)), model.start_token)
+        ):
+            print(f"warning: {problem}", file=sys.stderr)
     print(HOW_TO_START, end="")
     print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
 
