@@ -9,9 +9,10 @@ The model is the one in the checkpoint's config. Only the weights are read.
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
 token attends to at most as many tokens as a row had in training, so a text may be longer than a
-row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id. A model
-trained on flat tokens rarely emits it: the format marks the starts of documents and has no end
-token. The tokenizer bytes_utf8 has no end-of-text id.
+row. A text ends after --tokens, or when the model emits an id that ends one: the tokenizer's, or
+one of a config.json or generation_config.json beside it, or of the imported model. A model trained
+on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
+tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. A line that is

@@ -19,10 +19,14 @@ exported.
 
 Export takes a checkpoint, or the newest complete one of a folder, and makes it the first of the
 families whose files say all of the model. The weights stay float32, bit for bit, unless
---dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from --tokenizer, a
-folder or hub repository, or from the import that the run started from. config.json is written last:
-a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus the layers that a
-chunk of the checkpoint spans, and both embeddings.
+--dtype=bfloat16 rounds them. The tokenizer is that of the import that the run started from, or
+--tokenizer, which takes what tools.huggingface_to_flat_tokens takes. One that begins texts with
+another id than the model's start token, or has that for a word, is refused. The ids that end a text
+are the tokenizer's, and those of a config.json or generation_config.json beside it. config.json is
+written last: a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus the
+layers that a chunk of the checkpoint spans, and both embeddings.
+
+Both name tensors with NaN or infinite values on standard error.
 """
 
 import dataclasses
@@ -177,14 +181,14 @@ class Tensor:
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
     def to_ours(self, values: np.ndarray) -> np.ndarray:
-        return self.turned(values, f"{self.theirs} -> {self.ours}", np.float32, **self.sizes)
+        return self.turned(values, f"{self.theirs} -> {self.ours}", np.float32)
 
     def to_theirs(self, values: np.ndarray, dtype: Any) -> np.ndarray:
         return self.turned(values, f"{self.ours} -> {self.theirs}", dtype)
 
-    def turned(self, values: np.ndarray, how: str, dtype: Any, **sizes: int) -> np.ndarray:
+    def turned(self, values: np.ndarray, how: str, dtype: Any) -> np.ndarray:
         """Rearranges and rounds values. Prints a warning if not all are finite."""
-        values = rearrange(values, how, **sizes).astype(dtype, order="C", copy=False)
+        values = rearrange(values, how, **self.sizes).astype(dtype, order="C", copy=False)
         if not np.isfinite(values).all():
             print(f"warning: {self.name} has NaN or infinite values", file=sys.stderr)
         return values
@@ -369,7 +373,7 @@ def copy_tokenizer(
         (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     elif tokenizer.slow:
         copy_settings(tokenizer.name, folder)
-    ends, pad = [*tokenizer.ends] or [None], getattr(tokenizer.slow, "pad_token_id", None)
+    ends, pad = list[Any](tokenizer.ends) or [None], getattr(tokenizer.slow, "pad_token_id", None)
     return {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
 
 
