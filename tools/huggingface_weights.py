@@ -180,15 +180,11 @@ class Tensor:
         part = jax.ShapeDtypeStruct(tuple(self.sizes.values()), np.float32)
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
-    def to_ours(self, values: np.ndarray) -> np.ndarray:
-        return self.turned(values, f"{self.theirs} -> {self.ours}", np.float32)
-
-    def to_theirs(self, values: np.ndarray, dtype: Any) -> np.ndarray:
-        return self.turned(values, f"{self.ours} -> {self.theirs}", dtype)
-
-    def turned(self, values: np.ndarray, how: str, dtype: Any) -> np.ndarray:
-        """Rearranges and rounds values. Prints a warning if not all are finite."""
-        values = rearrange(values, how, **self.sizes).astype(dtype, order="C", copy=False)
+    def convert(self, values: np.ndarray, before: str, after: str, dtype: Any) -> np.ndarray:
+        """Rearranges and rounds values, from `ours` to `theirs` or back. Prints a warning if not
+        all are finite."""
+        values = rearrange(values, f"{before} -> {after}", **self.sizes)
+        values = values.astype(dtype, order="C", copy=False)
         if not np.isfinite(values).all():
             print(f"warning: {self.name} has NaN or infinite values", file=sys.stderr)
         return values
@@ -405,7 +401,7 @@ def write_weights(
     pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
     for file, names in files.filename_to_tensors.items():
         part = {
-            tensor.name: tensor.to_theirs(value, dtype)
+            tensor.name: tensor.convert(value, tensor.ours, tensor.theirs, dtype)
             for tensor, value in itertools.islice(pairs, len(names))
         }
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
@@ -536,7 +532,8 @@ def import_weights(path: str, output: str) -> None:
         target.create(arrays, OmegaConf.to_yaml(OmegaConf.create(section | rows)))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = tensor.to_ours(opened[tensor.name][:])
+            values = opened[tensor.name][:]
+            values = tensor.convert(values, tensor.theirs, tensor.ours, np.float32)
             storage.write(into[tensor.array], (*tensor.index, ...), values)
         target.record(host=0, hosts=1)
         target.mark()
