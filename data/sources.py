@@ -138,6 +138,18 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             )
 
 
+def say_problem_of_start(name: str, start: int) -> None:
+    """Notes that a dataset's tokenizer starts texts otherwise than the model. Opens no tokenizer
+    that isn't on this machine, and stops no run."""
+    from huggingface_hub import snapshot_download
+
+    with contextlib.suppress(Exception):  # of many types, if it isn't there or can't be opened
+        if name != "bytes_utf8" and not os.path.exists(name):
+            name = snapshot_download(name, local_files_only=True)
+        if problem := text.problem_of_start(text.tokenizer(name), start):
+            say(f"note: {problem}; no tokenizer will go with an export")
+
+
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches | None]:
     """Returns the batches of the training split and, if the run validates, of the validation split,
     for the mesh in context. The config needs the sections model, training and io besides a source;
@@ -151,6 +163,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
     )
     open_split, hyper = config.source().open, config.training
     train = open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train")
+    say_problem_of_start(config.source().tokenizer_used(remote=True) or "", spec.start_token)
     if not (hyper.validation_interval or hyper.validation_at_start):
         return train, None
     held_out, rows = open_split(spec, "validation"), hyper.validation_batches * spec.rows

@@ -191,6 +191,20 @@ def difference(one: str, other: str) -> str:
     return f"id {first} is {words[first]!r} for the first, {others[first]!r} for the second"
 
 
+def problem_of_start(used: Tokenizer, start: int) -> str:
+    """Says why texts of a tokenizer don't begin as a model's documents do, with the id `start`: the
+    tokenizer puts another one first, or none, and it is a word. Returns "" if they may."""
+    slow, word, first = used.slow, used.words().get(start), None
+    if slow is not None:
+        ids, alone = slow("a")["input_ids"], slow("a", add_special_tokens=False)["input_ids"]
+        first = slow.bos_token_id if ids[:1] == alone[:1] else ids[0]
+    if first == start or (first is None and word is None):
+        return ""
+    problem = "isn't the start token of" if word is None else f"is the word {word!r} of"
+    own = first is not None and f", whose own is {first}, {slow.convert_ids_to_tokens(first)!r}"
+    return f"model.start_token={start} {problem} the tokenizer {used.name}{own or ''}"
+
+
 # --- Rows of a file -------------------------------------------------------------------------------
 
 # These readers take the place of those of `datasets`, which infer one type for all values of a

@@ -40,6 +40,7 @@ ARRAY = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": 
          "fill_value": 0}  # fmt: skip
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
 NO_CHECKPOINT = "{} has no complete checkpoint; name a run's checkpoints folder, or one checkpoint"
+REMOVED = "was removed while it was read, as checkpoints.keep_last does: take a newer one"
 OTHER_FORMAT = (
     "{} has format {}; this code reads {}: use the commit that wrote it, which starts.jsonl in the "
     "run's folder names, or import it again"
@@ -149,14 +150,17 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Names the checkpoint in errors, and the cure of damage."""
+        """Names the checkpoint in errors, and the cure of damage. Only checkpoints that may be
+        complete are read, so one that no longer may be was removed meanwhile."""
         with storage.opening(self.path):
             try:
                 yield
             except DamageError as error:
-                problem = str(error).removeprefix(f"{self.path}/")
                 cure = "delete it to use the one before, or name another"
-                raise DamageError(f"{self.path} is damaged: {problem}; {cure}") from None
+                problem = f"is damaged: {str(error).removeprefix(f'{self.path}/')}; {cure}"
+                if not self.may_be_complete:
+                    problem = REMOVED
+                raise DamageError(f"{self.path} {problem}") from None
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:

@@ -136,7 +136,8 @@ class _WholeStore(WrapperStore[Any]):
     _supports_sync_io = False  # makes zarr 3.4 read with `get` only
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        with opening("the store"):
+        value = None
+        with opening("the store"), contextlib.suppress(FileNotFoundError):  # the whole folder
             value = await super().get(key, *args, **kwargs)
         if value is None:
             raise DamageError("it is missing")

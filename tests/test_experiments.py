@@ -690,7 +690,8 @@ def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
         monkeypatch.setitem(weights_tool.TENSORS, f"weights/layers/{ours}_norm", norm)
     names, state = {}, model.state_dict()
     for tensor in weights_tool.tensors(config.model, "gemma3_text"):
-        names.setdefault(tensor.array, []).append(tensor.to_ours(state.pop(tensor.name).numpy()))
+        values, sides = state.pop(tensor.name).numpy(), (tensor.theirs, tensor.ours)
+        names.setdefault(tensor.array, []).append(tensor.convert(values, *sides, np.float32))
     assert state.keys() == {"lm_head.weight"}  # the embedding
     layers = {k.rpartition("/")[2]: np.stack(v) for k, v in names.items() if "/layers/" in k}
     (embed,), (final_norm,) = names["weights/embed"], names["weights/final_norm"]

@@ -1,12 +1,19 @@
 """Parses the command lines of programs that take no config."""
 
 import argparse
+import os
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser for which an argument without a type is a path, in which a leading ~ is the home
+    folder: shells leave it as it is in --output=~/x."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", None, os.path.expanduser)
 
 
 def parser(program: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help shows the program's docstring as it is in the source."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    return Parser(prog=f"python -m {program}", description=doc)

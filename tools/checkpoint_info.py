@@ -34,11 +34,14 @@ def describe(checkpoint: Checkpoint) -> tuple[str, bool]:
     line = f"{checkpoint.path}: step {checkpoint.step:,}, written by the run started {when}"
     if not checkpoint.may_be_complete:
         return f"{line}; incomplete", False
+    problem, readable = "", True
     try:
-        problems = list(damage(checkpoint))
+        problem = "; ".join(damage(checkpoint))
     except DamageError as error:
-        return f"{line}; DAMAGED: {str(error).partition(' is damaged: ')[2]}", False
-    return f"{line}; " + ("DAMAGED: " + "; ".join(problems) if problems else "intact"), True
+        problem, readable = str(error).partition(" is damaged: ")[2], False
+    if not checkpoint.may_be_complete:
+        return f"{line}; removed meanwhile", False
+    return f"{line}; " + (f"DAMAGED: {problem}" if problem else "intact"), readable
 
 
 def show(checkpoint: Checkpoint) -> None:
@@ -47,8 +50,8 @@ def show(checkpoint: Checkpoint) -> None:
     for name, array in arrays.items():
         sizes = f"{array.nbytes:15,.0f} bytes in {array.nchunks:,} chunks"
         print(f"  {name:32} {array.attrs['type']:44} {sizes}")
-    total, hosts = sum(int(x.nbytes) for x in arrays.values()), len(checkpoint.records())
-    print(f"  {total:,} bytes in total, written by {hosts} host(s)\n")
+    total, hosts = sum(int(x.nbytes) for x in arrays.values()), checkpoint.metadata["positions"]
+    print(f"  {total:,} bytes in total, written by {len(hosts)} host(s)\n")
     print(checkpoint.metadata["config"].rstrip())
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -54,8 +53,8 @@ def _check_out(revision: str, folder: str) -> None:
             f"audit.against={revision}: it is neither a file nor a revision "
             f"({archive.stderr.strip().splitlines()[-1]})"
         )
-    with tarfile.open(f"{folder}/source.tar") as source:
-        source.extractall(folder, filter="tar")  # which leaves links out of the folder as they are
+    # The filter leaves links out of the folder as they are.
+    shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
 
 
 # --- As text --------------------------------------------------------------------------------------

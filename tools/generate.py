@@ -9,9 +9,10 @@ The model is the one in the checkpoint's config. Only the weights are read.
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
 of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
 token attends to at most as many tokens as a row had in training, so a text may be longer than a
-row. A text ends after --tokens, or when the model emits the tokenizer's end-of-text id. A model
-trained on flat tokens rarely emits it: the format marks the starts of documents and has no end
-token. The tokenizer bytes_utf8 has no end-of-text id.
+row. A text ends after --tokens, or when the model emits an id that ends one: the tokenizer's, or
+one of a config.json or generation_config.json beside it, or of the imported model. A model trained
+on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
+tokenizer bytes_utf8 has no end-of-text id.
 
 Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
 and a text doesn't depend on the other prompts: it is what --prompt would give. A line that is
@@ -41,6 +42,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 import sys
@@ -59,7 +61,7 @@ import train
 from data import flat_tokens
 from data.huggingface import rows_of
 from data.loader import TokenBatch
-from data.sources import check_same_tokenizer, tokenizer_of_model
+from data.sources import check_same_tokenizer, kept_by_import, tokenizer_of_model
 from data.text import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
@@ -78,6 +80,7 @@ from shardlib.types import (
     make_shapes,
     make_shardings,
     mesh_shape,
+    named,
     pytree_dataclass,
     type_tree,
     typechecked,
@@ -157,7 +160,7 @@ class Sampling:
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the ids of the tokenizer
-    end: int | None = None  # the id that ends a text
+    ends: tuple[int, ...] = ()  # the ids that end a text
 
 
 @typechecked
@@ -242,7 +245,7 @@ def continued(
 ) -> Iterator[list[int]]:  # fmt: skip
     """Yields the ids that follow each prompt, given as to `generate`: at most so many tokens, or
     until `ended` says of a text's new ids, after each one, that it ends with them. A text also ends
-    before the id that ends one. Computes a batch of texts at a time."""
+    before an id that ends one. Computes a batch of texts at a time."""
     rows, longest = padded(min(batch, len(prompts))), max(map(len, prompts))
     for first in range(0, len(prompts), rows):
         part = slice(first, first + rows)
@@ -252,7 +255,7 @@ def continued(
         for ids in generate(model, *given):
             for row, text in [*running.items()]:
                 text.append(int(ids[row]))
-                if text[-1] == how.end:
+                if text[-1] in how.ends:
                     text.pop()
                     del running[row]
                 elif ended(text):
@@ -350,22 +353,38 @@ def trials(config: train.Config, weights: train.Stored) -> Iterator[tuple[Any, .
 # --- Text ----------------------------------------------------------------------------------------
 
 
+ENDS_IN = "generation_config.json", "config.json"
+
+
 class Text(Tokenizer):
     """The tokenizer that a model's dataset was made with, which here parses the names of special
-    tokens. Raises UserError or OSError if it can't be opened."""
+    tokens. The ids that end a text are the tokenizer's, and those by the config.json and the
+    generation_config.json in its folder, or in that of an imported model. Raises UserError or
+    OSError if it can't be opened."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, imported: str | None = None):
         super().__init__(name)
-        self.ids, self.end_id = range(1, 257), getattr(self.slow, "eos_token_id", None)
+        self.ids, ends = range(1, 257), [getattr(self.slow, "eos_token_id", None)]
         if self.slow is not None:
             self.ids = range(1 + max(self.slow.get_vocab().values()))
+        for folder, file in itertools.product((name, imported or name), ENDS_IN):
+            with contextlib.suppress(OSError, ValueError):
+                said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
+                ends += said if isinstance(said, list) else [said]
+        self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
         if self.fast:  # one written in Python does so anyway
             self.fast.encode_special_tokens = False
 
     def encode(self, text: str, config: train.Config) -> list[int]:
-        """Returns the ids of a text. Raises UserError if the model lacks one."""
+        """Returns the ids of a text. Raises UserError if it isn't UTF-8, or if the model lacks an
+        id."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # Python keeps other bytes as halves of characters
+            near = text[max(0, error.start - 20) : error.start + 20]
+            raise UserError(f"a text is not UTF-8: {near!r}") from None
         ids, _ = flat_tokens.decode(self([text])[0])
-        check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config)
+        check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config.model)
         return ids.tolist()
 
     def prompt(self, text: str, config: train.Config) -> list[int]:
@@ -387,10 +406,9 @@ class Text(Tokenizer):
         return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
 
 
-def check_ids(name: str, largest: int, config: train.Config) -> None:
+def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
-    last = config.model.vocab - 1
-    if largest > last:
+    if largest > (last := model.vocab - 1):
         raise UserError(
             f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}: they are "
             "from another tokenizer"
@@ -433,17 +451,24 @@ class Model:
 
     @functools.cached_property
     def weights(self) -> Any:
+        """Raises UserError unless all are finite."""
         with self.computing():
-            return lay_out(self.checkpoints.restore("weights"))
+            weights = lay_out(self.checkpoints.restore("weights"))
+        finite = jax.jit(functools.partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))(weights)
+        if bad := [name for name, fine in named(finite).items() if not fine]:
+            which = f"{self.checkpoints.newest.path} has NaN or infinite weights"
+            raise UserError(f"{which}, such as {bad[0]}: name another checkpoint")
+        return weights
 
     def tokenizer(self, named: str | None) -> Text:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
-        if not (named := named or tokenizer_of_model(self.checkpoints.newest)):
+        checkpoint = self.checkpoints.newest
+        if not (named := named or tokenizer_of_model(checkpoint)):
             raise UserError(
                 "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
                 "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
             )
-        return Text(named)
+        return Text(named, kept_by_import(checkpoint))
 
 
 def evaluate(
@@ -453,7 +478,7 @@ def evaluate(
     length. Batches have about as many tokens as in training. Raises UserError if the data's ids
     aren't the model's."""
     config, tokens = model.config, model.config.training.tokens
-    check_ids(data.name, data.max_token_id, config)
+    check_ids(data.name, data.max_token_id, config.model)
     rows = padded(max(1, tokens.batch * tokens.len // length))
     size, nats = rows * length, 0.0
     for first in tqdm(range(0, data.token_count, size)[:batches], unit=" batches", disable=None):
@@ -482,10 +507,8 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
     can't be read, or aren't of the model's ids."""
     texts, shown = [args.prompt or ""], 0
     if args.prompts:
-        try:
-            texts = pathlib.Path(args.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{args.prompts} is not UTF-8 text") from None
+        lines = pathlib.Path(args.prompts).read_text("utf-8-sig", "surrogateescape")
+        texts = lines.removesuffix("\n").split("\n")
     texts = [text for text in texts for _ in range(args.samples)]
     prompts = [codec.prompt(text, model.config) for text in texts]
     counts = collections.defaultdict[str, Iterator[int]](itertools.count)
@@ -499,7 +522,7 @@ def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
             shown = max(shown, len(text))
         return False
 
-    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.end_id)
+    how = Sampling(args.temperature, args.top_k, args.top_p, codec.ids, codec.ends)
     made = continued(model, prompts, numbers, args.tokens, args.batch, how, show, args.seed)
     for number, (prompt, new) in enumerate(zip(prompts, made, strict=True)):
         if len(texts) > 1:
@@ -537,7 +560,7 @@ def main() -> None:
     add("--tokenizer", help="bytes_utf8 or transformers'; default: the one that the dataset names")
     count, number, part = within(int, 1, 10**6), within(int, 0), within(float, 0, 1)
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--prompt", help="beginning of the text; default: the start of a document")
+    add("--prompt", type=str, help="beginning of the text; default: the start of a document")
     add("--prompts", metavar="FILE", help="generate from each line of a file")
     add("--evaluate", metavar="DATASET", help="print the loss on its validation split instead")
     add = parser.add_argument_group("texts").add_argument

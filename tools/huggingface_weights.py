@@ -19,10 +19,14 @@ exported.
 
 Export takes a checkpoint, or the newest complete one of a folder, and makes it the first of the
 families whose files say all of the model. The weights stay float32, bit for bit, unless
---dtype=bfloat16 rounds them. The tokenizer and the ids that end a text come from --tokenizer, a
-folder or hub repository, or from the import that the run started from. config.json is written last:
-a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus the layers that a
-chunk of the checkpoint spans, and both embeddings.
+--dtype=bfloat16 rounds them. The tokenizer is that of the import that the run started from, or
+--tokenizer, which takes what tools.huggingface_to_flat_tokens takes. One that begins texts with
+another id than the model's start token, or has that for a word, is refused. The ids that end a text
+are the tokenizer's, and those of a config.json or generation_config.json beside it. config.json is
+written last: a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus the
+layers that a chunk of the checkpoint spans, and both embeddings.
+
+Both name tensors with NaN or infinite values on standard error.
 """
 
 import dataclasses
@@ -33,6 +37,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,8 +51,8 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import train
-from data.sources import kept_by_import
-from data.text import Tokenizer
+from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
+from data.text import problem_of_start
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
@@ -56,13 +61,16 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
+from tools.generate import Text, check_ids
 
+SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 # The files of a tokenizer, and what generation needs to know.
 SETTINGS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "generation_config.json"),
 )
-SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
+OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # of weights
+UNFINISHED = "config.json.unfinished"  # while an export is at work
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
 # The Hugging Face name and dimensions, in einops notation, of each array of train.Weights. A {} in
@@ -172,11 +180,14 @@ class Tensor:
         part = jax.ShapeDtypeStruct(tuple(self.sizes.values()), np.float32)
         return jax.eval_shape(lambda x: rearrange(x, f"{self.ours} -> {self.theirs}"), part).shape
 
-    def to_ours(self, values: np.ndarray) -> np.ndarray:
-        return rearrange(values, f"{self.theirs} -> {self.ours}", **self.sizes)
-
-    def to_theirs(self, values: np.ndarray) -> np.ndarray:
-        return rearrange(values, f"{self.ours} -> {self.theirs}")
+    def convert(self, values: np.ndarray, before: str, after: str, dtype: Any) -> np.ndarray:
+        """Rearranges and rounds values, from `ours` to `theirs` or back. Prints a warning if not
+        all are finite."""
+        values = rearrange(values, f"{before} -> {after}", **self.sizes)
+        values = values.astype(dtype, order="C", copy=False)
+        if not np.isfinite(values).all():
+            print(f"warning: {self.name} has NaN or infinite values", file=sys.stderr)
+        return values
 
 
 def stacked(array: str) -> list[str]:
@@ -338,25 +349,28 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     return model, length
 
 
-def copy_tokenizer(name: str, folder: pathlib.Path, vocab: int) -> dict[str, Any]:
-    """Copies the settings of a folder or hub repository. Returns the ids that end a text and that
-    pad a batch. Raises UserError if there is no tokenizer, or if it has ids that the model
-    hasn't."""
+def copy_tokenizer(
+    name: str, folder: pathlib.Path, model: train.ModelConfig, kept: str | None = None
+) -> dict[str, Any]:
+    """Copies a tokenizer and the settings beside it. Returns the ids that end a text and that pad a
+    batch, also those that an import kept. Raises UserError if there is no tokenizer, or if it isn't
+    the model's, by its ids or by how it starts a text."""
+    tokenizer = Text(name, kept)
+    if tokenizer.slow and not os.path.exists(name):
+        wanted = [*SETTINGS, "config.json"]
+        tokenizer = Text(huggingface_hub.snapshot_download(name, allow_patterns=wanted), kept)
+    check_ids(f"the tokenizer {name}", tokenizer.ids[-1], model)
+    if problem := problem_of_start(tokenizer, model.start_token):
+        cure = "Export without it, and begin each text with the model's start token"
+        raise UserError(f"{problem}. {cure}")
     if os.path.isfile(name):
-        raise UserError(f"{name} is a file: name a folder that has it as tokenizer.json")
-    try:
-        tokenizer = Tokenizer(name).slow
-        if not os.path.isdir(name):
-            name = huggingface_hub.snapshot_download(name, allow_patterns=[*SETTINGS])
-    except Exception as error:  # what tokenizers raises is a plain Exception
-        raise UserError(f"{name} has no tokenizer: {error}".split("\n")[0]) from None
-    if (largest := max(tokenizer.get_vocab().values())) >= vocab:
-        raise UserError(
-            f"the tokenizer {name} has ids up to {largest}, but the model's vocabulary ends at "
-            f"{vocab - 1}: choose the tokenizer of the model's dataset"
-        )
-    copy_settings(name, folder)
-    return {key: getattr(tokenizer, key) for key in ("eos_token_id", "pad_token_id")}
+        shutil.copyfile(name, folder / "tokenizer.json")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+    elif tokenizer.slow:
+        copy_settings(tokenizer.name, folder)
+    ends, pad = list[Any](tokenizer.ends) or [None], getattr(tokenizer.slow, "pad_token_id", None)
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
 
 
 def stored(source: Checkpoint, wanted: list[Tensor]) -> Iterator[np.ndarray]:
@@ -387,10 +401,11 @@ def write_weights(
     pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
     for file, names in files.filename_to_tensors.items():
         part = {
-            tensor.name: tensor.to_theirs(value).astype(dtype, order="C", copy=False)
+            tensor.name: tensor.convert(value, tensor.ours, tensor.theirs, dtype)
             for tensor, value in itertools.islice(pairs, len(names))
         }
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / UNFINISHED, folder / file)  # theirs, 600, leaves others out
         del part  # frees it before the next file is read
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -419,10 +434,9 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     wanted, rope = tensors(model, config["model_type"]), dict(config["rope_parameters"])
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
-        config |= copy_tokenizer(tokenizer, folder, model.vocab)
+        config |= copy_tokenizer(tokenizer, folder, model, kept)
     elif kept:
         copy_settings(kept, folder)
-    total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
     config |= {
         "architectures": [CLASSES[config["model_type"]]],
         "dtype": dtype,
@@ -431,12 +445,14 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if model.rope_scaling else None,
     }
-    unfinished = folder / "config.json.unfinished"
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.replace(folder / "config.json")
+    (folder / UNFINISHED).write_text(json.dumps(config, indent=2) + "\n")
+    total = write_weights(folder, wanted, stored(source, wanted), np.dtype(dtype))
+    (folder / UNFINISHED).replace(folder / "config.json")
     step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
-    if not [*folder.glob("tokenizer*")]:
+    if (tokenizer or tokenizer_of_model(source)) == "bytes_utf8":
+        print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
+    elif not has_tokenizer(folder):
         print("without a tokenizer: name a --tokenizer to add it, and the ids that end a text")
 
 
@@ -468,6 +484,10 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
         if duplicates := opened.keys() & slices.keys():
             raise UserError(f"{path} and another file both have {min(duplicates)}: remove one")
         opened |= slices
+    if not opened:
+        others = ", ".join(path.name for path in sorted(folder.iterdir()) if path.suffix in OTHERS)
+        cure = f", only {others}: load it with transformers, and save_pretrained that"
+        raise UserError(f"{folder} has no model*.safetensors{cure if others else ''}")
     return opened
 
 
@@ -512,7 +532,8 @@ def import_weights(path: str, output: str) -> None:
         target.create(arrays, OmegaConf.to_yaml(OmegaConf.create(section | rows)))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = tensor.to_ours(opened[tensor.name][:]).astype(np.float32, order="C")
+            values = opened[tensor.name][:]
+            values = tensor.convert(values, tensor.theirs, tensor.ours, np.float32)
             storage.write(into[tensor.array], (*tensor.index, ...), values)
         target.record(host=0, hosts=1)
         target.mark()
@@ -520,6 +541,10 @@ def import_weights(path: str, output: str) -> None:
         kept = pathlib.Path(output, "huggingface")
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
+        if has_tokenizer(kept) and (
+            problem := problem_of_start(Text(str(kept)), model.start_token)
+        ):
+            print(f"warning: {problem}", file=sys.stderr)
     print(HOW_TO_START, end="")
     print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
 
@@ -557,7 +582,7 @@ def main() -> None:
     out.add_argument("checkpoint", help="a checkpoint, or a folder or bucket of them")
     out.add_argument("output", help="folder to create")
     out.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    out.add_argument("--tokenizer", help="folder or hub repository; default: as imported")
+    out.add_argument("--tokenizer", help="as the converter's; default: as imported")
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")

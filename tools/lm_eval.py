@@ -29,6 +29,7 @@ templates aren't applied.
 
 import contextlib
 import json
+import os
 import sys
 from typing import Any
 
@@ -73,8 +74,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"--batch_size={batch_size}: it must be a number of texts")
-        self.model, self.batch_size = generate.Model(checkpoint, d, t, dtype), int(batch_size)
-        self.codec = self.model.tokenizer(tokenizer)
+        self.model = generate.Model(os.path.expanduser(checkpoint), d, t, dtype)
+        self.codec = self.model.tokenizer(os.path.expanduser(tokenizer or ""))
+        self.batch_size = int(batch_size)
         self.room = self.model.config.training.tokens.len
         self.eot_token_id = self.model.config.model.start_token
 
@@ -162,7 +164,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                 f"max_gen_toks is {tokens}, but a row of the training has {self.room} tokens for "
                 "an answer and its context: set it in the task's generation_kwargs"
             )
-        ids = self.codec.ids, self.codec.end_id
+        ids = self.codec.ids, self.codec.ends
         how = generate.Sampling(heat if samples else 0, top_k or None, top_p, *ids)
         return how, tokens, stops
 

@@ -152,14 +152,14 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
 
 def main() -> None:
     parser = arguments.parser("tools.plot", __doc__)
-    parser.add_argument("run", nargs="+", type=pathlib.Path, help="a run's folder")
-    parser.add_argument("--output", type=pathlib.Path, default="curves.svg", help=".svg or .png")
+    parser.add_argument("run", nargs="+", help="a run's folder")
+    parser.add_argument("--output", default="curves.svg", help=".svg or .png")
     parser.add_argument(
         "--smoothing", type=within(float, 0, 10**9), help="steps; default: 1%% of the run; 0: none"
     )
     with user_errors():
         given = parser.parse_args()
-        draw(given.run, given.output, given.smoothing)
+        draw([*map(pathlib.Path, given.run)], pathlib.Path(given.output), given.smoothing)
         print(f"drew {given.output}")
 
 

@@ -10,7 +10,6 @@ Each sequence starts with the id of its task:
     4  mixture    tokens drawn from one of 8 fixed distributions
 """
 
-import argparse
 import math
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from data.flat_tokens import Writer
 from runtime.config import within
 from runtime.errors import user_errors
+from tools import arguments
 
 TASKS = 4
 DISTANCES = 16  # ids TASKS+1 to TASKS+DISTANCES encode a distance
@@ -50,7 +50,7 @@ def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments.parser("tools.synthetic_dataset", __doc__)
     parser.add_argument("output", help="the dataset to write; must not exist")
     add, least = parser.add_argument, FIRST_SYMBOL + MIXTURES + 1
     add("--seed", type=within(int, 0), default=0)

@@ -6,6 +6,7 @@ import re
 import shutil
 import types
 
+import huggingface_hub
 import jax
 import pytest
 import safetensors.numpy
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from data.flat_tokens import SPLITS, Writer
-from data.sources import check_same_rows, kept_by_import, open_batches
+from data.sources import check_same_rows, kept_by_import, open_batches, say_problem_of_start
 from runtime import checkpoint, storage
 from runtime.config import plain
 from runtime.run import Run
@@ -175,3 +176,17 @@ def test_a_validation_that_takes_rows_again_says_so(capsys):
     assert said("validation_batches=418") == (
         "note: a validation takes each of 1669 rows 2.0 times: there are no more\n"
     )
+
+
+def test_a_start_token_that_the_tokenizer_has_for_a_word_is_noted_if_it_is_at_hand(
+    tmp_path, monkeypatch, capsys
+):
+    path = write_tokenizer(tmp_path / "words", eos_token=SPECIAL[0])
+    cached = {"some/words": path}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: cached[name])
+    for name in path, "some/words":
+        say_problem_of_start(name, 3)
+        assert "note: model.start_token=3 is the word '!' of" in capsys.readouterr().out
+    for name, start in (path, 0), ("not/cached", 3), ("/not/there", 3), ("", 3), ("bytes_utf8", 0):
+        say_problem_of_start(name, start)
+    assert not capsys.readouterr().out

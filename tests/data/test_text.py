@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from data import text
@@ -52,6 +53,27 @@ def test_the_end_token_ends_what_is_not_empty(tmp_path):
     plain = text.Tokenizer(path)
     (ids,) = tokenized(plain, ["hello<|endoftext|>"])
     assert min(ids) > END_OF_MESSAGE, "the name of a special token in a text is text"
+
+
+def test_a_model_starts_texts_as_its_tokenizer_does_or_with_no_word(tmp_path):
+    """The ids that are right, of the first three, which are special, and 3, which is a word."""
+    bare = trained_tokenizer(["two and two"], SPECIAL)
+    bare.save(str(tmp_path / "bare.json"))
+    bare.post_processor = TemplateProcessing("<|im_end|> $A", special_tokens=[(SPECIAL[2], 2)])
+    bare.save(str(tmp_path / "first.json"))
+    named = write_tokenizer(tmp_path / "named", bos_token=SPECIAL[1], eos_token=SPECIAL[0])
+    ends = write_tokenizer(tmp_path / "ends", eos_token=SPECIAL[0])
+    right = {"bytes_utf8": [0, 257], tmp_path / "bare.json": [0, 1, 2], named: [1]}
+    right |= {tmp_path / "first.json": [2], ends: [0, 1, 2]}
+    for name, starts in right.items():
+        opened = text.Tokenizer(str(name))
+        found = [i for i in (0, 1, 2, 3, 257) if not text.problem_of_start(opened, i)]
+        beyond = [257] if name == "bytes_utf8" else []
+        assert found == [*dict.fromkeys([*starts, *beyond])]
+    assert text.problem_of_start(text.Tokenizer(named), 3) == (
+        f"model.start_token=3 is the word '!' of the tokenizer {named}, whose own is 1, "
+        "'<|im_start|>'"
+    )
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "GPT2"])

@@ -228,6 +228,23 @@ def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost
         assert os.path.exists(one.path) == (outcome != "unfinished")
 
 
+@pytest.mark.parametrize("left", ["no mark and no records", "no chunks either", "nothing"])
+def test_one_that_is_removed_while_it_is_read_is_not_damaged(left, tmp_path, monkeypatch):
+    """Stages of a removal, after another process has chosen the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    with jax.set_mesh(mesh(4, 2)):
+        path, reader = save("checkpoints"), opened("checkpoints")
+        if left != "no mark and no records":
+            assert reader.newest.arrays  # reading has begun
+        for name in "complete", "records", "embed" if "chunks" in left else "gain":
+            shutil.rmtree(path / name, ignore_errors=True)
+        if left == "nothing":
+            shutil.rmtree(path)
+        with pytest.raises(DamageError) as error:
+            reader.restore()
+    golden.check("checkpoints.txt", "removed while it is read", str(error.value))
+
+
 @pytree_dataclass
 class Known:
     step: u32[""]

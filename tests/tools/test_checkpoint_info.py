@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from runtime import storage
 from runtime.checkpoint import Checkpoints
 from shardlib.types import bf16, f32, make_shardings, pytree_dataclass, u32
 from tests import golden
@@ -108,6 +109,21 @@ CASES = {
     "a folder that isn't there": (lambda folder: None, "none", 1),
     "a checkpoint that isn't there": (lambda folder: None, f"some/00000009.{START}", 1),
 }  # fmt: skip
+
+
+def test_one_that_is_removed_meanwhile_is_not_damaged(folder, capsys, monkeypatch):
+    """A run removes the first one while that is checked."""
+    check = storage.check
+
+    def removing(array):
+        shutil.rmtree(folder / f"00000001.{START}", ignore_errors=True)
+        check(array)
+
+    monkeypatch.setattr(storage, "check", removing)
+    out, errors, code = info(capsys, monkeypatch, "some")
+    lines = out.splitlines()
+    assert lines[0].endswith("; removed meanwhile") and lines[1].endswith("; intact")
+    assert not errors and code == 0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,6 +22,7 @@ from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.storage import checksum
 from shardlib import audit, devices, numbers
+from shardlib.errors import UserError
 from shardlib.types import (
     Stacked,
     computing_in,
@@ -365,7 +366,7 @@ def save_tokenizer(folder):
 def test_a_tokenizers_ids_and_bytes(tmp_path):
     config = small_config("model.vocab=264")
     codec = generate.Text(save_tokenizer(tmp_path))
-    assert codec.end_id == 0 and codec.ids == range(len(codec.slow))
+    assert codec.ends == (0,) and codec.ids == range(len(codec.slow))
     ids = np.array(codec.encode("the snow man", config))
     assert codec.text(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
@@ -375,7 +376,7 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     codec = generate.Text("bytes_utf8")
     ids = np.array(codec.encode("é", config))
     assert ids.tolist() == [0xC4, 0xAA] and codec.count_bytes(ids, ids == 0) == len(ids)
-    assert codec.end_id is None and codec.ids == range(1, 257)
+    assert codec.ends == () and codec.ids == range(1, 257)
 
 
 END, END_TURN = 0, 2
@@ -404,7 +405,9 @@ def save_special_tokens(folder):
 def test_special_tokens(tmp_path):
     codec, config = generate.Text(save_special_tokens(tmp_path)), small_config("model.vocab=264")
     assert codec.encode("a<|im_end|>", config) == [*codec.encode("a", config), END_TURN]
-    assert codec.end_id == END
+    assert codec.ends == (END,)
+    with pytest.raises(UserError, match="is not UTF-8"):
+        codec.encode("\udce9", config)
     assert codec.text([END, *codec.encode("a", config)], without_special=True) == "a"
 
 
@@ -601,11 +604,34 @@ def test_a_prompt_that_begins_with_the_start_token_gets_no_other(run, capsys, mo
     assert asked("! a", "--tokenizer=plain.json") == [0, 0, 1], "a word"
 
 
+def test_all_ids_end_a_text_that_the_tokenizer_or_a_config_beside_it_names(tmp_path):
+    save_special_tokens(tmp_path / "its")
+    (tmp_path / "its/generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported/config.json").write_text('{"eos_token_id": 7}')
+    codec = generate.Text(str(tmp_path / "its"), str(tmp_path / "imported"))
+    assert codec.ends == (END, END_TURN, 7)
+    (tmp_path / "imported/config.json").write_text('{"eos_token_id": null}')
+    assert generate.Text("bytes_utf8", str(tmp_path / "imported")).ends == ()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("more", [["--prompt=a"], ["--evaluate=bytes.zarr"]])
+def test_weights_that_are_not_finite_are_refused(bad, more, run, tmp_path, capsys, monkeypatch):
+    shutil.copytree(run / "bytes", tmp_path / "bytes")
+    shutil.copytree(run / "bytes.zarr", tmp_path / "bytes.zarr")
+    (path,) = (tmp_path / "bytes").glob("0*")
+    zarr.open_group(path)["weights/layers/w_o"][1, 0, 0, 0] = bad
+    out, _, message = call(capsys, monkeypatch, tmp_path, "bytes", *more)
+    assert not out and message.startswith("error: bytes/0")
+    assert "has NaN or infinite weights, such as layers/w_o" in message
+
+
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     ids = iter([[65, 66], [67, 5], [5, 66]])
     monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
     text = generate.Text("bytes_utf8")
-    text.end_id = 5
+    text.ends = 9, 5
     monkeypatch.setattr(generate, "Text", lambda *_: text)
     (run / "two.txt").write_text("\n\n")
     out, _, _ = call(capsys, monkeypatch, run, "bytes", "--prompts=two.txt", "--tokens=4")
@@ -629,6 +655,7 @@ def test_a_loss_from_a_checkpoint(run, capsys, monkeypatch):
 
 WRONG = {
     "prompts that aren't text": ["bytes", "--prompts=bytes.txt"],
+    "a prompt that isn't text": ["bytes", "--prompt=caf\udce9"],
     "a file of prompts that isn't there": ["bytes", "--prompts=none.txt"],
     "a line of another tokenizer": ["nameless", "--tokenizer=bytes_utf8", "--prompts=é.txt"],
     "no checkpoint": ["none"],

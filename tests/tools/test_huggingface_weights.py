@@ -18,6 +18,7 @@ import safetensors.numpy
 import transformers
 import zarr
 from omegaconf import OmegaConf
+from tokenizers.processors import TemplateProcessing
 
 import train
 from data.loader import TokenBatch
@@ -549,6 +550,10 @@ IMPORTS = {
     "the same tensors twice": lambda folder: shutil.copy(
         folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
     ),
+    "weights of PyTorch's alone": lambda folder: (folder / "model.safetensors").rename(
+        folder / "pytorch_model.bin"
+    ),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 50_000),
     "no folder": shutil.rmtree,
 }
@@ -793,9 +798,81 @@ def test_a_tokenizer_has_the_ids_of_its_file(tmp_path):
     trained_tokenizer(["two and two is four"], ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ids = tool.copy_tokenizer(str(tmp_path), tmp_path / "out", vocabulary)
+    model = small_config(f"model.vocab={vocabulary}").model
+    ids = tool.copy_tokenizer(str(tmp_path), tmp_path / "out", model)
     assert ids == {"eos_token_id": 0, "pad_token_id": None}
     assert (tmp_path / "out/tokenizer.json").exists()
-    file = str(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match=r"is a file: name a folder that has it"):
-        tool.copy_tokenizer(file, tmp_path / "other", vocabulary)
+
+
+@pytest.fixture(scope="module")
+def of_words(tmp_path_factory):
+    """A folder with checkpoints of models that start texts with 0 and with 1, and a tokenizer that
+    puts 1 first."""
+    folder = tmp_path_factory.mktemp("of_words")
+    inner = trained_tokenizer(["two and two is four"], ["<unk>", "<s>", "</s>", "<|turn|>"])
+    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    named = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    named.save_pretrained(folder / "words")
+    inner.save(str(folder / "words.json"))
+    for start in 0, 1:
+        save_trained(folder / f"start{start}", "model.vocab=320", f"model.start_token={start}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["words", "words.json"])
+def test_a_tokenizer_goes_with_the_model_whose_texts_it_starts(name, of_words, tmp_path, run):
+    umask = os.umask(0o027)
+    try:
+        tokenizer = f"--tokenizer={of_words / name}"
+        assert not run("export", of_words / "start1", tmp_path / "hf", tokenizer)[1]
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()} == {0o640}
+    finally:
+        os.umask(umask)
+    config = config_in(tmp_path / "hf")
+    assert config["bos_token_id"] == 1
+    assert config["eos_token_id"] == (2 if name == "words" else None)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(path)("two is")["input_ids"]
+        for path in (of_words / "words", tmp_path / "hf")
+    )
+    assert theirs == ours and ours[0] == 1
+    out, message = run("export", of_words / "start0", tmp_path / "no", tokenizer)
+    assert not out and not [*(tmp_path / "no").iterdir()]
+    case = "a tokenizer that starts texts with another id"
+    golden.check(
+        "huggingface_weights.txt", case, re.sub(r"tokenizer /.*/words[^,]*", "...", message)
+    )
+
+
+def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):
+    shutil.copytree(of_words / "words", tmp_path / "words")
+    (tmp_path / "words/generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    tokenizer = f"--tokenizer={tmp_path / 'words'}"
+    assert not run("export", of_words / "start1", tmp_path / "hf", tokenizer)[1]
+    assert config_in(tmp_path / "hf")["eos_token_id"] == [2, 3]
+
+
+def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, run, monkeypatch):
+    path = save_trained(tmp_path / "bytes", "model.vocab=320", "model.start_token=0")
+    monkeypatch.setattr(tool, "tokenizer_of_model", lambda _: "bytes_utf8")
+    for number, more in enumerate([[], ["--tokenizer=bytes_utf8"]]):
+        out, message = run("export", path, tmp_path / f"hf{number}", *more)
+        assert not message and "ids are bytes plus 1, a text starts with the id 0" in out
+        assert "--tokenizer" not in out
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_values_that_are_not_finite_are_named(bad, tmp_path, capsys):
+    """On import, on export, and where rounding makes them."""
+    tensors = random_tensors(LLAMA_2)
+    tensors["model.norm.weight"][3] = bad
+    tensors["lm_head.weight"][5, 2] = 3.4e38  # infinite in bf16
+    tool.import_weights(str(write_folder(tmp_path / "hf", LLAMA_2, tensors)), f"{tmp_path}/ours")
+    warning = "warning: {} has NaN or infinite values\n".format
+    error = capsys.readouterr().err
+    assert warning("model.norm.weight") in error and error.count("warning") == 1
+    for dtype in "float32", "bfloat16":
+        tool.export_weights(f"{tmp_path}/ours", f"{tmp_path}/{dtype}", dtype)
+        error = capsys.readouterr().err
+        assert warning("model.norm.weight") in error
+        assert (warning("lm_head.weight") in error) == (dtype == "bfloat16")

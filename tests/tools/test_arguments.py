@@ -1,0 +1,31 @@
+"""Command lines of programs that take no config."""
+
+import pytest
+
+from tests.helpers import train_here
+from tools import arguments, checkpoint_info, generate, huggingface_weights
+
+
+def test_a_leading_tilde_is_the_home_folder_in_paths_alone(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = arguments.parser("tools.x", None)
+    command = parser.add_subparsers().add_parser("make")
+    for name, options in ("path", {}), ("--to", {}), ("--text", {"type": str}):
+        command.add_argument(name, **options)
+    given = parser.parse_args(["make", "a/~", "--to=~/b", "--text=~/c"])
+    assert (given.path, given.to, given.text) == ("a/~", "/home/me/b", "~/c")
+
+
+PROGRAMS = {
+    checkpoint_info.main: ["~/x"],
+    generate.main: ["~/x"],
+    huggingface_weights.main: ["export", "~/x", "~/y"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda main: main.__module__)
+def test_the_programs_read_there(program, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    out, message = train_here(capsys, monkeypatch, *PROGRAMS[program], program=program)
+    assert f"{tmp_path}/x" in out + message and not (tmp_path / "~").exists()
