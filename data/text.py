@@ -59,6 +59,11 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
             yield item
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts: 1 file, 1,000 files."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def digest(value: Any) -> str:
     """Returns a short hash of a value whose repr says all about it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
