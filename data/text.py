@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Int64, UInt16, UInt32
 
 from data.flat_tokens import checked, encode
+from runtime.config import flat
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -203,13 +204,28 @@ def difference(one: str, other: str) -> str:
 # an open file, the column that holds the text, and the settings of `datasets` for the format.
 
 
+def field_rows(whole: Any, field: str) -> list[Any]:
+    """Returns the rows in a field of an object: a list, or columns, which are lists by name."""
+    rows = whole.get(field) if isinstance(whole, dict) else None
+    columns = rows if isinstance(rows, dict) else {}
+    lists = [column for column in columns.values() if isinstance(column, list)]
+    if len(lists) == len(columns) and len({*map(len, lists)}) == 1:
+        return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
+    if isinstance(rows, list) and all(isinstance(row, dict | str) for row in rows):
+        return rows
+    raise ValueError(
+        f"load_dataset.field={field} holds neither a list of objects nor columns of one length in "
+        f"{reprlib.repr(whole)}"
+    )
+
+
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
         first = next(lines, "").removeprefix("\ufeff")
         rows: Iterable[Any]
         if config.field or first.lstrip().startswith("["):
             whole = json.loads(first + lines.read())
-            rows = whole[config.field] if config.field else whole
+            rows = field_rows(whole, config.field) if config.field else whole
         else:
             rows = (json.loads(line) for line in itertools.chain([first], lines) if line.strip())
         for row in rows:
@@ -217,13 +233,16 @@ def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of Arrow's record batches, with no other column if they have this one."""
-    if column not in schema.names:
-        yield dict.fromkeys(schema.names)
-        return
+    """Yields the rows of Arrow's record batches, with no other column if they have this one, or the
+    one that `meta.text` is in."""
     for batch in batches:
-        for value in batch.column(column):
-            yield {column: value.as_py()}
+        names = [name for name in batch.schema.names if f"{column}.".startswith(f"{name}.")]
+        if not names:
+            yield dict.fromkeys(schema.names)
+            return
+        name = max(names, key=len)  # a column's own name may have a dot
+        for value in batch.column(name):
+            yield {name: value.as_py()}
 
 
 def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -231,9 +250,8 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
 
     # With pre_buffer, all of a file that has been read would stay in memory.
     parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-    yield from table_rows(
-        parquet.schema_arrow, parquet.iter_batches(ROWS, columns=[column]), column
-    )
+    batches = parquet.iter_batches(ROWS, columns=[column])
+    yield from table_rows(parquet.schema_arrow, batches, column)
 
 
 def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -390,7 +408,9 @@ class Source:
         for name, rows in shards:
             number, columns = 0, dict[str, None]()
             try:
-                for number, row in enumerate(rows(), 1):
+                for number, found in enumerate(rows(), 1):
+                    # A column's name may be that of a field of a column: `meta.text`.
+                    row = found if self.column in found else found | flat(found)
                     columns |= dict.fromkeys(row)
                     yield name, self._text(f"{name}, row {number}", row.get(self.column))
             except UserError:
