@@ -10,12 +10,15 @@ import array
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import io
 import itertools
 import json
 import os
+import re
 import reprlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -268,9 +271,16 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pandas
 
-    as_typed = {"dtype": str, "na_filter": False, "chunksize": CSV_ROWS}  # 007 and NA are texts
-    for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
-        yield from rows.to_dict("records")
+    # By itself pandas takes the first of too many fields in the first row for an index, or warns.
+    warnings.filterwarnings("error", "Length of header", pandas.errors.ParserWarning)
+    as_typed = {"dtype": object, "na_filter": False, "chunksize": CSV_ROWS}  # 007, NA are texts
+    as_typed["index_col"] = False if config.index_col is None else config.index_col
+    try:
+        for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
+            yield from rows.to_dict("records")
+    except pandas.errors.ParserWarning:
+        problem = f"it, or one of the next {CSV_ROWS - 1}, has more fields than there are columns"
+        raise ValueError(problem) from None
 
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
