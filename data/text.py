@@ -39,9 +39,14 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
+OUTPUT_FILES = (  # in its folder, and the folder itself
+    " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
+    " /validation/zarr.json /validation/seq_starts/zarr.json /validation/seq_starts/c/0"
+)
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
+ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
@@ -93,9 +98,7 @@ class Tokenizer:
     def __init__(self, name: str, end_token: bool = False):
         self.name = name
         self.slow = self._open()
-        self.fast: Any = (
-            self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
-        )
+        self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
             raise UserError(
@@ -327,7 +330,7 @@ for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.it
 
 
 def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, or of the files in an archive."""
+    """Yields the rows of a file, or of the files in a zip archive."""
     import datasets
     from datasets.utils.file_utils import xopen
 
@@ -354,6 +357,7 @@ class Source:
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
     skip_not_text: bool = False  # takes a value that isn't text for an empty one
+    output: str = ""  # where they go, which may not be among the files
     documents: int = DOCUMENTS  # in a unit, at most
 
     def open_tokenizer(self) -> Tokenizer:
@@ -369,18 +373,42 @@ class Source:
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of datasets.load_dataset, with `~` in paths replaced. Raises UserError for
+        one that doesn't apply."""
+        for name in {*NOT_READ.split()} & {*self.load_dataset}:
+            raise UserError(
+                f"load_dataset.{name} doesn't apply, as files are streamed, and texts taken as "
+                "they stand: leave it out. train_split and validation_split choose splits"
+            )
+        paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
+        return self.load_dataset | jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that local paths are relative to."""
+        load = self.arguments
+        path = "" if load["path"] in FILE_FORMATS else load["path"]
+        return Path(path, load["data_dir"] or "").absolute()
+
     def _check_patterns(self) -> None:
-        """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
-        ignores a pattern without matches."""
-        files: Any = self.load_dataset.get("data_files") or []
+        """Raises UserError for an entry of `data_files` that matches no local file, which
+        `datasets` ignores, and for one that matches the output or will match files in it."""
+        folder, output = self.folder, os.path.realpath(self.output)
+        local = self.arguments["path"] in FILE_FORMATS or folder.is_dir()
+        files_here = fsspec.filesystem("file")
+        files = self.arguments["data_files"] or "**"
         files = files.get(self.split, []) if isinstance(files, dict) else files
-        folder = os.path.abspath(self.load_dataset.get("data_dir") or "")
-        for pattern in map(str, files if isinstance(files, list | tuple) else [files]):
-            local = self.load_dataset.get("path") in FILE_FORMATS and "://" not in pattern
-            if local and not fsspec.filesystem("file").glob(os.path.join(folder, pattern)):
+        for pattern in [files] if isinstance(files, str) else files:
+            place = pattern if "://" in pattern else str(folder / pattern)
+            if local and "://" not in pattern and not files_here.glob(place):
                 raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
-            if local and os.path.isdir(os.path.join(folder, pattern)):
+            if local and os.path.isdir(place):
                 raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
+            matches = re.compile(glob_translate(os.path.realpath(place))).match
+            if self.output and any(matches(output + file) for file in OUTPUT_FILES.split(" ")):
+                raise UserError(f"output={self.output} is in {place}, which is read: move it out")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
         """Returns an IterableDataset of the split's texts, and its fingerprint."""
@@ -388,11 +416,13 @@ class Source:
         from datasets.iterable_dataset import ExamplesIterable
 
         try:
-            builder = datasets.load_dataset_builder(**self.load_dataset)
+            builder = datasets.load_dataset_builder(**self.arguments)
             splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
             self._check_splits(splits)
             chosen = [splits[name] for name in self.split.split("+")] if splits else []
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
+            for name in filter(ARCHIVES.search, itertools.chain(*chosen) if reader else ()):
+                raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
             shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
@@ -402,10 +432,8 @@ class Source:
             else:
                 whole = builder.as_streaming_dataset(self.split)
                 part = functools.partial(whole.shard, whole.num_shards)
-                shards = [
-                    (f"{self.split}, shard {i}", functools.partial(part, i))
-                    for i in range(whole.num_shards)
-                ]
+                numbers = range(whole.num_shards)
+                shards = [(f"{self.split}, shard {i}", functools.partial(part, i)) for i in numbers]
         except ValueError as error:
             raise UserError(str(error)) from None
         except Exception as error:  # the libraries below raise errors of many types
@@ -428,16 +456,14 @@ class Source:
                 f"there is no split {missing.pop()}: {found}. Choose one of these, or rename the "
                 "files, as in train-1.jsonl"
             )
-        load = self.load_dataset
-        path = "" if load["path"] in FILE_FORMATS else load["path"]
-        folder = Path(path, load.get("data_dir") or "").absolute()
+        load, folder = self.arguments, self.folder
         card = folder / "README.md"  # may say itself what is in a split
         if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
             return
         files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
         taken = {*itertools.chain(*splits.values())}
-        left = [file for file in files if file not in taken]
-        if left := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
+        texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
+        if left := texts - taken:
             raise UserError(
                 f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
                 "them, as in train-1.jsonl, or move them elsewhere"
