@@ -307,7 +307,7 @@ READERS = {
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
 NOT_READ = (  # arguments that nobody heeds
     "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code "
-    "na_values keep_default_na na_filter"
+    "na_values keep_default_na na_filter usecols columns"
 )
 
 
@@ -379,8 +379,8 @@ class Source:
         one that doesn't apply."""
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
             raise UserError(
-                f"load_dataset.{name} doesn't apply, as files are streamed, and texts taken as "
-                "they stand: leave it out. train_split and validation_split choose splits"
+                f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
+                "Leave it out; train_split and validation_split choose splits"
             )
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
         return self.load_dataset | jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)

@@ -404,7 +404,7 @@ MISTAKES = {
     "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
     "+load_dataset.num_proc=4": "load_dataset.num_proc doesn't apply",
-    "+load_dataset.split=train": "leave it out. train_split and validation_split choose",
+    "+load_dataset.split=train": "Leave it out; train_split and validation_split",
 }
 
 
