@@ -72,7 +72,7 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
 
 def counted(number: int, noun: str) -> str:
     """Returns a number and what it counts: 1 file, 1,000 files."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
 def digest(value: Any) -> str:
