@@ -64,6 +64,9 @@ class Writer:
 
     def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
         self.name = f"{path}/{split}"
+        there = storage.names(self.name)
+        if there and not any(name.startswith((".z", "zarr.json")) for name in there):
+            raise FileExistsError(f"{self.name} is no part of a dataset; choose another output")
         with storage.opening(path):
             root: Any = storage.group(path, "a")
             complete = split in root and "max_token_id" in root[split].attrs

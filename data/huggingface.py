@@ -70,8 +70,9 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
-        say(f"{self.name} has {self.source.check()['files']:,} files")
+        documents = config.sequences_packed_per_batch
+        self.source = text.Source(load, name, *settings, documents=documents)
+        say(f"{self.name} has {text.counted(self.source.check()['files'], 'file')}")
         if len(self.local_rows) * jax.process_count() != spec.rows:
             raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
@@ -94,9 +95,8 @@ class StreamLoader(Batches):
             if documents == empty and not position:
                 raise UserError(f"{self.name} has no text for host {jax.process_index()}")
             if number == 0:
-                say(
-                    f"{self.name} starts over: read {documents:,} documents, {empty:,} without text"
-                )
+                read = f"{text.counted(documents, 'document')}, {empty:,} without text"
+                say(f"{self.name} starts over: read {read}")
             position = {}
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:

@@ -42,23 +42,10 @@ from data.flat_tokens import (
     tokenizer_of,
 )
 from data.text import ahead, difference
-from runtime.config import (
-    NOT_EMPTY,
-    Kept,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-)
+from runtime.config import NOT_EMPTY, Kept, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
 from shardlib.kernels import balanced
-from shardlib.types import (
-    bool_,
-    make_shardings,
-    mesh_shape,
-    pytree_dataclass,
-    typechecked,
-    u32,
-)
+from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
 
 @dataclasses.dataclass(unsafe_hash=True)

@@ -10,12 +10,15 @@ import array
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import io
 import itertools
 import json
 import os
+import re
 import reprlib
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,19 +26,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+import jax
 import numpy as np
+from fsspec.utils import glob_translate, infer_compression
 from jaxtyping import Int64, UInt16, UInt32
 
 from data.flat_tokens import checked, encode
+from runtime.config import flat
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
+OUTPUT_FILES = (  # in its folder, and the folder itself
+    " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
+    " /validation/zarr.json /validation/seq_starts/zarr.json /validation/seq_starts/c/0"
+)
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
+ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
@@ -57,6 +68,11 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
         while (item := upcoming.result()) is not end:
             upcoming = thread.submit(next, iterator, end)
             yield item
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and what it counts: 1 file, 1,000 files."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
 def digest(value: Any) -> str:
@@ -82,9 +98,7 @@ class Tokenizer:
     def __init__(self, name: str, end_token: bool = False):
         self.name = name
         self.slow = self._open()
-        self.fast: Any = (
-            self.slow.backend_tokenizer if getattr(self.slow, "is_fast", False) else None
-        )
+        self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
             raise UserError(
@@ -212,13 +226,28 @@ def problem_of_start(used: Tokenizer, start: int) -> str:
 # an open file, the column that holds the text, and the settings of `datasets` for the format.
 
 
+def field_rows(whole: Any, field: str) -> list[Any]:
+    """Returns the rows in a field of an object: a list, or columns, which are lists by name."""
+    rows = whole.get(field) if isinstance(whole, dict) else None
+    columns = rows if isinstance(rows, dict) else {}
+    lists = [column for column in columns.values() if isinstance(column, list)]
+    if len(lists) == len(columns) and len({*map(len, lists)}) == 1:
+        return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
+    if isinstance(rows, list) and all(isinstance(row, dict | str) for row in rows):
+        return rows
+    raise ValueError(
+        f"load_dataset.field={field} holds neither a list of objects nor columns of one length in "
+        f"{reprlib.repr(whole)}"
+    )
+
+
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
         first = next(lines, "").removeprefix("\ufeff")
         rows: Iterable[Any]
         if config.field or first.lstrip().startswith("["):
             whole = json.loads(first + lines.read())
-            rows = whole[config.field] if config.field else whole
+            rows = field_rows(whole, config.field) if config.field else whole
         else:
             rows = (json.loads(line) for line in itertools.chain([first], lines) if line.strip())
         for row in rows:
@@ -226,13 +255,16 @@ def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of Arrow's record batches, with no other column if they have this one."""
-    if column not in schema.names:
-        yield dict.fromkeys(schema.names)
-        return
+    """Yields the rows of Arrow's record batches, with no other column if they have this one, or the
+    one that `meta.text` is in."""
     for batch in batches:
-        for value in batch.column(column):
-            yield {column: value.as_py()}
+        names = [name for name in batch.schema.names if f"{column}.".startswith(f"{name}.")]
+        if not names:
+            yield dict.fromkeys(schema.names)
+            return
+        name = max(names, key=len)  # a column's own name may have a dot
+        for value in batch.column(name):
+            yield {name: value.as_py()}
 
 
 def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -240,9 +272,8 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
 
     # With pre_buffer, all of a file that has been read would stay in memory.
     parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
-    yield from table_rows(
-        parquet.schema_arrow, parquet.iter_batches(ROWS, columns=[column]), column
-    )
+    batches = parquet.iter_batches(ROWS, columns=[column])
+    yield from table_rows(parquet.schema_arrow, batches, column)
 
 
 def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -254,14 +285,24 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
         opened = pyarrow.ipc.open_file(file)
         batches = map(opened.get_batch, range(opened.num_record_batches))
     yield from table_rows(opened.schema, batches, column)
+    stream = opened is batches and file.seekable() and file.seek(-8, os.SEEK_END)
+    if stream and file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+        raise EOFError("the stream ended before its end marker")
 
 
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pandas
 
-    as_typed = {"dtype": str, "na_filter": False, "chunksize": CSV_ROWS}  # 007 and NA are texts
-    for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
-        yield from rows.to_dict("records")
+    # By itself pandas takes the first of too many fields in the first row for an index, or warns.
+    warnings.filterwarnings("error", "Length of header", pandas.errors.ParserWarning)
+    as_typed = {"dtype": object, "na_filter": False, "chunksize": CSV_ROWS}  # 007, NA are texts
+    as_typed["index_col"] = False if config.index_col is None else config.index_col
+    try:
+        for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
+            yield from rows.to_dict("records")
+    except pandas.errors.ParserWarning:
+        problem = f"it, or one of the next {CSV_ROWS - 1}, has more fields than there are columns"
+        raise ValueError(problem) from None
 
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -278,10 +319,32 @@ READERS = {
     "text": text_rows,
 }
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
+NOT_READ = (  # arguments that nobody heeds
+    "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code "
+    "na_values keep_default_na na_filter usecols columns"
+)
+
+
+def decompressed(kind: str, file: Any, **_: Any) -> Any:
+    """Opens a compressed file. Reading it raises OSError or EOFError if it ends early."""
+    import pyarrow
+
+    zipped = kind == "gzip"  # may end in zeros, for which Arrow finds no reason
+    stream = gzip.GzipFile(fileobj=file) if zipped else pyarrow.input_stream(file, compression=kind)
+    if not (whole := io.BufferedReader(stream)).peek(1) and not file.tell():
+        raise EOFError("it is empty, as no compressed file is")
+    return whole
+
+
+# These take the place of fsspec's: with some packages it takes any end for the end, and for lz4 and
+# zstd it needs one.
+for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.items():
+    opener = functools.partial(decompressed, kind)
+    fsspec.compression.register_compression(kind, opener, suffix, force=True)
 
 
 def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, or of the files in an archive."""
+    """Yields the rows of a file, or of the files in a zip archive."""
     import datasets
     from datasets.utils.file_utils import xopen
 
@@ -289,7 +352,10 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
     manager = datasets.StreamingDownloadManager(download_config=options)
     for part in manager.iter_files(manager.extract(file)):
         with xopen(part, "rb", download_config=options) as opened:
-            yield from reader(opened, column, builder.config)
+            # A file in an archive may be compressed, too.
+            kind = infer_compression(part.partition("::")[0])
+            whole = fsspec.compression.compr[kind](opened, mode="rb")
+            yield from reader(whole, column, builder.config)
 
 
 # --- The dataset ----------------------------------------------------------------------------------
@@ -305,6 +371,7 @@ class Source:
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
     skip_not_text: bool = False  # takes a value that isn't text for an empty one
+    output: str = ""  # where they go, which may not be among the files
     documents: int = DOCUMENTS  # in a unit, at most
 
     def open_tokenizer(self) -> Tokenizer:
@@ -320,18 +387,42 @@ class Source:
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of datasets.load_dataset, with `~` in paths replaced. Raises UserError for
+        one that doesn't apply."""
+        for name in {*NOT_READ.split()} & {*self.load_dataset}:
+            raise UserError(
+                f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
+                "Leave it out; train_split and validation_split choose splits"
+            )
+        paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
+        return self.load_dataset | jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that local paths are relative to."""
+        load = self.arguments
+        path = "" if load["path"] in FILE_FORMATS else load["path"]
+        return Path(path, load["data_dir"] or "").absolute()
+
     def _check_patterns(self) -> None:
-        """Raises UserError for an entry of `data_files` that matches no local file: `datasets`
-        ignores a pattern without matches."""
-        files: Any = self.load_dataset.get("data_files") or []
+        """Raises UserError for an entry of `data_files` that matches no local file, which
+        `datasets` ignores, and for one that matches the output or will match files in it."""
+        folder, output = self.folder, os.path.realpath(self.output)
+        local = self.arguments["path"] in FILE_FORMATS or folder.is_dir()
+        files_here = fsspec.filesystem("file")
+        files = self.arguments["data_files"] or "**"
         files = files.get(self.split, []) if isinstance(files, dict) else files
-        folder = os.path.abspath(self.load_dataset.get("data_dir") or "")
-        for pattern in map(str, files if isinstance(files, list | tuple) else [files]):
-            local = self.load_dataset.get("path") in FILE_FORMATS and "://" not in pattern
-            if local and not fsspec.filesystem("file").glob(os.path.join(folder, pattern)):
+        for pattern in [files] if isinstance(files, str) else files:
+            place = pattern if "://" in pattern else str(folder / pattern)
+            if local and "://" not in pattern and not files_here.glob(place):
                 raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
-            if local and os.path.isdir(os.path.join(folder, pattern)):
+            if local and os.path.isdir(place):
                 raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
+            matches = re.compile(glob_translate(os.path.realpath(place))).match
+            if self.output and any(matches(output + file) for file in OUTPUT_FILES.split(" ")):
+                raise UserError(f"output={self.output} is in {place}, which is read: move it out")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
         """Returns an IterableDataset of the split's texts, and its fingerprint."""
@@ -339,11 +430,13 @@ class Source:
         from datasets.iterable_dataset import ExamplesIterable
 
         try:
-            builder = datasets.load_dataset_builder(**self.load_dataset)
+            builder = datasets.load_dataset_builder(**self.arguments)
             splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
             self._check_splits(splits)
             chosen = [splits[name] for name in self.split.split("+")] if splits else []
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
+            for name in filter(ARCHIVES.search, itertools.chain(*chosen) if reader else ()):
+                raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
             shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
@@ -353,10 +446,8 @@ class Source:
             else:
                 whole = builder.as_streaming_dataset(self.split)
                 part = functools.partial(whole.shard, whole.num_shards)
-                shards = [
-                    (f"{self.split}, shard {i}", functools.partial(part, i))
-                    for i in range(whole.num_shards)
-                ]
+                numbers = range(whole.num_shards)
+                shards = [(f"{self.split}, shard {i}", functools.partial(part, i)) for i in numbers]
         except ValueError as error:
             raise UserError(str(error)) from None
         except Exception as error:  # the libraries below raise errors of many types
@@ -379,16 +470,14 @@ class Source:
                 f"there is no split {missing.pop()}: {found}. Choose one of these, or rename the "
                 "files, as in train-1.jsonl"
             )
-        load = self.load_dataset
-        path = "" if load["path"] in FILE_FORMATS else load["path"]
-        folder = Path(path, load.get("data_dir") or "").absolute()
+        load, folder = self.arguments, self.folder
         card = folder / "README.md"  # may say itself what is in a split
         if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
             return
         files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
         taken = {*itertools.chain(*splits.values())}
-        left = [file for file in files if file not in taken]
-        if left := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
+        texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
+        if left := texts - taken:
             raise UserError(
                 f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
                 "them, as in train-1.jsonl, or move them elsewhere"
@@ -399,7 +488,9 @@ class Source:
         for name, rows in shards:
             number, columns = 0, dict[str, None]()
             try:
-                for number, row in enumerate(rows(), 1):
+                for number, found in enumerate(rows(), 1):
+                    # A column's name may be that of a field of a column: `meta.text`.
+                    row = found if self.column in found else found | flat(found)
                     columns |= dict.fromkeys(row)
                     yield name, self._text(f"{name}, row {number}", row.get(self.column))
             except UserError:
@@ -412,7 +503,7 @@ class Source:
                     "+load_dataset.encoding_errors=replace"
                 ) from None
             except Exception as error:  # the libraries below raise errors of many types
-                cure = "" if isinstance(error, OSError) else ". Correct the file, or take it out"
+                cure = "" if getattr(error, "errno", None) else ". Correct the file, or take it out"
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:

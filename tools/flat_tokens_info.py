@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from data.flat_tokens import SPLITS, FlatTokens, tokenizer_of
-from data.text import Tokenizer
+from data.text import Tokenizer, counted
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
@@ -27,10 +27,10 @@ def describe(dataset: FlatTokens) -> str:
     arrays = dataset.tokens, dataset.seq_starts
     size, stored = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)
     return (
-        f"{dataset.name}: {dataset.token_count:,} tokens, ids up to {dataset.max_token_id}; "
-        f"{dataset.sequence_count:,} documents of {lengths.min():,} to {lengths.max():,} tokens, "
-        f"median {int(np.median(lengths)):,}; {stored / 1e6:,.1f} MB on disk, "
-        f"compressed {size / stored:.1f} times; intact"
+        f"{dataset.name}: {counted(dataset.token_count, 'token')}, ids up to {dataset.max_token_id}"
+        f"; {counted(dataset.sequence_count, 'document')} of {lengths.min():,}"
+        f" to {counted(lengths.max(), 'token')}, median {int(np.median(lengths)):,}; "
+        f"{stored / 1e6:,.1f} MB on disk, compressed {size / stored:.1f} times; intact"
     )
 
 
@@ -41,7 +41,7 @@ def show(dataset: FlatTokens, count: int, tokenizer: str) -> None:
         ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
         text = decoder.decode(ids)
         end = "" if len(text) <= MAX_CHARACTERS else " ..."
-        print(f"--- document {number}, {len(ids):,} tokens\n{text[:MAX_CHARACTERS]}{end}")
+        print(f"--- document {number}, {counted(len(ids), 'token')}\n{text[:MAX_CHARACTERS]}{end}")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data import text
 from data.flat_tokens import SPLITS, Writer
-from data.text import Source, Unit
+from data.text import Source, Unit, counted
 from runtime import storage
 from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
 from runtime.program import program
@@ -72,12 +72,10 @@ class Conversion:
 
     def __init__(self, config: ConvertConfig):
         self.config = config
-        with storage.opening(config.output):
-            self.root: Any = storage.group(config.output, "a")
         settings = {k: v for k, v in config.values().items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         self.provenance = {"settings": settings, "versions": versions}
-        saved: Any = self.root.attrs.get("conversion", {})
+        saved: Any = storage.attributes(config.output).get("conversion", {})
         if "positions" not in saved:
             saved = {}
         for key, before in saved.get("settings", {}).items():
@@ -91,11 +89,13 @@ class Conversion:
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
         self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
+        with storage.opening(config.output):
+            self.root: Any = storage.group(config.output, "a")
         self.committed = time.monotonic()
 
-    def add(self, unit: Unit, source: int) -> bool:
-        """Appends a unit of a source: 0 is train_split, 1 is validation_split. Returns whether
-        `max_tokens` allows more from it."""
+    def add(self, unit: Unit, source: int) -> None:
+        """Appends a unit of a source: 0 is train_split, 1 is validation_split. Its position is None
+        once `max_tokens` allows no more from it."""
         lengths = unit.lengths[unit.lengths > 0]
         self.empty += len(unit.lengths) - len(lengths)
         split, other = SPLITS[source], SPLITS[1 - source]
@@ -109,10 +109,10 @@ class Conversion:
         tokens = unit.tokens[: lengths.sum()]
         for name, mask in (split, in_split), (other, ~in_split):
             self.writers[name].extend(tokens[np.repeat(mask, lengths)], lengths[mask])
-        self.positions[source] = unit.position
+        more = not limit or self.writers[split].token_count < limit
+        self.positions[source] = unit.position if more else None
         if time.monotonic() - self.committed > COMMIT_SECONDS:
             self.commit()
-        return not limit or self.writers[split].token_count < limit
 
     def commit(self) -> None:
         """Writes all pending tokens, then records the progress: a conversion that is killed later
@@ -138,7 +138,7 @@ def convert(config: ConvertConfig) -> None:
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
     settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-    sources = [Source(config.load_dataset, name, *settings) for name in names]
+    sources = [Source(config.load_dataset, name, *settings, config.output) for name in names]
     # Finds most mistakes before anything is written.
     files = sum(source.check()["files"] for source in sources)
     conversion = Conversion(config)
@@ -155,9 +155,9 @@ def convert(config: ConvertConfig) -> None:
         position = conversion.positions[i]
         with bar, contextlib.closing(text.units(source, position, text.cores())) as units:
             for unit in units:
-                more = conversion.add(unit, i)
+                conversion.add(unit, i)
                 bar.update(len(unit.tokens))
-                if not more:
+                if conversion.positions[i] is None:
                     break
         has_both = all(writer.sequence_count for writer in conversion.writers.values())
         if i == len(sources) - 1 and not has_both:
@@ -169,11 +169,11 @@ def convert(config: ConvertConfig) -> None:
     conversion.close()
     for writer in conversion.writers.values():
         print(
-            f"{writer.name}: {writer.sequence_count:,} sequences, "
-            f"{writer.token_count:,} tokens, ids up to {writer.max_token_id}"
+            f"{writer.name}: {counted(writer.sequence_count, 'sequence')}, "
+            f"{counted(writer.token_count, 'token')}, ids up to {writer.max_token_id}"
         )
-    documents = sum(writer.sequence_count for writer in conversion.writers.values())
-    print(f"read {files:,} files: {documents:,} documents with text, {conversion.empty:,} without")
+    documents = counted(sum(w.sequence_count for w in conversion.writers.values()), "document")
+    print(f"read {counted(files, 'file')}: {documents} with text, {conversion.empty:,} without")
 
 
 @program(ConvertConfig, "configs/convert")

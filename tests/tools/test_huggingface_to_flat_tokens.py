@@ -4,13 +4,16 @@ import contextlib
 import dataclasses
 import functools
 import gzip
+import io
 import json
+import lzma
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import datasets
 import numpy as np
@@ -329,6 +332,19 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(shards, whole, tmp_pa
         assert sum(map(len, train)) >= limit > sum(map(len, train[:-1]))
 
 
+def test_max_tokens_and_a_kill_at_any_write(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "COMMIT_SECONDS", 0)
+    deadly, whole = Deadly(monkeypatch), tmp_path / "whole.zarr"
+    config = settings(shards.parent / "0[01].jsonl", whole, max_tokens=300)
+    assert not deadly.convert(config)
+    for writes in range(deadly.count - 9, deadly.count):  # from before the last commit on
+        config = dataclasses.replace(config, output=str(tmp_path / f"{writes}.zarr"))
+        assert deadly.convert(config, writes)
+        with contextlib.suppress(FileExistsError):  # killed at its very end
+            assert not deadly.convert(config)
+        assert contents(tmp_path / f"{writes}.zarr") == contents(whole)
+
+
 def test_a_validation_split_of_its_own(shards, whole, tmp_path):
     """Applies max_tokens to it too, and reads all of it without max_tokens."""
     load = {
@@ -387,6 +403,8 @@ MISTAKES = {
     "+speed=fast": "speed",
     "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
+    "+load_dataset.num_proc=4": "load_dataset.num_proc doesn't apply",
+    "+load_dataset.split=train": "Leave it out; train_split and validation_split",
 }
 
 
@@ -463,7 +481,7 @@ def test_a_value_that_is_not_text(folder, run_here, value):
     assert message.startswith(f"error: {folder}/x.jsonl, row 4: column=text is ")
     assert message.endswith("skip_not_text=true to leave out such rows")
     out, message = converted(run_here, folder, "skip_not_text=true")
-    assert message == "" and "read 1 files: 4 documents with text, 1 without" in out
+    assert message == "" and "read 1 file: 4 documents with text, 1 without" in out
     assert all_texts(folder.parent / "x.zarr") == sorted([HI, "123", '{"a": 1}', HI])
 
 
@@ -492,6 +510,157 @@ def test_csv_files_as_typed(folder, run_here):
     files = f"load_dataset={{path: csv, data_files: {folder}/x.csv}}"
     assert "4 documents with text, 1 without" in converted(run_here, folder, files)[0]
     assert all_texts(folder.parent / "x.zarr") == ["007", "NA", "null", 'say "hi"\n']
+
+
+SHIFTED = {  # texts, or what is wrong
+    "x,text\n1,a,\n2,b,\n3,c,\n": ["a", "b", "c"],
+    "x,text\n1,a,\n2,b\n3,c\n": ["a", "b", "c"],
+    "text,x\n007,1,\n008,2\n": ["007", "008"],
+    "x,text\n1,a, b\n2,c\n": "row 1 can't be read: it, or one of the next 127, has more fields",
+    "x,text\n" + "1,a,\n" * 130 + "1,a, b\n": "row 129 can't be read: it, or one of the next 127",
+    "x,text\n1,a\n2,b\n3,c, d\n": "Expected 2 fields in line 4, saw 3",
+}
+
+
+@pytest.mark.parametrize("content", SHIFTED)
+def test_csv_rows_with_more_fields_than_the_header(folder, run_here, content):
+    (folder / "x.csv").write_text(content)
+    files = f"load_dataset={{path: csv, data_files: {folder}/x.csv}}"
+    _, message = converted(run_here, folder, files)
+    if isinstance(wanted := SHIFTED[content], str):
+        assert wanted in message
+    else:
+        assert message == "" and all_texts(folder.parent / "x.zarr") == wanted
+
+
+ROWS = '[{"text": "a"}, {"text": "b"}]', '{"text": ["a", "b"], "x": [1, 2]}', '["a", "b"]'
+NO_ROWS = [
+    '{"a": {"text": "x"}, "b": {"text": "y"}}', '"abc"', "5", "null", "[[1], [2]]",
+    '{"text": ["a", "b"], "x": [1]}', '{"text": {"0": "a", "1": "b"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*ROWS, *NO_ROWS])
+def test_rows_in_a_field(folder, run_here, value):
+    (folder / "x.json").write_text(f'{{"data": {value}}}')
+    files = f"load_dataset.data_files={folder}/x.json"
+    _, message = converted(run_here, folder, files, "+load_dataset.field=data")
+    if value in ROWS:
+        assert message == "" and all_texts(folder.parent / "x.zarr") == ["a", "b"]
+    else:
+        assert "load_dataset.field=data holds neither a list of objects nor columns" in message
+
+
+NESTED = {"meta": [{"text": "a"}, None, {"text": "b"}], "x.y": ["c", "d", None]}
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "arrow"])
+@pytest.mark.parametrize("column", ["meta.text", "x.y", "meta.z"])
+def test_a_column_in_a_column(folder, run_here, kind, column):
+    table = pyarrow.table(NESTED)
+    datasets.Dataset(table).to_json(folder / "x.json")
+    pyarrow.parquet.write_table(table, folder / "x.parquet")
+    with pyarrow.ipc.new_file(f"{folder}/x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    files = f"load_dataset={{path: {kind}, data_files: {folder}/x.{kind}}}"
+    _, message = converted(run_here, folder, files, f"column={column}")
+    if column == "meta.z":
+        assert f"x.{kind} has no column=meta.z; the columns are meta, " in message
+    else:
+        assert message == ""
+        assert all_texts(folder.parent / "x.zarr") == (
+            ["a", "b"] if "meta" in column else ["c", "d"]
+        )
+
+
+IN_INPUT = {
+    "files/**": "files/out.zarr",
+    "[files/*.txt,**/*.json]": "files/more/out.zarr",
+    "files/*/*/**": "files/out.zarr",
+    "files/a.txt": "files/a.txt",
+    "files/train/*": "files",
+}
+
+
+@pytest.mark.parametrize("pattern", IN_INPUT)
+def test_an_output_among_the_files_is_refused(folder, run_here, monkeypatch, pattern):
+    monkeypatch.chdir(folder.parent)
+    for name in "a.txt", "train/b.txt", "train/c/d.json":
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    before = contents(folder)
+    wanted = [f"load_dataset.data_files={pattern}", f"output={IN_INPUT[pattern]}"]
+    _, message = run_here("--config-name=text_files", *wanted)
+    assert "which is read: move it out" in message or "choose another output" in message
+    assert contents(folder) == before
+    outside = f"output={folder.parent}.zarr"
+    assert run_here("--config-name=text_files", wanted[0], outside)[1] in ("", ONE)
+
+
+ONE = "error: one document is too few for two splits; add another, or name a validation_split"
+
+
+def test_files_in_the_home_folder(folder, run_here, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    write_texts(folder / "a.jsonl", TEXTS)
+    for files in (
+        'load_dataset.data_files="~/files/*.jsonl"',
+        'load_dataset.data_files={train: ["~/files/a.jsonl"]}',
+        'load_dataset={path: "~/files", data_files: null}',
+    ):
+        assert converted(run_here, folder, files, "column=body")[1] == ""
+        assert all_texts(folder.parent / "x.zarr") == sorted(TEXTS)
+
+
+def compressed(kind, content):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, kind) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACKED = {"bz2": "bz2", "gz": "gzip", "lz4": "lz4", "zst": "zstd", "xz": "", "zip": "", "arrow": ""}
+
+
+def packed(folder, kind, texts):
+    """Returns the name of a file of texts, and its content."""
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if kind == "arrow":
+        table, sink = pyarrow.table({"text": texts}), pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return "x.arrow", sink.getvalue().to_pybytes()
+    if kind == "zip":  # of a compressed file
+        sink = io.BytesIO()
+        with zipfile.ZipFile(sink, "w") as archive:
+            archive.writestr("x.jsonl.zst", compressed("zstd", content))
+        return "x.zip", sink.getvalue()
+    if kind == "xz":
+        return "x.jsonl.xz", lzma.compress(content)
+    return f"x.jsonl.{kind}", compressed(PACKED[kind], content)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_file_that_ends_early(folder, run_here, kind):
+    """However little is missing, and if all is."""
+    texts = [random.Random(i).randbytes(40).hex() for i in range(900)]
+    name, content = packed(folder, kind, texts)
+    files = (
+        f"load_dataset={{path: {'arrow' if kind == 'arrow' else 'json'}, data_files: {folder}/*}}"
+    )
+    (folder / name).write_bytes(content)
+    assert converted(run_here, folder, files)[1] == ""
+    assert all_texts(folder.parent / "x.zarr") == sorted(texts)
+    for length in len(content) // 2, len(content) - 8, 0:
+        (folder / name).write_bytes(content[:length])
+        assert f"{folder}/{name}, row " in converted(run_here, folder, files)[1]
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.TAR.gz", "x.tgz", "x.tar.zst", "x.7z", "x.rar"])
+def test_an_archive_is_to_be_unpacked(folder, run_here, name):
+    (folder / name).write_bytes(b"x")
+    _, message = converted(run_here, folder)
+    assert message == f"error: {folder}/{name} is an archive: unpack it, and choose the files in it"
 
 
 def test_arrow_files_of_which_the_first_has_only_nulls(folder, run_here):
