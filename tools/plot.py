@@ -89,12 +89,12 @@ def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) ->
 
 
 def used(config: dict[str, Any]) -> dict[str, str]:
-    """The settings that a run's loss depends on, as text."""
+    """The settings that a loss can depend on, as text; "-" for those that this run doesn't use."""
     texts = {key: json.dumps(value).strip('"') for key, value in config.items()}
     given = {"", *(f"{key}={text}" for key, text in texts.items())}
     unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
     seen = (key for begin in SEEN for key in texts if key.startswith(begin))
-    return {key: texts[key] for key in seen if not key.startswith(unused)}
+    return {key: "-" if key.startswith(unused) else texts[key] for key in seen}
 
 
 def differences(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> pandas.DataFrame:
