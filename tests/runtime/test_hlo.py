@@ -72,7 +72,7 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsy
 
     assert f"drew {tmp_path}/run/step.svg\n" in out
     drawn = rows_of(tmp_path / "run/step.svg")
-    titles = [row.split()[0] for row in drawn if row.endswith("update") or "unknown" in row]
+    titles = [row.split()[1] for row in drawn if row.endswith("update") or "unknown" in row]
     assert {"block", "training_step", "loss"} <= {*titles}
     assert not {"lower_step", "<module>"} & {*titles}, "the step's callers"
     for name, signature in ops:
@@ -103,7 +103,7 @@ def test_a_table_of_the_lines(tmp_path, monkeypatch):
     assert hlo.draw(text, path) == f"drew {path}"
     assert [file.name for file in tmp_path.iterdir()] == ["step.svg"]
     title, *lines = rows_of(path)
-    assert title.split() == ["function", "update"]
+    assert title.split() == ["test_hlo.py:", "function", "update"]
     assert [line.split()[1] for line in lines] == [
         "product",
         "for_loop",
