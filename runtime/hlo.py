@@ -1,9 +1,10 @@
 """Reads the text of a compiled program, and shows the compiled step to people: as a profile whose
-events have the ops' type strings, and as a graph of its source lines."""
+events have the ops' type strings, and as a table of its source's lines."""
 
 import collections
 import contextlib
 import gzip
+import html
 import itertools
 import json
 import linecache
@@ -135,63 +136,50 @@ def tracebacks(hlo: str) -> dict[str, Any]:
 
 PHASES = ("forward", "recomputed", "backward", "update", "unknown")  # XLA drops some names
 COUNTED = r"(all-|reduce-s|collective-)[\w-]+(?<!-done)|dot|convolution|custom-call"
-# What a label has -> the node's color; the last one counts.
-COLORS = {"": "#eeeeee", r"\d (all-|reduce-|coll)": "#cfe0f5", r"\d (dot|conv|custom)": "#f6d5d2"}
+STYLES = {  # of what a row has
+    r"\d (all-|reduce-|coll)[\w-]+": "fill: #0b57d0",
+    r"\d (dot|conv|custom)[\w-]*": "fill: #c5221f",
+    r"^[^\d\n].*": "font-weight: bold",  # a title
+}
+START = """<svg xmlns="http://www.w3.org/2000/svg" width="{:.0f}" height="{}"
+  style="background: white; font: 11.5px monospace">"""
+ROW = """<rect x="4" y="{}" width="100%" height="18" fill="#f2f2f2"/>
+<text x="8" y="{}" xml:space="preserve">{}</text>"""
 
 
-def draw(hlo: str, path: pathlib.Path) -> str:
-    """Draws an optimized program as a graph. A node is a line of the source, below its function's
-    earlier lines: its HLO instructions by phase, and which of them compute or communicate. Arrows
-    are data. Returns a message that says where the picture is."""
-    import graphviz
-
-    program, traces, files = parse(hlo), tracebacks(hlo), dict[str, str]()
+def draw(text: str, path: pathlib.Path) -> str:
+    """Draws an optimized program as a table in the order of the source. A row is a line, in the box
+    of its function: its HLO instructions by phase, and which of them compute or communicate. The
+    source itself says which data goes where. Returns a message that says where the picture is."""
+    traces, files = tracebacks(text), dict[str, str]()
     nodes = collections.defaultdict[Any, Any](lambda: collections.defaultdict(collections.Counter))
-    # Of each instruction: what its result is made of, and its node and phase.
-    sources, places = collections.defaultdict[str, list[str]](list), dict[str, tuple[Any, str]]()
-    for within, call in ((name, c) for name, calls in program.items() for c in calls.values()):
-        # A loop's body is given the loop's own result: data passes through the loop's line, as in
-        # the source, and the elements of the loop's tuple needn't be told apart.
-        inline, operands = call.op in ("fusion", "call"), call.operands()
-        called = call.called("calls|to_apply" if inline else "body")
-        sources[call.name] += [[*program[name]][-1] for name in called] + operands * (not inline)
-        if call.op == "parameter":
-            sources[call.name].append(f"{within}({call.rest.partition(')')[0]})")
-        for name, (i, given) in itertools.product(called, enumerate(operands)):
-            sources[f"{name}({i})"].append(given if inline else call.name)
+    for call in itertools.chain(*(calls.values() for calls in parse(text).values())):
         op_name, frame = call.find(r'op_name="(.*?)"'), call.find(r"stack_frame_id=(\d+)") or "0"
         # JAX and XLA add instructions around the step, named shard_map or shard_map/broadcast.54.
         added = call.op == "constant" or re.search(r"/shard_map(/\w+\.\d+)?$", op_name)
         if (line := source_line(traces[frame])) and not added:
             file, number, function = re.split("[: ]", line)
             files |= {os.path.basename(f.file_name): f.file_name for f in traces[frame].frames}
-            place = (file, int(number), function), phase(op_name) if op_name else "unknown"
-            nodes[place[0]][place[1]][call.op] += 1
-            places |= {call.name: place} if op_name and not inline else {}
-    style = {"shape": "box", "style": "filled", "fontname": "monospace", "fontsize": "10"}
-    graph = graphviz.Digraph(node_attr=style, strict=True)
+            part = phase(op_name) if op_name else "unknown"
+            nodes[file, int(number), function][part][call.op] += 1
+    rows = list[str]()
+    parts = [part for part in PHASES if any(part in counts for counts in nodes.values())]
     for above, node in itertools.pairwise([("", 0, ""), *sorted(nodes)]):
-        text, more = (linecache.getline(files[node[0]], node[1] + i).strip() for i in (0, 1))
-        label = graphviz.escape(f"{node[1]} {text}{more if text[-1:] == '(' else ''}"[:96])
-        for part in filter(nodes[node].get, PHASES):
-            counts = nodes[node][part]
-            named = [f"{n} {o}" for o, n in counts.items() if re.fullmatch(COUNTED, o)]
-            label += "  ".join([rf"\l{part:10} {counts.total():4}", *named])
-        color = [c for pattern, c in COLORS.items() if re.search(pattern, label)][-1]
-        with graph.subgraph(name=f"cluster {node[::2]}", graph_attr={"label": node[2]}) as cluster:
-            cluster.node(str(node), rf"{label}\l", fillcolor=color)
-            if above[::2] == node[::2]:  # keeps a function's lines in their order
-                cluster.edge(str(above), str(node), style="invis", weight="9")
-    for name, (node, part) in places.items():
-        # The backward pass would add the reverse of each arrow.
-        found = sources[name][:] if part in ("forward", "update") else []
-        for each in found:
-            if each not in places:
-                found += [more for more in sources[each] if more not in found]
-            elif places[each][0] != node:
-                graph.edge(str(places[each][0]), str(node), style="solid")
-    try:
-        graph.render(outfile=path, cleanup=True)
-    except (graphviz.ExecutableNotFound, graphviz.CalledProcessError):  # isn't there, or fails
-        return f"no dot to draw with: install graphviz, or dot -Tsvg {path.with_suffix('.gv')}"
+        if above[::2] != node[::2]:
+            rows += [
+                "",
+                f"{node[0]}: {node[2]}".ljust(94) + "".join(f"{part:21}" for part in parts),
+            ]
+        code, more = (linecache.getline(files[node[0]], node[1] + i).strip() for i in (0, 1))
+        row = f"{node[1]:<4} {code}{more if code[-1:] == '(' else ''}"[:92].ljust(94)
+        for counts in (nodes[node][part] for part in parts):
+            named = [f"{n} {op}" for op, n in counts.items() if re.fullmatch(COUNTED, op)]
+            row += f"{counts.total() or ''}: {', '.join(named)}".strip(": ").ljust(21)
+        rows.append(row)
+    body = html.escape("\n".join(rows))
+    for pattern, style in STYLES.items():
+        body = re.sub(pattern, rf'<tspan style="{style}">\g<0></tspan>', body, flags=re.MULTILINE)
+    lines = [ROW.format(18 * i - 13, 18 * i, row) for i, row in enumerate(body.splitlines()) if row]
+    size = 16 + 6.95 * (94 + 21 * len(parts)), 18 * len(rows)
+    path.write_text("\n".join([START.format(*size), *lines, "</svg>\n"]))
     return f"drew {path}"

@@ -2,18 +2,18 @@
 
     python -m tools.plot runs/a runs/b --output curves.svg
 
-The legend has each run's name and the config values in which the runs differ, leaving out settings
-that don't affect learning, such as paths, profile or the mesh. Faint lines show each step's loss,
-the others its exponential moving average, whose weights fall to 1/e within the number of steps in
-the title. Time counts training steps only, not validation or saving.
+A table below has each run's last loss and the settings in which the runs differ, but none that a
+run doesn't use, or that changes a loss only by rounding, such as the mesh. Faint lines show each
+step's loss, the others its exponential moving average, whose weights fall to 1/e within the number
+of steps in the title, 1% of the run by default. Time counts training steps only, not validation or
+saving. --log shows losses that are close, from a tenth of the shortest run on.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
+import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,25 +21,43 @@ import matplotlib
 import numpy as np
 import pandas
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from data.flat_tokens import tokenizer_of
 from runtime.config import flat, plain, within
 from runtime.errors import user_errors
-from runtime.run import RunConfig, rows_before
+from runtime.run import rows_before
 from shardlib.errors import UserError
 from tools import arguments
 
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
-# What changes no number but by rounding, beside all of RunConfig; sections end in a dot.
-UNSEEN = ("mesh.", "training.microbatches", "training.loss_chunks", "training.validation_",
-          "training.max_skipped_updates")  # fmt: skip
+TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "validation loss"}
+# What a loss depends on, in the table's order: how the keys begin.
+SEEN = ("loss", "validation_loss", "tokenizer", "model.", "training.", "dtype", "flat_tokens.",
+        "hf_dataset.", "paths.clone_")  # fmt: skip
+# What of these a run with this setting doesn't use; "": what changes a loss only by rounding.
+UNUSED = {
+    "": ("training.microbatches", "training.loss_chunks", "training.validation_",
+         "training.max_skipped_updates", "flat_tokens.other_rows", "hf_dataset.num_workers"),
+    "training.optimizer=adamw": ("training.muon_",),
+    "training.schedule=cosine": ("training.cooldown_",),
+    "training.schedule=linear": ("training.cooldown_",),
+    "training.schedule=constant": ("training.co", "training.steps_for_lr"),
+    "model.experts=null": ("training.routing.",),
+    "paths.clone_from=": ("paths.clone_",),
+}  # fmt: skip
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
     """A run's config, with dotted keys, and its metrics: a row per step, with the tokens and
     seconds so far. Raises UserError if they can't be read."""
     try:
-        config = flat(plain((folder / "config.yaml").read_text()))
+        text = (folder / "config.yaml").read_text()
+        config = flat(plain(text))
+        names = map(tokenizer_of, re.findall("filespec: ([^:\n]+)$", text, re.MULTILINE))
+        unknown = f"unknown, {config.get('model.vocab')} ids"
+        named = config.get("hf_dataset.tokenizer"), *names
+        config["tokenizer"] = next(filter(None, named), unknown)
         lines, damaged = rows_before(folder / "metrics.jsonl", math.inf)
         if damaged:
             print(f"warning: left out {damaged} damaged lines of {folder}", file=sys.stderr)
@@ -70,23 +88,22 @@ def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) ->
     return found
 
 
-def labels(folders: Sequence[pathlib.Path], configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Each run's name and the values in which its config differs, if they affect learning. A value
-    that follows another one in all runs, as steps_for_lr follows steps, isn't repeated, nor one
-    that a sweep has put into the name."""
-    ignored = {field.name for field in dataclasses.fields(RunConfig)}
-    table = pandas.DataFrame(configs).map(str)
-    differ = [k for k in table if k.split(".")[0] not in ignored and table[k].nunique() > 1]
-    differ = [k for k in differ if not k.startswith(UNSEEN)]
-    differ = [
-        k for i, k in enumerate(differ) if not any(table[k].equals(table[j]) for j in differ[:i])
-    ]
-    texts = []
-    for run, (_, row) in zip(folders, table.iterrows(), strict=True):
-        said = run.name.split(",")  # a sweep names its runs by their values
-        parts = [f"{k.rpartition('.')[2]}={row[k]}" for k in differ if f"{k}={row[k]}" not in said]
-        texts.append(", ".join([run.name, *parts]))
-    return [textwrap.fill(text, 140 // min(len(folders), 2)) for text in texts]
+def used(config: dict[str, Any]) -> dict[str, str]:
+    """The settings that a loss can depend on, as text; "-" for those that this run doesn't use."""
+    texts = {key: json.dumps(value).strip('"') for key, value in config.items()}
+    given = {"", *(f"{key}={text}" for key, text in texts.items())}
+    unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
+    seen = (key for begin in SEEN for key in texts if key.startswith(begin))
+    return {key: "-" if key.startswith(unused) else texts[key] for key in seen}
+
+
+def differences(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> pandas.DataFrame:
+    """The settings in which runs differ, one in a column, by run; "-" where a run doesn't use it.
+    One that follows another in all runs, as steps_for_lr follows steps, isn't repeated."""
+    table = pandas.DataFrame(map(used, configs), index=names).fillna("-")
+    sections = {key.rpartition(".")[0] for key in table}  # null in a run without
+    differ = [key for key in table if table[key].nunique() > 1 and key not in sections]
+    return table[[*table[differ].T.drop_duplicates().index]]
 
 
 def smooth(values: pandas.Series, steps: float) -> pandas.Series:
@@ -96,7 +113,9 @@ def smooth(values: pandas.Series, steps: float) -> pandas.Series:
     return values.ewm(alpha=1 - fall).mean().where(values.notna())
 
 
-def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None) -> None:
+def draw(
+    folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None, log: bool
+) -> None:
     """Draws the runs into one picture, except those that can't be read, which it names. Raises
     UserError if none can, and for an unknown picture format."""
     if output.is_dir():
@@ -110,39 +129,58 @@ def draw(folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float
                 raise
             print(f"warning: {error}", file=sys.stderr)
     folders, configs, runs = zip(*found, strict=True)
+    names = [folder.name for folder in folders]
+    if len({*names}) < len(names):
+        names = [str(folder) for folder in folders]
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
+    for run, config in zip(runs, configs, strict=True):
+        run["average"] = smooth(run["loss"], steps)
+        run["speed"] = smooth(run["tokens_per_second"], steps)
+        ends = run.ffill().iloc[-1].map("{:.4f}".format)
+        config.update({"loss": ends["average"]} | ends.filter(["validation_loss"]).to_dict())
+    table = differences(names, configs)
+    text = (table.T if len(table.columns) > len(runs) else table).to_string(line_width=150)
+    text = text.replace(" ", "\N{NO-BREAK SPACE}")  # in SVG several spaces are one
+    if log:
+        start = min(run["tokens"].max() for run in runs) / 10
+        runs = tuple(run[run["tokens"] >= start] for run in runs)
+    tokenizers = {config["tokenizer"] for config in configs}
+    nats = "nats per byte" if tokenizers == {"bytes_utf8"} else "nats per token"
+    nats += "; the tokenizers differ" if len(tokenizers) > 1 else ""
     longest = max(run["seconds"].max() for run in runs)
-    unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "minutes")
-    texts, columns = labels(folders, configs), min(len(runs), 2)
-    lines = sum(text.count("\n") + 1 for text in texts) / columns
-    figure = Figure(figsize=(12, 8 + lines / 5), layout="constrained")
+    unit = next((unit for unit in SECONDS if longest >= 2 * SECONDS[unit]), "seconds")
+    columns = max(1, 150 // (max(map(len, names)) + 10))
+    lines = text.count("\n") / 8 + len(runs) / columns / 5
+    figure = Figure(figsize=(12, 8.5 + lines), layout="constrained")
     colors = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
     validated = any("validation_loss" in run for run in runs)
-    panels = figure.subplot_mosaic("LT;VS" if validated else "LT;SS")
-    by_tokens, by_time, speed = (panels[letter] for letter in "LTS")
-    for i, (run, label) in enumerate(zip(runs, texts, strict=True)):
+    panels: dict[str, Any] = figure.subplot_mosaic("LT;VS" if validated else "LT;SS")
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         color = colors(i if len(runs) <= 10 else i / (len(runs) - 1))
-        tokens, loss, dot = run["tokens"], run["loss"], "." if len(run) == 1 else None
-        for panel, x in (by_tokens, tokens), (by_time, run["seconds"] / SECONDS[unit]):
-            panel.plot(x, loss, color=color, alpha=0.25, linewidth=0.7)
-            (line,) = panel.plot(x, smooth(loss, steps), color=color, marker=dot)
-        line.set_label(label)
+        tokens, dot = run["tokens"], "." if len(run) == 1 else None
+        for panel, x in ("L", tokens), ("T", run["seconds"] / SECONDS.get(unit, 1)):
+            panels[panel].plot(x, run["loss"], color=color, alpha=0.25, linewidth=0.7)
+            panels[panel].plot(x, run["average"], color=color, marker=dot, label=name)
         if "validation_loss" in run:
             rows = run.dropna(subset="validation_loss")
             panels["V"].plot(rows["tokens"], rows["validation_loss"], ".-", color=color)
-        speed.plot(tokens, smooth(run["tokens_per_second"], steps), color=color, marker=dot)
+        panels["S"].plot(tokens, run["speed"], color=color, marker=dot)
     average = f", averaged over {steps:g} steps" if steps > 1 else ""
-    for name, panel in panels.items():
-        panel.set(title=f"loss{average}", xlabel="tokens", ylabel="nats per token")
+    for letter, panel in panels.items():
+        panel.set(title=TITLES[letter] + average * (letter != "V"), xlabel="tokens", ylabel=nats)
         panel.grid(alpha=0.3)
-        if name != "T":
+        if log and letter != "S":
+            panel.set(xscale="log", yscale="log")
+            for axis in panel.xaxis, panel.yaxis:
+                axis.set(major_locator=MaxNLocator(6), major_formatter="{x:g}", minor_formatter="")
+        if letter != "T":
             panel.xaxis.set_major_formatter(EngFormatter())  # 5 M
-        if name == "V":
-            panel.set(title="validation loss")
-    by_time.set(xlabel=f"{unit} of training steps")
-    speed.set(title=f"throughput{average}", ylabel="tokens per second", ylim=(0, None))
-    speed.yaxis.set_major_formatter(EngFormatter())
-    figure.legend(loc="outside upper center", ncols=columns)
+    panels["T"].set(xlabel=f"{unit} of training steps")
+    panels["S"].set(ylabel="tokens per second", ylim=(0, None))
+    panels["S"].yaxis.set_major_formatter(EngFormatter())
+    legend = panels["L"].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside upper center", ncols=columns)
+    figure.supxlabel(text * bool(table.size), family="monospace", fontsize=8)
     try:
         with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
             figure.savefig(output, dpi=150)
@@ -154,12 +192,12 @@ def main() -> None:
     parser = arguments.parser("tools.plot", __doc__)
     parser.add_argument("run", nargs="+", help="a run's folder")
     parser.add_argument("--output", default="curves.svg", help=".svg or .png")
-    parser.add_argument(
-        "--smoothing", type=within(float, 0, 10**9), help="steps; default: 1%% of the run; 0: none"
-    )
+    parser.add_argument("--smoothing", type=within(float, 0, 10**9), help="steps; 0: none")
+    parser.add_argument("--log", action="store_true", help="draw losses on logarithmic axes")
     with user_errors():
         given = parser.parse_args()
-        draw([*map(pathlib.Path, given.run)], pathlib.Path(given.output), given.smoothing)
+        runs, output = [*map(pathlib.Path, given.run)], pathlib.Path(given.output)
+        draw(runs, output, given.smoothing, given.log)
         print(f"drew {given.output}")
 
 

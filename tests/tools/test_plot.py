@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pandas
 import pytest
+import zarr
 from matplotlib.figure import Figure
 
 from tools import plot
@@ -52,18 +53,23 @@ def test_the_picture_of_two_runs(tmp_path, monkeypatch, capsys):
     output = tmp_path / "curves.svg"
     panels = drawn(tmp_path, monkeypatch, capsys, one, two, "--smoothing", 0, "--output", output)
     assert capsys.readouterr() == (f"drew {output}\n", "")
-    titles = ["loss", "loss", "validation loss", "throughput"]
+    titles = ["loss by tokens", "loss by time", "validation loss", "throughput"]
     assert [title for title, _, _ in panels] == titles
     (_, x_tokens, by_tokens), (_, x_time, by_time), (_, _, validation), (_, _, speed) = panels
-    assert (x_tokens, x_time) == ("tokens", "minutes of training steps")
+    assert (x_tokens, x_time) == ("tokens", "seconds of training steps")
     tokens, losses, _ = by_tokens[1]
     assert tokens.tolist() == [32, 64, 96] and losses.tolist() == [4, 3, 2]
     np.testing.assert_array_equal(by_tokens[3][1], [4, np.nan, 1, 0.5])
-    assert by_time[3][0] * 60 == pytest.approx([0.5, 1, 1.5, 2])
+    assert by_time[3][0] == pytest.approx([0.5, 1, 1.5, 2])
     assert [line[0].tolist() for line in validation] == [[64, 96]]
     assert [line[1].tolist() for line in speed] == [[64] * 3, [64] * 4]
-    text = re.sub(r"\s+", " ", output.read_text())
-    assert "one, learning_rate=0.1<" in text and "two, learning_rate=0.2<" in text
+    table = re.findall("monospace.*>(.*)</text>", output.read_text())
+    assert [line.replace("\N{NO-BREAK SPACE}", " ") for line in table] == [
+        "                           one     two",
+        "loss                    2.0000  0.5000",
+        "validation_loss         2.5000       -",
+        "training.learning_rate     0.1     0.2",
+    ]
 
 
 def test_tokens_count_by_the_batch_of_their_start(tmp_path, monkeypatch, capsys):
@@ -77,7 +83,7 @@ def test_tokens_count_by_the_batch_of_their_start(tmp_path, monkeypatch, capsys)
     (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     panels = drawn(tmp_path, monkeypatch, capsys, run, "--output", tmp_path / "curves.svg")
     assert panels[0][2][1][0].tolist() == [64, 96, 128, 160]
-    assert panels[1][2][1][0] * 60 == pytest.approx([1, 1.5, 2, 2.5])
+    assert panels[1][2][1][0] == pytest.approx([1, 1.5, 2, 2.5])
 
 
 def test_each_of_many_runs_can_be_seen(tmp_path, monkeypatch, capsys):
@@ -96,7 +102,8 @@ def test_each_of_many_runs_can_be_seen(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["plot", *map(str, runs), "--output", f"{tmp_path}/x.png"])
     plot.main()
     ((height, marker, colors),) = looks
-    assert marker == "." and len(colors) == 60 and height == 8 + 30 / 5
+    # Ten names of 5 letters stand in a line of the legend; the table has 60 lines, and a head.
+    assert marker == "." and len(colors) == 60 and height == 8.5 + 6 / 5 + 60 / 8
 
 
 def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
@@ -104,12 +111,12 @@ def test_png_and_the_smoothing_that_is_stated(tmp_path, monkeypatch, capsys):
     output = tmp_path / "curves.png"
     panels = drawn(tmp_path, monkeypatch, capsys, one, "--output", output)
     average = ", averaged over 3 steps"
-    titles = [f"loss{average}", f"loss{average}", f"throughput{average}"]
+    titles = [f"{x}{average}" for x in ("loss by tokens", "loss by time", "throughput")]
     assert [title for title, _, _ in panels] == titles, "no validation losses, no panel"
     assert output.read_bytes().startswith(b"\x89PNG")
 
 
-def test_labels_say_what_affects_learning():
+def test_the_table_says_what_affects_learning():
     configs = [
         {"training.learning_rate": rate, "mesh.d": 8, "paths.model_name": name, "profile": rate > 1}
         | {"checkpoints.keep_last": rate, "hlo_svg": rate < 2, "hang_timeout_seconds": rate}
@@ -117,15 +124,41 @@ def test_labels_say_what_affects_learning():
         | {"training.optimizer": "muon"}
         for name, rate in [("a", 1), ("b", 2)]
     ]
-    folders = [pathlib.Path("runs/a"), pathlib.Path("runs/b")]
-    assert plot.labels(folders, configs) == ["a, learning_rate=1", "b, learning_rate=2"]
+    assert plot.differences(["a", "b"], configs).to_dict("list") == {
+        "training.learning_rate": ["1", "2"]
+    }
     for config, optimizer in zip(configs, ("adamw", "muon"), strict=True):
         config["training.optimizer"] = optimizer
-    assert plot.labels(folders, configs)[0] == "a, learning_rate=1, optimizer=adamw"
-    swept = [pathlib.Path(f"runs/x/training.learning_rate={rate}") for rate in ("1", "20")]
-    both = ["optimizer=adamw", "learning_rate=2, optimizer=muon"]
-    expected = [f"{run.name}, {more}" for run, more in zip(swept, both, strict=True)]
-    assert plot.labels(swept, configs) == expected
+    assert plot.differences(["a", "b"], configs).to_dict("list") == {
+        "training.learning_rate": ["1", "2"], "training.optimizer": ["adamw", "muon"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "both, setting, shown",
+    [
+        ({"training.optimizer": "adamw"}, "training.muon_momentum", False),
+        ({"training.optimizer": "muon"}, "training.muon_momentum", True),
+        ({"training.schedule": "cosine"}, "training.cooldown_steps", False),
+        ({"training.schedule": "wsd"}, "training.cooldown_steps", True),
+        ({"training.schedule": "constant"}, "training.steps_for_lr", False),
+        ({"training.schedule": "constant"}, "training.cosine_learning_rate_final_fraction", False),
+        ({"training.schedule": "linear"}, "training.cosine_learning_rate_final_fraction", True),
+        ({"model.experts": None}, "training.routing.z_cost", False),
+        ({"model.experts.count": 8}, "training.routing.z_cost", True),
+        ({"paths.clone_from": ""}, "paths.clone_weights_only", False),
+        ({}, "paths.clone_from", True),
+    ],
+)
+def test_a_setting_that_no_run_uses_is_not_in_the_table(both, setting, shown):
+    table = plot.differences(["a", "b"], [both | {setting: 1}, both | {setting: 2}])
+    assert [*table] == [setting] * shown
+
+
+def test_a_section_that_a_run_lacks():
+    configs = {"model.experts": None}, {"model.experts.count": 8}
+    table = plot.differences(["dense", "experts"], configs)
+    assert table.to_dict("list") == {"model.experts.count": ["-", "8"]}
 
 
 def test_a_value_that_follows_another_is_not_repeated():
@@ -133,9 +166,53 @@ def test_a_value_that_follows_another_is_not_repeated():
         {"training.steps": steps, "training.steps_for_lr": steps, "training.warmup_steps": warmup}
         for steps, warmup in [(100, 10), (200, 10), (200, 20)]
     ]
-    folders = [pathlib.Path(f"runs/{name}") for name in "abc"]
-    expected = ["a, steps=100, warmup_steps=10", "b, steps=200, warmup_steps=10"]
-    assert plot.labels(folders, configs) == [*expected, "c, steps=200, warmup_steps=20"]
+    table = plot.differences(["a", "b", "c"], configs)
+    assert [*table] == ["training.steps", "training.warmup_steps"]
+
+
+@pytest.mark.parametrize(
+    "tokenizers, unit",
+    [
+        (["bytes_utf8"] * 2, "nats per byte"),
+        (["gpt2", "gpt2"], "nats per token"),
+        (["bytes_utf8", "gpt2"], "nats per token; the tokenizers differ"),
+        (["llama", "gpt2"], "nats per token; the tokenizers differ"),
+        (["gpt2", None], "nats per token; the tokenizers differ"),
+    ],
+)
+def test_losses_of_different_tokenizers(tokenizers, unit, tmp_path, monkeypatch):
+    """The first run has a dataset; the second one streams, or its dataset is gone."""
+    first, second = runs = [make_run(tmp_path, name, 0.1, [4.0, 3.0]) for name in "ab"]
+    dataset = zarr.create_group(tmp_path / "data.zarr")
+    dataset.attrs["conversion"] = {"settings": {"tokenizer": tokenizers[0]}}
+    with (first / "config.yaml").open("a") as config:
+        config.write(f"flat_tokens:\n  filespec: {tmp_path}/data.zarr\n")
+    if tokenizers[1]:
+        with (second / "config.yaml").open("a") as config:
+            config.write(f"hf_dataset:\n  tokenizer: {tokenizers[1]}\n")
+    labels = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: labels.append(figure.axes[0].get_ylabel())
+    )
+    plot.draw(runs, tmp_path / "x.svg", None, log=False)
+    assert labels == [unit]
+
+
+def test_logarithmic_axes_begin_at_a_tenth_of_the_shortest_run(tmp_path, monkeypatch, capsys):
+    long, short = make_run(tmp_path, "a", 1, [4.0] * 90), make_run(tmp_path, "b", 2, [3.0] * 60)
+    output = tmp_path / "x.svg"
+    panels = drawn(tmp_path, monkeypatch, capsys, long, short, "--log", "--output", output)
+    (_, _, by_tokens), (_, _, by_time), _ = panels
+    assert [line[0].min() for line in by_tokens] == [32 * 6] * 4
+    assert [line[0].max() for line in by_time] == pytest.approx([45, 45, 30, 30])
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path, monkeypatch, capsys):
+    for parent in "xy":
+        (tmp_path / parent).mkdir()
+    runs = [make_run(tmp_path / parent, "run", 1, [4.0]) for parent in "xy"]
+    panels = drawn(tmp_path, monkeypatch, capsys, *runs, "--output", tmp_path / "x.svg")
+    assert [line[2] for line in panels[0][2][1::2]] == [*map(str, runs)]
 
 
 def test_smoothing_is_a_mean_of_falling_weights():
@@ -197,7 +274,9 @@ def test_lines_that_are_not_rows_are_left_out(tmp_path, monkeypatch, capsys):
         metrics.write(b"\n".join([*DAMAGED_LINES, b'{"step": 3, "lo']))
     panels = drawn(tmp_path, monkeypatch, capsys, run, "--output", tmp_path / "curves.svg")
     title, _, lines = panels[0]
-    assert title == "loss" and lines[1][1].tolist() == [2, 1], "a short run is not averaged"
+    assert title == "loss by tokens" and lines[1][1].tolist() == [2, 1], (
+        "a short run is not averaged"
+    )
     warning = f"warning: left out 8 damaged lines of {run}\n"
     assert capsys.readouterr().err == warning
 
