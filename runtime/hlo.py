@@ -166,10 +166,8 @@ def draw(text: str, path: pathlib.Path) -> str:
     parts = [part for part in PHASES if any(part in counts for counts in nodes.values())]
     for above, node in itertools.pairwise([("", 0, ""), *sorted(nodes)]):
         if above[::2] != node[::2]:
-            rows += [
-                "",
-                f"{node[0]}: {node[2]}".ljust(94) + "".join(f"{part:21}" for part in parts),
-            ]
+            title = f"{node[0]}: {node[2]}".ljust(94)
+            rows += ["", title + "".join(f"{part:21}" for part in parts)]
         code, more = (linecache.getline(files[node[0]], node[1] + i).strip() for i in (0, 1))
         row = f"{node[1]:<4} {code}{more if code[-1:] == '(' else ''}"[:92].ljust(94)
         for counts in (nodes[node][part] for part in parts):
