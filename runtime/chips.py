@@ -1,5 +1,6 @@
 """A table of accelerators: speeds, memory, links, and the compiler's options for them."""
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -17,7 +18,6 @@ class Chip(NamedTuple):
     bandwidth: float  # of the memory, bytes/s
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
-    others: tuple[str, ...] = ()  # other device kinds that are this chip
 
     @property
     def usable(self) -> float:
@@ -27,16 +27,15 @@ class Chip(NamedTuple):
             return self.memory
         names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
         given = {name: os.environ[name] for name in names if os.environ.get(name)}
-        try:
+        with contextlib.suppress(ValueError):
             share = float(next(iter(given.values()), "0.75"))
-        except ValueError:
-            share = math.nan
-        if not 0 < share <= 1 or len(given) > 1:  # JAX refuses two as well
-            written = " ".join(f"{name}={value}" for name, value in given.items())
-            part = "it's the part of a GPU's memory that JAX takes, above 0 and at most 1"
-            cure = "set one of them" if len(given) > 1 else part
-            raise UserError(f"{written} in the environment: {cure}")
-        return share * self.memory
+            if 0 < share <= 1 and len(given) < 2:  # JAX refuses two as well
+                return share * self.memory
+        written = " ".join(f"{name}={value}" for name, value in given.items())
+        part = (
+            "is the part of a GPU's memory that JAX takes, above 0 and at most 1: set one of them"
+        )
+        raise UserError(f"{written} in the environment {part}")
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
         """The kind of link that each axis of a mesh goes over. The innermost axes are those of
@@ -61,19 +60,20 @@ CHIPS = {
     "a100pcie_40gb": Chip(
         "A100-PCIE-40GB", 312e12, 42.3e9, 1.555e12, {"pcie": 32e9, "ib": 25e9}, 8
     ),
-    "a100": Chip(
-        "A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8, ("A100-SXM4-80GB",)
-    ),
+    "a100": Chip("A100", 312e12, 85.1e9, 2.039e12, {"nvlink": 300e9, "ib": 25e9}, 8),
     "h100pcie": Chip("H100 PCIe", 756e12, 84.9e9, 2e12, {"pcie": 64e9, "ib": 50e9}, 8),
-    "h100": Chip(
-        "H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8, ("H100 80GB HBM3",)
-    ),
+    "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "h200": Chip("H200", 989e12, 151e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "b200": Chip("B200", 2250e12, 191e9, 7.7e12, {"nvlink": 900e9, "ib": 50e9}, 8),
     "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
-    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}, others=("TPU v5e",)),
-    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}, others=("TPU v5p",)),
-    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}, others=("TPU v6e",)),
+    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
+    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
+    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}),
+}
+# What JAX calls a chip on some machines.
+OTHER_NAMES = {
+    **{"A100-SXM4-80GB": "A100", "H100 80GB HBM3": "H100"},
+    **{"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"},
 }
 
 
@@ -116,7 +116,7 @@ PROFILED = {"xla_gpu_enable_command_buffer": ""}
 def find_chip(kind: str) -> Chip | None:
     """Finds a chip by JAX's `device.device_kind`; None if the table doesn't have it."""
     name = kind.removeprefix("NVIDIA ")
-    return next((chip for chip in CHIPS.values() if name in (chip.kind, *chip.others)), None)
+    return {chip.kind: chip for chip in CHIPS.values()}.get(OTHER_NAMES.get(name, name))
 
 
 def mfu(kind: str, count: int, flops: float) -> str:
