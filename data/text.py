@@ -411,12 +411,11 @@ class Source:
         `datasets` ignores, and for one that matches the output or will match files in it."""
         folder, output = self.folder, os.path.realpath(self.output)
         local = self.arguments["path"] in FILE_FORMATS or folder.is_dir()
-        files_here = fsspec.filesystem("file")
         files = self.arguments["data_files"] or "**"
         files = files.get(self.split, []) if isinstance(files, dict) else files
         for pattern in [files] if isinstance(files, str) else files:
             place = pattern if "://" in pattern else str(folder / pattern)
-            if local and "://" not in pattern and not files_here.glob(place):
+            if local and "://" not in pattern and not fsspec.filesystem("file").glob(place):
                 raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
             if local and os.path.isdir(place):
                 raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
