@@ -139,11 +139,10 @@ LAYOUTS = [
 ]
 
 # Whose peak is in the loss.
-VOCABULARY, TIED = "model.vocab=262144", "model.tied_embeddings=true"
+VOCABULARY = "model.vocab=131072"
 WITH_LARGE_VOCABULARY = [
-    Program("v6e:2x4", "84m", 4, 2, 64, 1024, (VOCABULARY, TIED, C, M)),
-    Program("v5e:2x4", "84m", 8, 1, 64, 1024, ("model.vocab=131072",)),
-    Program("v5p:2x2x2", "270m", 4, 2, 64, 1024, (VOCABULARY, C)),
+    Program("v6e:2x4", "84m", 2, 4, 64, 1024, (VOCABULARY,)),
+    Program("v5p:2x2x2", "270m", 2, 4, 64, 1024, (VOCABULARY, M)),
 ]
 
 EXPERTS = "model.experts={count: 16, per_token: 4, d_ff: 1024}", "model.d_ff=0"
