@@ -40,6 +40,9 @@ class Program(NamedTuple):
 
 LONG = "training.tokens={batch: 32, len: 8192}", "training.loss_chunks=32"
 WINDOW = "model.sliding_window=512", "model.n_q_per_kv=4", "model.n_kv=4"
+# Steps whose peak is in the loss.
+SMALL = "mesh.d=1", "mesh.t=1", "training.tokens={batch: 48, len: 2048}"
+SPLIT = "mesh.d=4", "mesh.t=2", "training.microbatches=4"
 TWO_HOSTS = Program("h100:2x8", "c4_h100x8_540m", ("mesh.d=16", "mesh.r=2"))
 PROGRAMS = [
     Program("a100:1", "c4_a100x1_84m"),
@@ -55,6 +58,9 @@ PROGRAMS = [
     Program("h100:8x8", "fineweb_edu_h100x8x8_qwen3_30b_a3b"),
     Program("h100:8x8", "fineweb_edu_h100x8x8_olmoe"),
     TWO_HOSTS,
+    Program("h100:1", "local_test_synthetic", ("model.vocab=131072", *SMALL)),
+    Program("a100:1", "c4_a100x1_84m", ("model.vocab=131072",)),
+    Program("h100:8", "c4_h100x8_1b", ("model.vocab=262144", *SPLIT)),
 ]
 QUICK = PROGRAMS[1], TWO_HOSTS
 ALL = [

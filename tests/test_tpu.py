@@ -20,7 +20,7 @@ from tools.ledger import ledger
 pytestmark = pytest.mark.tpu
 PROGRAMS = [
     *(*tpu_programs.STEPS, *tpu_programs.WITH_LONGER_ROWS),
-    *(*tpu_programs.LAYOUTS, *tpu_programs.WITH_EXPERTS),
+    *(*tpu_programs.LAYOUTS, *tpu_programs.WITH_LARGE_VOCABULARY, *tpu_programs.WITH_EXPERTS),
 ]
 
 

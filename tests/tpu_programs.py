@@ -138,6 +138,13 @@ LAYOUTS = [
     Program("v5e:2x4", "540m", 8, 2, 64, 1024, (C, M), r=2, slices=2),
 ]
 
+# Whose peak is in the loss.
+VOCABULARY = "model.vocab=131072"
+WITH_LARGE_VOCABULARY = [
+    Program("v6e:2x4", "84m", 2, 4, 64, 1024, (VOCABULARY,)),
+    Program("v5p:2x2x2", "270m", 2, 4, 64, 1024, (VOCABULARY, M)),
+]
+
 EXPERTS = "model.experts={count: 16, per_token: 4, d_ff: 1024}", "model.d_ff=0"
 WITH_EXPERTS = [
     Program("v5p:2x2x2", "84m", 4, 2, 64, 1024, EXPERTS),

@@ -74,9 +74,9 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
     """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
     saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where devices of
     the kind `chip` run a kernel, it lists the matmuls of the kernel's twin."""
-    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    used = live(jaxpr)
     transfers, products = [], []
-    for eqn, path, line, runs in equations(live):
+    for eqn, path, line, runs in equations(used):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         over = axes_of(eqn) if name in COLLECTIVES else ()
@@ -90,15 +90,21 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
-            size, in_kernel = sum(map(_bytes, arrays)), runs_kernel(path, chip)
+            size, in_kernel = sum(map(nbytes, arrays)), runs_kernel(path, chip)
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
-    bodies = [e.params["jaxpr"] for e in live.eqns if e.primitive.name == "shard_map"]
+    bodies = [e.params["jaxpr"] for e in used.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body, chip)]
-    return Ledger(transfers, products, saved, _kernel_bytes(live, chip))
+    return Ledger(transfers, products, saved, _kernel_bytes(used, chip))
 
 
-def _bytes(array: Any) -> int:
-    return array.size * array.dtype.itemsize
+def live(jaxpr: Any) -> Any:
+    """The jaxpr without the equations whose results nothing uses."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def nbytes(array: Any) -> int:
+    """The bytes of an array with this shape and dtype."""
+    return int(array.size * array.dtype.itemsize)
 
 
 def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
@@ -128,7 +134,7 @@ def _kernel_bytes(jaxpr: Any, chip: str) -> int:
         apart = in_kernel or eqn.primitive.name == "cond"
         for inner in () if apart else jaxprs_in_params(eqn.params):
             size += eqn.params.get("length", 1) * _kernel_bytes(inner, chip)
-    return size + sum(_bytes(v.aval) for v in set.intersection(*touched))
+    return size + sum(nbytes(v.aval) for v in set.intersection(*touched))
 
 
 def _saved(body: Any, chip: str) -> Iterator[Saved]:
@@ -153,7 +159,7 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
                         if inner.outvars[index].aval.shape != shape:
                             times, shape = maker.params["length"], shape[1:]
                     line, memory = made_at(maker, index), "host" if on_host(array) else "device"
-                    yield Saved(line, times, shape, array.dtype.name, _bytes(array), memory)
+                    yield Saved(line, times, shape, array.dtype.name, nbytes(array), memory)
                     innermost, *_ = makers(maker, index)
                     if runs_kernel(str(innermost.source_info.name_stack), chip):
                         shape, size = shape[:-1], 4 * array.size // shape[-1]

@@ -18,7 +18,9 @@ The peak is in the backward pass. In memory are then:
 If more is needed while the loss is computed, there are instead of the last two:
 
     gathered weights            the unembedding
-    logits of a chunk           in f32
+    logits of a chunk           in f32, and on GPUs also their gradient in the compute dtype, which
+                                the matmuls of the backward pass read. TPUs' matmuls compute it
+                                from the logits meanwhile, and a gradient in f32 overwrites these
 
 A step with few tokens for the size of its weights may have its peak in the update, which has no
 terms here. Compilers may need less: they overwrite other arrays, too, and TPUs keep small ones
@@ -33,14 +35,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
-from jax.interpreters.partial_eval import dce_jaxpr
 
 import train
 from shardlib.audit import equations, phase
 from shardlib.devices import abstract_mesh
 from shardlib.kernels import runs_kernel
-from shardlib.types import computing_in, f32, make_shapes, type_tree
-from tools.ledger import PRODUCTS, Ledger
+from shardlib.types import compute, computing_in, f32, make_shapes, type_tree
+from tools.ledger import PRODUCTS, Ledger, live, nbytes
 
 ARGUMENTS = "weights", "moments", "batch"
 SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "logits of a chunk"
@@ -63,6 +64,8 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
         gradient_sums = bytes_of(state.weights, axes | {"r": 1}) if parts > 1 else 0
         replica, layers = bytes_of(kinds, axes), bytes_of(kinds.layers, whole)
         unembedding, logits = bytes_of(kinds.embed, whole), bytes_of(f32["B/d L/c V/t"], axes)
+        if "TPU" not in chip and config.dtype != "f32":
+            logits += bytes_of(compute["B/d L/c V/t"], axes)  # their gradient
 
     results = list(_results(jaxpr, sizes["layers"] * parts, chip))
     largest = max(size for _, size in results)
@@ -89,30 +92,22 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
 def arguments(jaxpr: Any) -> int:
     """The bytes per device of the arguments that a function under `typed_shard_map` uses, given the
     jaxpr of its `jax.jit`."""
-    (outer,) = (eqn for eqn in _live(jaxpr).eqns if eqn.primitive.name == "shard_map")
-    return sum(_bytes(var) for var in next(jaxprs_in_params(outer.params)).invars)
+    (outer,) = (eqn for eqn in live(jaxpr).eqns if eqn.primitive.name == "shard_map")
+    return sum(nbytes(var.aval) for var in next(jaxprs_in_params(outer.params)).invars)
 
 
 def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
     """The bytes that each device holds of arrays typed by `hint`."""
     kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
     parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
-    return sum(s.size * s.dtype.itemsize // part for s, part in zip(shapes, parts, strict=True))
+    return sum(nbytes(s) // part for s, part in zip(shapes, parts, strict=True))
 
 
 def _results(jaxpr: Any, layers: int, chip: str) -> Iterator[tuple[str, int]]:
     """Yields the phase and the bytes of each result of a matmul or loop in the backward pass of the
     layers, where all runs at least `layers` times."""
-    for eqn, path, _, runs in equations(_live(jaxpr)):
+    for eqn, path, _, runs in equations(live(jaxpr)):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
         written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path, chip)
         if in_layer and written:
-            yield from ((phase(path), _bytes(var)) for var in eqn.outvars)
-
-
-def _live(jaxpr: Any) -> Any:
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
-
-
-def _bytes(var: Any) -> int:
-    return int(var.aval.size * var.aval.dtype.itemsize)
+            yield from ((phase(path), nbytes(var.aval)) for var in eqn.outvars)

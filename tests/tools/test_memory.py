@@ -66,15 +66,21 @@ def test_each_term(case):
     assert list(terms)[:3] == list(memory.ARGUMENTS)
 
 
-def test_logits_are_held_where_they_need_more_than_a_layer():
-    chunks = [held("mesh={d: 4, t: 2}", f"training.loss_chunks={n}") for n in (1, 2, 16)]
+@pytest.mark.parametrize(
+    ("chip", "dtype", "each"), [("v5p", "bf16", 4), ("h100", "bf16", 4 + 2), ("h100", "f32", 4)]
+)
+def test_logits_are_held_where_they_need_more_than_a_layer(chip, dtype, each):
+    """On a GPU also their gradient, if it isn't in f32 like them."""
+    options = "mesh={d: 4, t: 2}", f"dtype={dtype}"
+    chunks = [held(*options, f"training.loss_chunks={n}", chip=chip) for n in (1, 2, 16)]
     tokens = B * L // 4
     assert [terms.get(memory.LOGITS) for terms in chunks] == [
-        4 * tokens * V // 2,
-        4 * tokens // 2 * V // 2,
+        each * tokens * V // 2,
+        each * tokens // 2 * V // 2,
         None,
     ]
-    assert chunks[0]["gathered weights"] == 2 * V * M // 2, "the unembedding"
+    unembedding = {"bf16": 2, "f32": 4}[dtype] * V * M // 2
+    assert chunks[0]["gathered weights"] == unembedding
     assert memory.ARRAYS not in chunks[0] and memory.ARRAYS in chunks[2]
 
 
