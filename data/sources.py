@@ -141,10 +141,10 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
 def say_problem_of_start(name: str, start: int) -> None:
     """Notes that a dataset's tokenizer starts texts otherwise than the model. Opens no tokenizer
     that isn't on this machine, and stops no run."""
-    from huggingface_hub import snapshot_download
-
     with contextlib.suppress(Exception):  # of many types, if it isn't there or can't be opened
         if name != "bytes_utf8" and not os.path.exists(name):
+            from huggingface_hub import snapshot_download
+
             name = snapshot_download(name, local_files_only=True)
         if problem := text.problem_of_start(text.tokenizer(name), start):
             say(f"note: {problem}; no tokenizer will go with an export")
