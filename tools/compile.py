@@ -137,22 +137,20 @@ def main(config: CompileConfig) -> None:
     ]
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
-    if chip:
-        verdict = "fits" if peak < usable else "does not fit"
-        share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
-        print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
-    else:
+    if not chip:
         print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
-    if is_tpu and chip:
+        return
+    verdict = "fits" if peak < usable else "does not fit"
+    share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
+    print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
+    if is_tpu:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")
-        return
-    if chip:
-        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}")
-    if config.topology:
-        print(f"\n{gpus.CAVEAT}")
+    else:
+        caveat = f"\n\n{gpus.CAVEAT}" if config.topology else ""
+        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}{caveat}")
 
 
 if __name__ == "__main__":
