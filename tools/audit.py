@@ -22,6 +22,7 @@ decimal: a GB is 10^9 bytes.
 import collections
 import dataclasses
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -242,11 +243,8 @@ def report(
 # --- As a page ------------------------------------------------------------------------------------
 
 # The columns beside each line: the table whose rows at that line are added up, and their phase.
-MARGIN = [("saved", "")] + [
-    (name, phase)
-    for name in ("transfers", "products")
-    for phase in ("forward", "recomputed", "backward")
-]
+PHASES = "forward", "recomputed", "backward"
+MARGIN = [("saved", ""), *itertools.product(("transfers", "products"), PHASES)]
 
 
 def page(result: dict[str, Any], head: str, text: str) -> str:
@@ -279,12 +277,8 @@ def page(result: dict[str, Any], head: str, text: str) -> str:
     listings = [listing(ROOT / "train.py", before + 1)]
     listings += [listing(f, 1) for f in sorted(ROOT.glob("variants/*.py")) if f.name in called]
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
-    return template.substitute(
-        summary=html.escape(head),
-        text=html.escape(text),
-        lines="\n".join(listings),
-        last=before,
-    )
+    lines, summary, text = "\n".join(listings), html.escape(head), html.escape(text)
+    return template.substitute(summary=summary, text=text, lines=lines, last=before)
 
 
 # --- A roofline -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ fit, loss chunks and microbatches are added, no more than it needs.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
 import re
@@ -101,12 +102,10 @@ def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
     as many as there are groups of chips with fast links. Those that split no rows come first, as
     they are usually faster."""
     replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
-    for c in divisors(count):
-        for t in divisors(count // c):
-            d = count // c // t
-            yield from (
-                {"d": d, "t": t, "r": r, "c": c} for r in replicas if t <= chip.near and d % r == 0
-            )
+    for c, t, r in itertools.product(divisors(count), divisors(count), replicas):
+        d, rest = divmod(count, c * t)
+        if not rest and t <= chip.near and d % r == 0:
+            yield {"d": d, "t": t, "r": r, "c": c}
 
 
 def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Plan:
@@ -189,7 +188,7 @@ def main(config: PlanConfig) -> None:
     shown = fitting[:SHOWN]
     cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
     print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
-    if any(CHUNKS in row[-1] for row in cells):
+    if any(CHUNKS in plan.layout for plan in shown):
         print(f"\nRows that change {CHUNKS}={hyper.loss_chunks} don't fit with it.")
     if larger:
         print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
