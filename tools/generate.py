@@ -254,11 +254,9 @@ def continued(
         given = prompts[part], numbers[part], tokens, rows, how, seed, longest
         for ids in generate(model, *given):
             for row, text in [*running.items()]:
-                text.append(int(ids[row]))
-                if text[-1] in how.ends:
-                    text.pop()
-                    del running[row]
-                elif ended(text):
+                if (new := int(ids[row])) not in how.ends:
+                    text.append(new)
+                if new in how.ends or ended(text):
                     del running[row]
             if not running:
                 break
@@ -409,10 +407,8 @@ class Text(Tokenizer):
 def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
     if largest > (last := model.vocab - 1):
-        raise UserError(
-            f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}: they are "
-            "from another tokenizer"
-        )
+        problem = f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}"
+        raise UserError(f"{problem}: they are from another tokenizer")
 
 
 # --- Program --------------------------------------------------------------------------------------
