@@ -119,7 +119,7 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
 def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
     """The layout with more loss chunks, if the logits alone may shrink by the excess, else with
     more microbatches, if all activations may: with the fewest, if all that they divide becomes so
-    much smaller. None if no number is enough."""
+    much smaller. If no number is enough, that with the most of both; None if it was that one."""
     logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # wholly, and in proportion
     for key, (wholly, divided) in shrinks.items():
@@ -127,22 +127,19 @@ def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
         for more in divisors(most[key]):
             if more > parts and wholly + divided * (1 - parts / more) >= plan.excess:
                 return plan.layout | {key: more}
-    return None
+    return None if most.items() <= plan.layout.items() else plan.layout | most
 
 
 def lightest(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Plan:
     """The plan for the layout's mesh with the fewest parts that fits; if none does, the one that
     needs the least memory. Raises UserError if the config doesn't split this way."""
-    plan = audited(config, layout, chip)
-    tokens, mesh = plan.config.training.tokens, plan.config.mesh
+    tried = [audited(config, layout, chip)]
+    tokens, mesh = tried[0].config.training.tokens, tried[0].config.mesh
     most = {CHUNKS: tokens.len // mesh.c, MICROBATCHES: tokens.batch // mesh.d}
     with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
-        while plan.excess > 0 and (more := smaller(plan, most)):
-            plan = audited(config, more, chip)
-        if plan.excess > 0:
-            in_most_parts = audited(config, layout | most, chip)
-            plan = min(plan, in_most_parts, key=lambda plan: plan.excess)
-    return plan
+        while tried[-1].excess > 0 and (more := smaller(tried[-1], most)):
+            tried.append(audited(config, more, chip))
+    return min(tried, key=lambda plan: plan.excess)
 
 
 def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan], list[Plan]]:
