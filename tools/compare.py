@@ -49,10 +49,8 @@ def _check_out(revision: str, folder: str) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     if archive.returncode:
-        raise UserError(
-            f"audit.against={revision}: it is neither a file nor a revision "
-            f"({archive.stderr.strip().splitlines()[-1]})"
-        )
+        said = archive.stderr.strip().splitlines()[-1]
+        raise UserError(f"audit.against={revision}: it is neither a file nor a revision ({said})")
     # The filter leaves links out of the folder as they are.
     shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
 
@@ -68,10 +66,8 @@ def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[s
     if lacking := after.keys() - before.keys() - {"chip"}:
         cure = "make it anew with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
-    if (earlier_chip := before.get("chip", after["chip"])) != after["chip"]:
-        raise UserError(
-            f"the earlier audit is for {earlier_chip or 'no chip'}: set audit.chip alike"
-        )
+    if (other := before.get("chip", after["chip"])) != after["chip"]:
+        raise UserError(f"the earlier audit is for {other or 'no chip'}: set audit.chip alike")
     both = before, after
     bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)

@@ -78,11 +78,10 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
         raise
     except Exception as error:  # libtpu's, the plugin's or JAX's
         form, compiler, requirements = GPU_CURE if is_gpu else TPU_CURE
-        raise UserError(
-            f"topology={topology} for the mesh {devices.show_axes(axes)}: "
-            f"{str(error).splitlines()[0]}. Write it {form}, with as many chips as the mesh; it "
-            f"needs {compiler}: install requirements-{requirements}.txt in a venv of its own"
-        ) from None
+        problem = f"topology={topology} for the mesh {devices.show_axes(axes)}: {error}"
+        cure = f"Write it {form}, with as many chips as the mesh; it needs {compiler}: install"
+        file = f"requirements-{requirements}.txt in a venv of its own"
+        raise UserError(f"{problem.splitlines()[0]}. {cure} {file}") from None
 
 
 # --- Program --------------------------------------------------------------------------------------

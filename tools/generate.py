@@ -460,10 +460,9 @@ class Model:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
         checkpoint = self.checkpoints.newest
         if not (named := named or tokenizer_of_model(checkpoint)):
-            raise UserError(
-                "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
-                "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
-            )
+            problem = "the run's dataset isn't on this machine or doesn't name its tokenizer"
+            choices = "bytes_utf8, a tokenizers JSON file, or what transformers loads"
+            raise UserError(f"{problem}; set --tokenizer to {choices}")
         return Text(named, kept_by_import(checkpoint))
 
 
@@ -492,10 +491,8 @@ def evaluate(
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     loss = nats / last
     perplexity = math.inf if loss > 709 else math.exp(loss)  # which raises for what is no float
-    return (
-        f"{data.name}, {last:,} tokens: {loss:.4f} nats per token, "
-        f"perplexity {perplexity:.4g}, {bits}"
-    )
+    found = f"{loss:.4f} nats per token, perplexity {perplexity:.4g}, {bits}"
+    return f"{data.name}, {last:,} tokens: {found}"
 
 
 def write(args: argparse.Namespace, model: Model, codec: Text) -> None:

@@ -215,10 +215,8 @@ def tensors(model: train.ModelConfig, family: str) -> list[Tensor]:
         kind, first = entry["attributes"]["type"], stacked(array)
         same = sorted(size) == sorted(re.findall(r"\w+", theirs)) and [*size][: len(first)] == first
         if not same or "float32[" not in kind:
-            raise UserError(
-                f"{array} is {kind} in train.py; transformers' files have "
-                + (f"float32[{theirs}]" if theirs else "no tensor for it")
-            )
+            has = f"float32[{theirs}]" if theirs else "no tensor for it"
+            raise UserError(f"{array} is {kind} in train.py; transformers' files have {has}")
         for old, new in RENAMED.get(family, {}).items():
             name = name.replace(old, new)
         counts = [size.pop(dim) for dim in first]

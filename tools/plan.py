@@ -86,10 +86,8 @@ def chips_of(written: str) -> tuple[chips.Chip, int]:
     """The kind and the number of chips. Raises UserError if they aren't written like h100:64."""
     name, _, count = written.partition(":")
     if name not in chips.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
-        raise UserError(
-            f"chips={written!r}: write a kind and a number, such as h100:64 or v5p:4x4x8; the "
-            f"kinds are {', '.join(chips.CHIPS)}"
-        )
+        cure = "write a kind and a number, such as h100:64 or v5p:4x4x8"
+        raise UserError(f"chips={written!r}: {cure}; the kinds are {', '.join(chips.CHIPS)}")
     return chips.CHIPS[name], math.prod(map(int, count.split("x")))
 
 
