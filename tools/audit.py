@@ -224,20 +224,19 @@ def report(
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
     count = math.prod(axes.values())
     needed = show(result["model_flops"] / count, "FLOP")
-    return "\n".join(
-        [
-            f"{count} devices: {devices.show_axes(axes)}\n\n{summary(result, chip)}\n",
-            f"{terms_table(result)}\n",
-            "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
-            "tools.compile asks them.\n",
-            TABLES["saved"].text(result["saved"], least),
-            f"\nA device receives {show_total(sent, 'B')} a step"
-            + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
-            TABLES["transfers"].text(sent, least),
-            f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
-            f"The model needs {needed} of that, counting causal attention as half.",
-        ]
-    )
+    paragraphs = [
+        f"{count} devices: {devices.show_axes(axes)}\n\n{summary(result, chip)}\n",
+        f"{terms_table(result)}\n",
+        "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
+        "tools.compile asks them.\n",
+        TABLES["saved"].text(result["saved"], least),
+        f"\nA device receives {show_total(sent, 'B')} a step"
+        + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+        TABLES["transfers"].text(sent, least),
+        f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
+        f"The model needs {needed} of that, counting causal attention as half.",
+    ]
+    return "\n".join(paragraphs)
 
 
 # --- As a page ------------------------------------------------------------------------------------
@@ -320,10 +319,9 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
         over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
         rows.append((devices.show_axes(axes), over, *bound(result, chip, links).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
-    return (
-        f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "
-        f"the step:\n\n{table(('mesh', 'links', *bound_head(chip)), rows)}{end}"
-    )
+    times = table(("mesh", "links", *bound_head(chip)), rows)
+    head = f"The least time that each resource needs for a step on {chip.kind}"
+    return f"{head}. The longest bounds the step:\n\n{times}{end}"
 
 
 NOT_USED = {

@@ -116,10 +116,9 @@ def main(config: CompileConfig) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise UserError(
-                f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
-                f"By the audit: {summary(predicted, chip)}\n\n{terms_table(predicted)}"
-            ) from None
+            problem = f"it does not fit: {str(error).splitlines()[0]} (G means GiB)"
+            audited = f"By the audit: {summary(predicted, chip)}\n\n{terms_table(predicted)}"
+            raise UserError(f"{problem}\n{audited}") from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes

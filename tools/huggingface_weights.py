@@ -523,11 +523,10 @@ def import_weights(path: str, output: str) -> None:
     section = {"model": dataclasses.asdict(model)}
     rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     with storage.opening(target.path):
-        target.create(arrays, OmegaConf.to_yaml(OmegaConf.create(section | rows)))
+        target.create(arrays, OmegaConf.to_yaml(section | rows))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = opened[tensor.name][:]
-            values = tensor.convert(values, tensor.theirs, tensor.ours, np.float32)
+            values = tensor.convert(opened[tensor.name][:], tensor.theirs, tensor.ours, np.float32)
             storage.write(into[tensor.array], (*tensor.index, ...), values)
         target.record(host=0, hosts=1)
         target.mark()
@@ -538,8 +537,7 @@ def import_weights(path: str, output: str) -> None:
         problem = has_tokenizer(kept) and problem_of_start(Text(str(kept)), model.start_token)
         if problem:
             print(f"warning: {problem}", file=sys.stderr)
-    print(HOW_TO_START, end="")
-    print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
+    print(HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output)), end="")
 
 
 HOW_TO_START = """\
