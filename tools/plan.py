@@ -155,9 +155,8 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
     fitting = sorted((x for x in found if x.excess <= 0), key=lambda plan: plan.order)
     larger = sorted((x for x in found if x.excess > 0), key=lambda plan: plan.excess)
     if not fitting:
-        nearest = [*map(str, larger), *problems][:NEAREST]
-        problem = f"no mesh of {config.chips} holds a step of this config"
-        raise UserError(f"{problem}: {'; '.join(nearest)}")
+        nearest = "; ".join([*map(str, larger), *problems][:NEAREST])
+        raise UserError(f"no mesh of {config.chips} holds a step of this config: {nearest}")
     return fitting, larger
 
 
