@@ -22,6 +22,7 @@ decimal: a GB is 10^9 bytes.
 import collections
 import dataclasses
 import html
+import itertools
 import json
 import math
 import pathlib
@@ -223,30 +224,26 @@ def report(
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
     count = math.prod(axes.values())
     needed = show(result["model_flops"] / count, "FLOP")
-    return "\n".join(
-        [
-            f"{count} devices: {devices.show_axes(axes)}\n\n{summary(result, chip)}\n",
-            f"{terms_table(result)}\n",
-            "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
-            "tools.compile asks them.\n",
-            TABLES["saved"].text(result["saved"], least),
-            f"\nA device receives {show_total(sent, 'B')} a step"
-            + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
-            TABLES["transfers"].text(sent, least),
-            f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
-            f"The model needs {needed} of that, counting causal attention as half.",
-        ]
-    )
+    paragraphs = [
+        f"{count} devices: {devices.show_axes(axes)}\n\n{summary(result, chip)}\n",
+        f"{terms_table(result)}\n",
+        "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
+        "tools.compile asks them.\n",
+        TABLES["saved"].text(result["saved"], least),
+        f"\nA device receives {show_total(sent, 'B')} a step"
+        + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+        TABLES["transfers"].text(sent, least),
+        f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
+        f"The model needs {needed} of that, counting causal attention as half.",
+    ]
+    return "\n".join(paragraphs)
 
 
 # --- As a page ------------------------------------------------------------------------------------
 
 # The columns beside each line: the table whose rows at that line are added up, and their phase.
-MARGIN = [("saved", "")] + [
-    (name, phase)
-    for name in ("transfers", "products")
-    for phase in ("forward", "recomputed", "backward")
-]
+PHASES = "forward", "recomputed", "backward"
+MARGIN = [("saved", ""), *itertools.product(("transfers", "products"), PHASES)]
 
 
 def page(result: dict[str, Any], head: str, text: str) -> str:
@@ -279,12 +276,8 @@ def page(result: dict[str, Any], head: str, text: str) -> str:
     listings = [listing(ROOT / "train.py", before + 1)]
     listings += [listing(f, 1) for f in sorted(ROOT.glob("variants/*.py")) if f.name in called]
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
-    return template.substitute(
-        summary=html.escape(head),
-        text=html.escape(text),
-        lines="\n".join(listings),
-        last=before,
-    )
+    lines, summary, text = "\n".join(listings), html.escape(head), html.escape(text)
+    return template.substitute(summary=summary, text=text, lines=lines, last=before)
 
 
 # --- A roofline -----------------------------------------------------------------------------------
@@ -326,10 +319,9 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
         over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
         rows.append((devices.show_axes(axes), over, *bound(result, chip, links).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
-    return (
-        f"The least time that each resource needs for a step on {chip.kind}. The longest bounds "
-        f"the step:\n\n{table(('mesh', 'links', *bound_head(chip)), rows)}{end}"
-    )
+    times = table(("mesh", "links", *bound_head(chip)), rows)
+    head = f"The least time that each resource needs for a step on {chip.kind}"
+    return f"{head}. The longest bounds the step:\n\n{times}{end}"
 
 
 NOT_USED = {

@@ -53,10 +53,7 @@ def time_steps(
     As in training, step n is waited for while step n+1 runs. A step's time is from the end of the
     step before to its own end.
     """
-    ends: list[float] = []
-    cpu: list[float] = []
-    waits: list[float] = []
-    before = None
+    ends, cpu, waits, before = list[float](), list[float](), list[float](), None
     for step in range(WARMUP + MAX_STEPS + 1):
         since = time.perf_counter()
         batch = next(batches)
@@ -95,6 +92,7 @@ def show(
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
     low, median, high = np.percentile(steps, (10, 50, 90))
+    both = (projections + attention) / median
     spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
     source = f"commit {commit() or 'unknown'}", f"Python {platform.python_version()}"
     versions = ", ".join([*source, *(f"{package} {version(package)}" for package in packages)])
@@ -106,9 +104,7 @@ def show(
         "step": f"{median:.4f} s ({spread})",
         "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": chips.mfu(
-            kind, count, (projections + attention) / median
-        ),
+        "MFU, causal attention included": chips.mfu(kind, count, both),
         "MFU, projections only": chips.mfu(kind, count, projections / median),
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }

@@ -49,10 +49,8 @@ def _check_out(revision: str, folder: str) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     if archive.returncode:
-        raise UserError(
-            f"audit.against={revision}: it is neither a file nor a revision "
-            f"({archive.stderr.strip().splitlines()[-1]})"
-        )
+        said = archive.stderr.strip().splitlines()[-1]
+        raise UserError(f"audit.against={revision}: it is neither a file nor a revision ({said})")
     # The filter leaves links out of the folder as they are.
     shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
 
@@ -68,10 +66,8 @@ def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[s
     if lacking := after.keys() - before.keys() - {"chip"}:
         cure = "make it anew with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
-    if (earlier_chip := before.get("chip", after["chip"])) != after["chip"]:
-        raise UserError(
-            f"the earlier audit is for {earlier_chip or 'no chip'}: set audit.chip alike"
-        )
+    if (other := before.get("chip", after["chip"])) != after["chip"]:
+        raise UserError(f"the earlier audit is for {other or 'no chip'}: set audit.chip alike")
     both = before, after
     bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)
@@ -87,23 +83,20 @@ def _amounts(
 ) -> Iterator[tuple[Labels, str, dict[Labels, float]]]:
     """Yields the headings of each table, its unit, and the amounts by their labels."""
 
-    def by_function(kind: str, *keys: str) -> dict[Labels, float]:
-        """Doesn't tell lines apart, as they move when the source is edited."""
-        rows = result[kind]
-        return totals(((r["line"].partition(" ")[2], *texts(r, keys)), r["total"]) for r in rows)
-
-    def by(kind: str, key: str) -> dict[Labels, float]:
-        return totals((texts(row, [key]), row["total"]) for row in result[kind])
+    def by(kind: str, *keys: str) -> dict[Labels, float]:
+        """Knows a line's function, but not the line, which moves when the source is edited."""
+        rows = (row | {"function": row["line"].partition(" ")[2]} for row in result[kind])
+        return totals((texts(row, keys), row["total"]) for row in rows)
 
     at_peak = {"at the peak": result["peak"], "saved in the host's memory": result["host"]}
     needed = result["model_flops"] / math.prod(result["mesh"].values())
-    sent = by_function("transfers", "op", "phase", "kind", "axes")
+    sent = by("transfers", "function", "op", "phase", "kind", "axes")
     yield ("",), "B", {(name,): size for name, size in (result["held"] | at_peak).items()}
-    yield ("saved in", "type", "memory"), "B", by_function("saved", "type", "memory")
+    yield ("saved in", "type", "memory"), "B", by("saved", "function", "type", "memory")
     yield ("received over",), "B", by("transfers", "axes")
     yield ("sent in", "op", "phase", "collective", "over"), "B", sent
     yield ("computed",), "FLOP", by("products", "phase") | {("needed by the model",): needed}
-    yield ("computed in", "op", "phase"), "FLOP", by_function("products", "op", "phase")
+    yield ("computed in", "op", "phase"), "FLOP", by("products", "function", "op", "phase")
     if least:
         yield ("at least",), "s", {(name,): spent for name, spent in least.seconds.items()}
 

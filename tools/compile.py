@@ -78,11 +78,10 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
         raise
     except Exception as error:  # libtpu's, the plugin's or JAX's
         form, compiler, requirements = GPU_CURE if is_gpu else TPU_CURE
-        raise UserError(
-            f"topology={topology} for the mesh {devices.show_axes(axes)}: "
-            f"{str(error).splitlines()[0]}. Write it {form}, with as many chips as the mesh; it "
-            f"needs {compiler}: install requirements-{requirements}.txt in a venv of its own"
-        ) from None
+        problem = f"topology={topology} for the mesh {devices.show_axes(axes)}: {error}"
+        cure = f"Write it {form}, with as many chips as the mesh; it needs {compiler}: install"
+        file = f"requirements-{requirements}.txt in a venv of its own"
+        raise UserError(f"{problem.splitlines()[0]}. {cure} {file}") from None
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -117,10 +116,9 @@ def main(config: CompileConfig) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise UserError(
-                f"it does not fit: {str(error).splitlines()[0]} (G means GiB)\n"
-                f"By the audit: {summary(predicted, chip)}\n\n{terms_table(predicted)}"
-            ) from None
+            problem = f"it does not fit: {str(error).splitlines()[0]} (G means GiB)"
+            audited = f"By the audit: {summary(predicted, chip)}\n\n{terms_table(predicted)}"
+            raise UserError(f"{problem}\n{audited}") from None
         print(f"compiled in {time.perf_counter() - start:.0f} s\n")
     stats: Any = step.memory_analysis()
     arguments = stats.argument_size_in_bytes
@@ -137,22 +135,20 @@ def main(config: CompileConfig) -> None:
     ]
     rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
-    if chip:
-        verdict = "fits" if peak < usable else "does not fit"
-        share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
-        print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
-    else:
+    if not chip:
         print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")
-    if is_tpu and chip:
+        return
+    verdict = "fits" if peak < usable else "does not fit"
+    share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
+    print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
+    if is_tpu:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")
-        return
-    if chip:
-        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}")
-    if config.topology:
-        print(f"\n{gpus.CAVEAT}")
+    else:
+        caveat = f"\n\n{gpus.CAVEAT}" if config.topology else ""
+        print(f"\n{gpus.report(gpus.read(str(step.as_text()), chip), chip)}{caveat}")
 
 
 if __name__ == "__main__":

@@ -254,11 +254,9 @@ def continued(
         given = prompts[part], numbers[part], tokens, rows, how, seed, longest
         for ids in generate(model, *given):
             for row, text in [*running.items()]:
-                text.append(int(ids[row]))
-                if text[-1] in how.ends:
-                    text.pop()
-                    del running[row]
-                elif ended(text):
+                if (new := int(ids[row])) not in how.ends:
+                    text.append(new)
+                if new in how.ends or ended(text):
                     del running[row]
             if not running:
                 break
@@ -409,10 +407,8 @@ class Text(Tokenizer):
 def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
     """Raises UserError if an id is beyond the model's vocabulary."""
     if largest > (last := model.vocab - 1):
-        raise UserError(
-            f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}: they are "
-            "from another tokenizer"
-        )
+        problem = f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}"
+        raise UserError(f"{problem}: they are from another tokenizer")
 
 
 # --- Program --------------------------------------------------------------------------------------
@@ -464,10 +460,9 @@ class Model:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
         checkpoint = self.checkpoints.newest
         if not (named := named or tokenizer_of_model(checkpoint)):
-            raise UserError(
-                "the run's dataset isn't on this machine or doesn't name its tokenizer; set "
-                "--tokenizer to bytes_utf8, a tokenizers JSON file, or what transformers loads"
-            )
+            problem = "the run's dataset isn't on this machine or doesn't name its tokenizer"
+            choices = "bytes_utf8, a tokenizers JSON file, or what transformers loads"
+            raise UserError(f"{problem}; set --tokenizer to {choices}")
         return Text(named, kept_by_import(checkpoint))
 
 
@@ -496,10 +491,8 @@ def evaluate(
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     loss = nats / last
     perplexity = math.inf if loss > 709 else math.exp(loss)  # which raises for what is no float
-    return (
-        f"{data.name}, {last:,} tokens: {loss:.4f} nats per token, "
-        f"perplexity {perplexity:.4g}, {bits}"
-    )
+    found = f"{loss:.4f} nats per token, perplexity {perplexity:.4g}, {bits}"
+    return f"{data.name}, {last:,} tokens: {found}"
 
 
 def write(args: argparse.Namespace, model: Model, codec: Text) -> None:

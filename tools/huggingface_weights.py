@@ -167,13 +167,10 @@ class Tensor:
 
     name: str
     theirs: str  # its dimensions in Hugging Face's files, in einops notation
+    ours: str  # its dimensions here
     array: str
     index: tuple[int, ...]  # in the array: of a layer, or of a layer and an expert
-    sizes: dict[str, int]  # the size of each other dimension here, in order
-
-    @property
-    def ours(self) -> str:
-        return " ".join(self.sizes)
+    sizes: dict[str, int]  # the size of each dimension here, in order
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,16 +215,14 @@ def tensors(model: train.ModelConfig, family: str) -> list[Tensor]:
         kind, first = entry["attributes"]["type"], stacked(array)
         same = sorted(size) == sorted(re.findall(r"\w+", theirs)) and [*size][: len(first)] == first
         if not same or "float32[" not in kind:
-            raise UserError(
-                f"{array} is {kind} in train.py; transformers' files have "
-                + (f"float32[{theirs}]" if theirs else "no tensor for it")
-            )
+            has = f"float32[{theirs}]" if theirs else "no tensor for it"
+            raise UserError(f"{array} is {kind} in train.py; transformers' files have {has}")
         for old, new in RENAMED.get(family, {}).items():
             name = name.replace(old, new)
         counts = [size.pop(dim) for dim in first]
         dims = theirs.removeprefix(" ".join(first)).strip()
         for index in np.ndindex(*counts):
-            result.append(Tensor(name.format(*index), dims, array, index, size))
+            result.append(Tensor(name.format(*index), dims, " ".join(size), array, index, size))
     return result
 
 
@@ -522,18 +517,16 @@ def import_weights(path: str, output: str) -> None:
     check_tensors(opened, wanted, folder)
     arrays = {}
     for name, entry in entries(model).items():
-        lengths = zip(entry["dimension_names"], entry["shape"], strict=True)
-        part = [1 if dim in stacked(name) else size for dim, size in lengths]
-        arrays[name] = checkpoint.in_chunks(entry, part)
+        depth = len(stacked(name))
+        arrays[name] = checkpoint.in_chunks(entry, [1] * depth + [*entry["shape"][depth:]])
     target = Checkpoint(f"{output.rstrip('/')}/{STEP:08d}.{time.time_ns() // 10**6}")
     section = {"model": dataclasses.asdict(model)}
     rows = {"training": {"tokens": {"batch": 1, "len": length}}}
     with storage.opening(target.path):
-        target.create(arrays, OmegaConf.to_yaml(OmegaConf.create(section | rows)))
+        target.create(arrays, OmegaConf.to_yaml(section | rows))
         into = target.writable(arrays)
         for tensor in tqdm(wanted, unit=" tensors", disable=None):
-            values = opened[tensor.name][:]
-            values = tensor.convert(values, tensor.theirs, tensor.ours, np.float32)
+            values = tensor.convert(opened[tensor.name][:], tensor.theirs, tensor.ours, np.float32)
             storage.write(into[tensor.array], (*tensor.index, ...), values)
         target.record(host=0, hosts=1)
         target.mark()
@@ -541,12 +534,10 @@ def import_weights(path: str, output: str) -> None:
         kept = pathlib.Path(output, "huggingface")
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
-        if has_tokenizer(kept) and (
-            problem := problem_of_start(Text(str(kept)), model.start_token)
-        ):
+        problem = has_tokenizer(kept) and problem_of_start(Text(str(kept)), model.start_token)
+        if problem:
             print(f"warning: {problem}", file=sys.stderr)
-    print(HOW_TO_START, end="")
-    print(OmegaConf.to_yaml(OmegaConf.create(run_config(model, length, output))), end="")
+    print(HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output)), end="")
 
 
 HOW_TO_START = """\
@@ -558,16 +549,12 @@ HOW_TO_START = """\
 def run_config(model: train.ModelConfig, length: int, output: str) -> dict[str, Any]:
     """Returns a config that continues the training of an imported model, on 8 devices if that
     divides its width."""
+    tokens = {"batch": 8, "len": min(length, 2048)}
     return {
         "defaults": ["base", "_self_"],
         "model": dataclasses.asdict(model),
         "mesh": {"d": math.gcd(8, model.d_model), "t": 1},
-        "training": {
-            "tokens": {"batch": 8, "len": min(length, 2048)},
-            "steps": 1000,
-            "warmup_steps": 100,
-            "learning_rate": 1e-5,
-        },
+        "training": {"tokens": tokens, "steps": 1000, "warmup_steps": 100, "learning_rate": 1e-5},
         "paths": {"clone_from": os.path.abspath(output) if "://" not in output else output},
     }
 

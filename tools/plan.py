@@ -16,6 +16,7 @@ fit, loss chunks and microbatches are added, no more than it needs.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
 import re
@@ -54,7 +55,8 @@ class PlanConfig(train.Config):
 class Plan(NamedTuple):
     """A layout, and what a step needs in it."""
 
-    config: PlanConfig
+    layout: dict[str, int]  # the settings that choose it, by dotted key
+    config: PlanConfig  # with them
     held: dict[str, int]  # bytes at the peak, by term
     bound: Bound
     excess: float  # bytes by which it doesn't fit; at most 0 if it fits
@@ -69,18 +71,12 @@ class Plan(NamedTuple):
         """Faster ones come first; of two with the same longest time, that with less besides."""
         return float(f"{self.seconds:.3g}"), sum(self.bound.seconds.values())
 
-    def overrides(self, config: PlanConfig) -> str:
-        """The arguments that choose it: the mesh, microbatches, and loss chunks if `config` has
-        others."""
-        hyper = self.config.training
-        values = {f"mesh.{axis}": n for axis, n in dataclasses.asdict(self.config.mesh).items()}
-        values[MICROBATCHES] = hyper.microbatches
-        if hyper.loss_chunks != config.training.loss_chunks:
-            values[CHUNKS] = hyper.loss_chunks
-        return " ".join(f"{key}={value}" for key, value in values.items())
+    @property
+    def overrides(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.layout.items())
 
-    def summary(self, config: PlanConfig) -> str:
-        needs = f"{self.overrides(config)}: {show(self.bound.peak)}"
+    def __str__(self) -> str:
+        needs = f"{self.overrides}: {show(self.bound.peak)}"
         if self.excess > 0:
             return f"{needs}, {show(self.excess)} too much"
         return f"{needs}, at least {show(self.seconds, 's')} a step ({self.bound.longest})"
@@ -90,10 +86,8 @@ def chips_of(written: str) -> tuple[chips.Chip, int]:
     """The kind and the number of chips. Raises UserError if they aren't written like h100:64."""
     name, _, count = written.partition(":")
     if name not in chips.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
-        raise UserError(
-            f"chips={written!r}: write a kind and a number, such as h100:64 or v5p:4x4x8; the "
-            f"kinds are {', '.join(chips.CHIPS)}"
-        )
+        cure = "write a kind and a number, such as h100:64 or v5p:4x4x8"
+        raise UserError(f"chips={written!r}: {cure}; the kinds are {', '.join(chips.CHIPS)}")
     return chips.CHIPS[name], math.prod(map(int, count.split("x")))
 
 
@@ -106,54 +100,44 @@ def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
     as many as there are groups of chips with fast links. Those that split no rows come first, as
     they are usually faster."""
     replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
-    for c in divisors(count):
-        for t in divisors(count // c):
-            d = count // c // t
-            yield from (
-                {"d": d, "t": t, "r": r, "c": c} for r in replicas if t <= chip.near and d % r == 0
-            )
+    for c, t, r in itertools.product(divisors(count), divisors(count), replicas):
+        d, rest = divmod(count, c * t)
+        if not rest and t <= chip.near and d % r == 0:
+            yield {"d": d, "t": t, "r": r, "c": c}
 
 
-def wholes(config: PlanConfig) -> dict[str, int]:
-    """What each number of parts divides: the length of a device's rows, and their number."""
-    tokens, mesh = config.training.tokens, config.mesh
-    return {CHUNKS: tokens.len // mesh.c, MICROBATCHES: tokens.batch // mesh.d}
-
-
-def audited(config: PlanConfig, chip: chips.Chip) -> Plan:
+def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Plan:
     """Audits a layout. Raises UserError if the config doesn't split this way."""
+    config = config.changed(layout)
     result = audit_step(config, None, chip)
     least = bound(result, chip, chip.links_of(config.mesh.axes))
-    return Plan(config, result["held"], least, least.peak - ROOM * chip.usable)
+    return Plan(layout, config, result["held"], least, least.peak - ROOM * chip.usable)
 
 
-def smaller(plan: Plan) -> PlanConfig | None:
-    """The config with more loss chunks, if the logits alone may shrink by the excess, else with
+def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
+    """The layout with more loss chunks, if the logits alone may shrink by the excess, else with
     more microbatches, if all activations may: with the fewest, if all that they divide becomes so
-    much smaller. None if no number is enough."""
-    config, held = plan.config, plan.held
-    logits, saved = held.get(LOGITS, 0), held[SAVED] + held.get(ARRAYS, 0)
+    much smaller. If no number is enough, that with the most of both; None if it was that one."""
+    logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # wholly, and in proportion
-    for key, whole in wholes(config).items():
-        parts, (wholly, divided) = operator.attrgetter(key)(config), shrinks[key]
-        for more in divisors(whole):
+    for key, (wholly, divided) in shrinks.items():
+        parts = operator.attrgetter(key)(plan.config)
+        for more in divisors(most[key]):
             if more > parts and wholly + divided * (1 - parts / more) >= plan.excess:
-                with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
-                    return config.changed({key: more})
-    return None
+                return plan.layout | {key: more}
+    return None if most.items() <= plan.layout.items() else plan.layout | most
 
 
-def lightest(config: PlanConfig, chip: chips.Chip) -> Plan:
-    """The plan for the config's mesh with the fewest parts that fits; if none does, the one that
+def lightest(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Plan:
+    """The plan for the layout's mesh with the fewest parts that fits; if none does, the one that
     needs the least memory. Raises UserError if the config doesn't split this way."""
-    plan = audited(config, chip)
-    while plan.excess > 0 and (following := smaller(plan)):
-        plan = audited(following, chip)
-    if plan.excess > 0:
-        with contextlib.suppress(UserError):
-            in_most_parts = audited(config.changed(wholes(config)), chip)
-            plan = min(plan, in_most_parts, key=lambda plan: plan.excess)
-    return plan
+    tried = [audited(config, layout, chip)]
+    tokens, mesh = tried[0].config.training.tokens, tried[0].config.mesh
+    most = {CHUNKS: tokens.len // mesh.c, MICROBATCHES: tokens.batch // mesh.d}
+    with contextlib.suppress(UserError):  # as with a cost that allows no microbatches
+        while tried[-1].excess > 0 and (more := smaller(tried[-1], most)):
+            tried.append(audited(config, more, chip))
+    return min(tried, key=lambda plan: plan.excess)
 
 
 def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan], list[Plan]]:
@@ -161,19 +145,18 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
     others, nearest first. Raises UserError if none fits."""
     found, problems, tried = list[Plan](), list[str](), [*meshes(chip, count)]
     for number, mesh in enumerate(tried, 1):
-        values = {f"mesh.{axis}": size for axis, size in mesh.items()}
+        layout = {f"mesh.{axis}": size for axis, size in mesh.items()} | {MICROBATCHES: 1}
         try:
-            found.append(plan := lightest(config.changed(values), chip))
-            line = plan.summary(config)
+            found.append(plan := lightest(config, layout, chip))
+            line = str(plan)
         except UserError as error:  # the config doesn't split this way
             problems.append(line := f"{devices.show_axes(mesh)}: {error}")
         tell(f"{number}/{len(tried)}  {line}", sys.stderr)
     fitting = sorted((x for x in found if x.excess <= 0), key=lambda plan: plan.order)
     larger = sorted((x for x in found if x.excess > 0), key=lambda plan: plan.excess)
     if not fitting:
-        nearest = [*(plan.summary(config) for plan in larger), *problems][:NEAREST]
-        problem = f"no mesh of {config.chips} holds a step of this config"
-        raise UserError(f"{problem}: {'; '.join(nearest)}")
+        nearest = "; ".join([*map(str, larger), *problems][:NEAREST])
+        raise UserError(f"no mesh of {config.chips} holds a step of this config: {nearest}")
     return fitting, larger
 
 
@@ -197,13 +180,13 @@ def main(config: PlanConfig) -> None:
         days = f"{hyper.steps:,} steps in {hyper.steps * seconds / 86400:.3g} days"
         print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
     shown = fitting[:SHOWN]
-    cells = [(*plan.bound.cells(), plan.overrides(config)) for plan in shown]
+    cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
     print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
-    if any(CHUNKS in row[-1] for row in cells):
+    if any(CHUNKS in plan.layout for plan in shown):
         print(f"\nRows that change {CHUNKS}={hyper.loss_chunks} don't fit with it.")
     if larger:
         print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
-        print(*(plan.summary(config) for plan in larger[:NEAREST]), sep="\n")
+        print(*larger[:NEAREST], sep="\n")
 
 
 if __name__ == "__main__":

@@ -134,10 +134,9 @@ def draw(
         names = [str(folder) for folder in folders]
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
     for run, config in zip(runs, configs, strict=True):
-        run["average"] = smooth(run["loss"], steps)
+        run["each"], run["loss"] = run["loss"], smooth(run["loss"], steps)
         run["speed"] = smooth(run["tokens_per_second"], steps)
-        ends = run.ffill().iloc[-1].map("{:.4f}".format)
-        config.update({"loss": ends["average"]} | ends.filter(["validation_loss"]).to_dict())
+        config.update(run.filter(SEEN).ffill().iloc[-1].map("{:.4f}".format))
     table = differences(names, configs)
     text = (table.T if len(table.columns) > len(runs) else table).to_string(line_width=150)
     text = text.replace(" ", "\N{NO-BREAK SPACE}")  # in SVG several spaces are one
@@ -159,8 +158,8 @@ def draw(
         color = colors(i if len(runs) <= 10 else i / (len(runs) - 1))
         tokens, dot = run["tokens"], "." if len(run) == 1 else None
         for panel, x in ("L", tokens), ("T", run["seconds"] / SECONDS.get(unit, 1)):
-            panels[panel].plot(x, run["loss"], color=color, alpha=0.25, linewidth=0.7)
-            panels[panel].plot(x, run["average"], color=color, marker=dot, label=name)
+            panels[panel].plot(x, run["each"], color=color, alpha=0.25, linewidth=0.7)
+            panels[panel].plot(x, run["loss"], color=color, marker=dot, label=name)
         if "validation_loss" in run:
             rows = run.dropna(subset="validation_loss")
             panels["V"].plot(rows["tokens"], rows["validation_loss"], ".-", color=color)
@@ -196,8 +195,8 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="draw losses on logarithmic axes")
     with user_errors():
         given = parser.parse_args()
-        runs, output = [*map(pathlib.Path, given.run)], pathlib.Path(given.output)
-        draw(runs, output, given.smoothing, given.log)
+        runs = [*map(pathlib.Path, given.run)]
+        draw(runs, pathlib.Path(given.output), given.smoothing, given.log)
         print(f"drew {given.output}")
 
 
