@@ -29,7 +29,7 @@ import fsspec
 import jax
 import numpy as np
 from fsspec.utils import glob_translate, infer_compression
-from jaxtyping import Int64, UInt16, UInt32
+from jaxtyping import Int64, UInt32
 
 from data.flat_tokens import checked, encode
 from runtime.config import flat
@@ -138,7 +138,10 @@ class Tokenizer:
     @checked
     def __call__(self, texts: list[str]) -> Tokens:
         """Returns the tokens of all documents, end to end, and the length of each in tokens."""
-        ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
+        kind, first = (np.uint8, 1) if self.name == "bytes_utf8" else (np.uint32, 0)
+        parts = self._ids(texts)
+        lengths = np.array([len(part) for part in parts], np.int64)
+        ids = np.frombuffer(b"".join(parts), kind) + np.uint16(first)
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
     @checked
@@ -164,8 +167,10 @@ class Tokenizer:
         added = self.slow.added_tokens_decoder
         return {i: token for token, i in self.slow.get_vocab().items() if i not in added}
 
-    @checked
-    def _ids(self, texts: list[str]) -> Tokens:
+    def _ids(self, texts: list[str]) -> list[Any]:
+        """Returns each text's bytes, or a uint32 array of its ids."""
+        if self.name == "bytes_utf8":
+            return [text.encode() for text in texts]
         lists: Iterable[Any]
         if self.fast:
             encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
@@ -173,18 +178,8 @@ class Tokenizer:
         else:
             lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
         # Converts one list at a time: Python integers take ten times the memory of their values.
-        parts = [array.array("I", part) for part in lists]
-        for part in filter(None, parts):  # an empty document stays empty
-            part.extend(self.end)
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return np.concatenate([np.frombuffer(part, np.uint32) for part in parts]), lengths
-
-    @staticmethod
-    @checked
-    def _bytes(texts: list[str]) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        parts = [text.encode() for text in texts]
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return np.add(np.frombuffer(b"".join(parts), np.uint8), 1, dtype=np.uint16), lengths
+        # An empty document stays empty.
+        return [array.array("I", part + self.end if part else part) for part in lists]
 
 
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
