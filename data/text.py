@@ -39,10 +39,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
-OUTPUT_FILES = (  # in its folder, and the folder itself
-    " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
-    " /validation/zarr.json /validation/seq_starts/zarr.json /validation/seq_starts/c/0"
-)
+# The output's folder, and a file at each depth in it.
+IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
@@ -356,18 +354,32 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
 # --- The dataset ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Source:
-    """A split of a dataset and the way its text is tokenized."""
+    """A split of a dataset and the way its text is tokenized. Raises UserError for an argument of
+    datasets.load_dataset that doesn't apply."""
 
-    load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
+    load_dataset: dict[str, Any]  # arguments of datasets.load_dataset; `~` in paths is replaced
     split: str
     column: str  # that holds the text
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
     skip_not_text: bool = False  # takes a value that isn't text for an empty one
-    output: str = ""  # where they go, which may not be among the files
     documents: int = DOCUMENTS  # in a unit, at most
+    output: str = ""  # where they go, which may not be among the files
+
+    def __post_init__(self) -> None:
+        for name in {*NOT_READ.split()} & {*self.load_dataset}:
+            raise UserError(
+                f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
+                "Leave it out; train_split and validation_split choose splits"
+            )
+        paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
+        paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+        self.load_dataset = self.load_dataset | paths
+        path, folder = self.load_dataset["path"], self.load_dataset["data_dir"] or ""
+        # That local paths are relative to.
+        self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
 
     def open_tokenizer(self) -> Tokenizer:
         return tokenizer(self.tokenizer, self.end_token)
@@ -375,48 +387,30 @@ class Source:
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
         the tokenizer can't be opened."""
-        self.open_tokenizer()
         self._check_patterns()
         for texts, position in self.read({}):
             if any(texts):
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
-    @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of datasets.load_dataset, with `~` in paths replaced. Raises UserError for
-        one that doesn't apply."""
-        for name in {*NOT_READ.split()} & {*self.load_dataset}:
-            raise UserError(
-                f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
-                "Leave it out; train_split and validation_split choose splits"
-            )
-        paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
-        return self.load_dataset | jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
-
-    @property
-    def folder(self) -> Path:
-        """The folder that local paths are relative to."""
-        load = self.arguments
-        path = "" if load["path"] in FILE_FORMATS else load["path"]
-        return Path(path, load["data_dir"] or "").absolute()
-
     def _check_patterns(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file, which
         `datasets` ignores, and for one that matches the output or will match files in it."""
-        folder, output = self.folder, os.path.realpath(self.output)
-        local = self.arguments["path"] in FILE_FORMATS or folder.is_dir()
-        files_here = fsspec.filesystem("file")
-        files = self.arguments["data_files"] or "**"
-        files = files.get(self.split, []) if isinstance(files, dict) else files
-        for pattern in [files] if isinstance(files, str) else files:
-            place = pattern if "://" in pattern else str(folder / pattern)
-            if local and "://" not in pattern and not files_here.glob(place):
-                raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
-            if local and os.path.isdir(place):
-                raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
+        from datasets.data_files import sanitize_patterns
+
+        load, output = self.load_dataset, os.path.realpath(self.output)
+        if load["path"] not in FILE_FORMATS and not self.folder.is_dir():
+            return  # it is on the hub
+        patterns = sanitize_patterns(load["data_files"] or "**")
+        for pattern in itertools.chain(*patterns.values()):
+            place = pattern if "://" in pattern else os.path.join(self.folder, pattern)
+            name = f"load_dataset.data_files={pattern}"
+            if "://" not in pattern and not fsspec.filesystem("file").glob(place):
+                raise UserError(f"{name} matches no file in {self.folder}")
+            if os.path.isdir(place):
+                raise UserError(f"{name} is a folder: add /*")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
-            if self.output and any(matches(output + file) for file in OUTPUT_FILES.split(" ")):
+            if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
@@ -425,19 +419,21 @@ class Source:
         from datasets.iterable_dataset import ExamplesIterable
 
         try:
-            builder = datasets.load_dataset_builder(**self.arguments)
-            splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
+            builder = datasets.load_dataset_builder(**self.load_dataset)
+            splits = builder.config.data_files or {}
             self._check_splits(splits)
             chosen = [splits[name] for name in self.split.split("+")] if splits else []
+            # Each with its ETag, if it is in a bucket.
+            files = [x for part in chosen for x in zip(part, part.origin_metadata, strict=False)]
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
-            for name in filter(ARCHIVES.search, itertools.chain(*chosen) if reader else ()):
-                raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
+            for name, _ in files if reader else ():
+                if ARCHIVES.search(name):
+                    raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
             shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
                 rows = functools.partial(file_rows, builder, reader, self.column)
-                names = itertools.chain(*chosen)
-                shards = [(name, functools.partial(rows, name)) for name in names]
+                shards = [(name, functools.partial(rows, name)) for name, _ in files]
             else:
                 whole = builder.as_streaming_dataset(self.split)
                 part = functools.partial(whole.shard, whole.num_shards)
@@ -448,7 +444,7 @@ class Source:
         except Exception as error:  # the libraries below raise errors of many types
             raise UserError(f"load_dataset: {error}") from None
         dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
-        return dataset, self._fingerprint(chosen, len(shards))
+        return dataset, self._fingerprint(files, len(shards))
 
     def _check_splits(self, splits: dict[str, Any]) -> None:
         """Raises UserError if one that is wanted isn't there, or if a local folder, whose files
@@ -459,24 +455,20 @@ class Source:
             return reprlib.repr(sorted(map(os.path.basename, files)))
 
         found = "; ".join(f"{name} has {listed(files)}" for name, files in splits.items())
-        missing = {*self.split.split("+")} - {*splits}
-        if splits and missing:
-            raise UserError(
-                f"there is no split {missing.pop()}: {found}. Choose one of these, or rename the "
-                "files, as in train-1.jsonl"
-            )
-        load, folder = self.arguments, self.folder
-        card = folder / "README.md"  # may say itself what is in a split
-        if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
+        cure = "rename the files, as in train-1.jsonl"
+        wanted = self.split.split("+") if splits else []
+        for name in {*wanted} - {*splits}:
+            raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
+        folder, card = self.folder, self.folder / "README.md"
+        listing = card.is_file() and "data_files:" in card.read_text()  # of what is in a split
+        if listing or self.load_dataset["data_files"]:
             return
         files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
         taken = {*itertools.chain(*splits.values())}
         texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
         if left := texts - taken:
-            raise UserError(
-                f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
-                "them, as in train-1.jsonl, or move them elsewhere"
-            )
+            problem = f"{folder} has files in no split, {listed(left)}: by their names, {found}"
+            raise UserError(f"{problem}. Move them elsewhere, or {cure}")
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
         """Yields the text of each row, after the name of its shard."""
@@ -519,22 +511,21 @@ class Source:
             "the row, or set skip_not_text=true to leave out such rows"
         )
 
-    def _fingerprint(self, splits: list[Any], shards: int) -> dict[str, Any]:
+    def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
         from datasets import config
 
         hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
         # The folder differs between copies of local files, and between revisions on the hub.
-        files: list[Any] = []
-        pairs = (zip(part, part.origin_metadata, strict=False) for part in splits)
-        for name, origin in itertools.chain(*pairs):
-            info: dict[str, Any] = {"size": 0, "blob_id": origin}  # in a bucket: an ETag
+        known: list[Any] = []
+        for name, tag in files:
+            info: dict[str, Any] = {"size": 0, "blob_id": tag}
             if name.startswith("hf://") or "://" not in name:  # its folder was just listed
                 info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
-            files.append((os.path.basename(name), info["size"], info.get("blob_id")))
+            known.append((os.path.basename(name), info["size"], info.get("blob_id")))
         return {
             "files": len(files),
-            "bytes": sum(size for _, size, _ in files),
-            "names and sizes": digest(files),
+            "bytes": sum(size for _, size, _ in known),
+            "names and sizes": digest(known),
             "shards": shards,
             "tokenizer": self.open_tokenizer().digest,
         }
