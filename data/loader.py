@@ -31,16 +31,8 @@ import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 from pydantic import Field
 
-from data.flat_tokens import (
-    FILL,
-    NO_TOKEN,
-    Decoded,
-    FlatTokens,
-    FlatTokensError,
-    checked,
-    decode,
-    tokenizer_of,
-)
+from data import flat_tokens
+from data.flat_tokens import FILL, NO_TOKEN, FlatTokens, FlatTokensError, checked, tokenizer_of
 from data.text import ahead, difference
 from runtime.config import NOT_EMPTY, Kept, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
@@ -97,10 +89,7 @@ class TokenBatch:
     @classmethod
     @checked
     def of(
-        cls,
-        ids: UInt32[np.ndarray, "B n"],
-        is_start: Bool[np.ndarray, "B n"],
-        start_token: int,
+        cls, ids: UInt32[np.ndarray, "B n"], is_start: Bool[np.ndarray, "B n"], start_token: int
     ) -> "TokenBatch":
         """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
         row, which is the token before it. `is_start` marks the first token of each document.
@@ -429,10 +418,10 @@ class Mixture(Batches):
             yield dataset, first + left[left < end - first]
             left = left[left >= end - first] - (end - first)
 
-    def rows(self, number: int, indices: Sequence[int]) -> Decoded:
+    def rows(self, number: int, indices: Sequence[int]) -> flat_tokens.Decoded:
         """Returns the ids and the document starts of these rows of a batch."""
-        parts = self.parts(number, indices)
-        return decode(np.concatenate([dataset.sequences(rows)[0] for dataset, rows in parts]))
+        parts = [dataset.sequences(rows)[0] for dataset, rows in self.parts(number, indices)]
+        return flat_tokens.decode(np.concatenate(parts))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         return ((*self.rows(number, self.local_rows), self.made_of) for number in numbers)
