@@ -83,11 +83,7 @@ class StreamLoader(Batches):
             documents = empty = 0
             for unit in text.units(self.source, position, threads, *part):
                 largest = int(unit.tokens.max(initial=0)) >> 1
-                if largest >= self.spec.vocab:
-                    raise UserError(
-                        f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
-                        "larger"
-                    )
+                self.spec.check_vocabulary(f"{self.name} has the id", largest)
                 documents += len(unit.lengths)
                 empty += int((unit.lengths == 0).sum())
                 yield unit

@@ -101,16 +101,11 @@ class TokenBatch:
         inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         # The positions where documents start, and each row's position 0.
-        begins = is_start.copy()
-        begins[:, 0] = True
-        begins = np.flatnonzero(begins).astype(np.uint32)
-        start = np.repeat(begins % targets.shape[1], np.diff(begins, append=targets.size))
+        begins = np.flatnonzero(is_start | (position == 0)).astype(np.uint32)
+        lengths = np.diff(begins, append=targets.size)
+        start = np.repeat(begins % targets.shape[1], lengths).reshape(targets.shape)
         return cls(
-            inputs=inputs,
-            targets=targets,
-            loss_mask=there[:, 1:],
-            position=position,
-            start=start.reshape(targets.shape),
+            inputs=inputs, targets=targets, loss_mask=there[:, 1:], position=position, start=start
         )
 
 
@@ -140,6 +135,11 @@ class BatchSpec:
     start_token: int
     skip: tuple[int, ...] = ()  # batches that no step uses; later steps use later batches instead
     io_threads: int = 32
+
+    def check_vocabulary(self, where: str, largest: int) -> None:
+        """Raises FlatTokensError if the largest id somewhere isn't in the vocabulary."""
+        if largest >= self.vocab:
+            raise FlatTokensError(f"{where} {largest}; model.vocab={self.vocab} must be larger")
 
 
 @checked
@@ -197,9 +197,7 @@ class Stream:
         order = permutation(len(numbers), *self.key, epoch, number)
         return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
 
-    def find(
-        self, positions: Int64[np.ndarray, " n"]
-    ) -> Iterator[tuple[Buffer, Int64[np.ndarray, " _"]]]:
+    def find(self, positions: np.ndarray) -> Iterator[tuple[Buffer, np.ndarray]]:
         """Yields the buffers with the sequences at these increasing positions of the order, and
         where in the buffer each is. In the second half of a buffer, begins to read the next one."""
         while len(positions):
@@ -299,11 +297,7 @@ class Shuffled:
         self.threads = ThreadPoolExecutor(spec.io_threads)
         # By sequence, the token before it, if the block before it was read.
         self.ends = {0: FILL}
-        if data.max_token_id >= spec.vocab:
-            raise FlatTokensError(
-                f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
-                "larger"
-            )
+        spec.check_vocabulary(f"{data.name} has ids up to", data.max_token_id)
         count = data.token_count // self.length if config.sequence_packing else data.sequence_count
         if spec.rows % config.streams:
             raise FlatTokensError(
@@ -317,9 +311,8 @@ class Shuffled:
             )
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
-        self.streams = [
-            Stream(self, i, first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))
-        ]
+        parts = enumerate(itertools.pairwise(bounds))
+        self.streams = [Stream(self, i, first, end) for i, (first, end) in parts]
 
     @checked
     def read_block(self, first: int, rows: UInt32[np.ndarray, "rows n"]) -> None:
