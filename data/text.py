@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 import jax
@@ -48,9 +48,7 @@ ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE) 
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
-@checked
-@dataclasses.dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """The tokens of some consecutive documents."""
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
@@ -139,7 +137,7 @@ class Tokenizer:
         kind, first = (np.uint8, 1) if self.name == "bytes_utf8" else (np.uint32, 0)
         parts = self._ids(texts)
         lengths = np.array([len(part) for part in parts], np.int64)
-        ids = np.frombuffer(b"".join(parts), kind) + np.uint16(first)
+        ids = np.add(np.frombuffer(b"".join(parts), kind), np.uint16(first))
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
     @checked
@@ -169,12 +167,11 @@ class Tokenizer:
         """Returns each text's bytes, or a uint32 array of its ids."""
         if self.name == "bytes_utf8":
             return [text.encode() for text in texts]
-        lists: Iterable[Any]
-        if self.fast:
+        if not self.fast:
+            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
             encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
             lists = (part.ids for part in encoded)
-        else:
-            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
         # Converts one list at a time: Python integers take ten times the memory of their values.
         # An empty document stays empty.
         return [array.array("I", part + self.end if part else part) for part in lists]
@@ -237,7 +234,6 @@ def field_rows(whole: Any, field: str) -> list[Any]:
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
         first = next(lines, "").removeprefix("\ufeff")
-        rows: Iterable[Any]
         if config.field or first.lstrip().startswith("["):
             whole = json.loads(first + lines.read())
             rows = field_rows(whole, config.field) if config.field else whole
@@ -312,10 +308,9 @@ READERS = {
     "text": text_rows,
 }
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
-NOT_READ = (  # arguments that nobody heeds
-    "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code "
-    "na_values keep_default_na na_filter usecols columns"
-)
+# Arguments that nobody heeds: of any dataset, and of CSV and parquet files.
+NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
+NOT_READ += " na_values keep_default_na na_filter usecols columns"
 
 
 def decompressed(kind: str, file: Any, **_: Any) -> Any:
@@ -381,9 +376,6 @@ class Source:
         # That local paths are relative to.
         self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
 
-    def open_tokenizer(self) -> Tokenizer:
-        return tokenizer(self.tokenizer, self.end_token)
-
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
         the tokenizer can't be opened."""
@@ -420,17 +412,12 @@ class Source:
 
         try:
             builder = datasets.load_dataset_builder(**self.load_dataset)
-            splits = builder.config.data_files or {}
-            self._check_splits(splits)
-            chosen = [splits[name] for name in self.split.split("+")] if splits else []
-            # Each with its ETag, if it is in a bucket.
-            files = [x for part in chosen for x in zip(part, part.origin_metadata, strict=False)]
+            files = self._files(builder.config.data_files or {})
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
-            for name, _ in files if reader else ():
-                if ARCHIVES.search(name):
+            for name, _ in files:
+                if reader and ARCHIVES.search(name):
                     raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
-            shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
                 rows = functools.partial(file_rows, builder, reader, self.column)
                 shards = [(name, functools.partial(rows, name)) for name, _ in files]
@@ -446,9 +433,10 @@ class Source:
         dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
         return dataset, self._fingerprint(files, len(shards))
 
-    def _check_splits(self, splits: dict[str, Any]) -> None:
-        """Raises UserError if one that is wanted isn't there, or if a local folder, whose files
-        `datasets` sorts by their names, has a file of text that is in none."""
+    def _files(self, splits: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Returns the files of the split, each with its ETag, if it is in a bucket. Raises
+        UserError if the split isn't there, or if a local folder, whose files `datasets` sorts by
+        their names, has a file of text that is in no split."""
         from datasets.data_files import resolve_pattern
 
         def listed(files: Iterable[str]) -> str:
@@ -461,14 +449,14 @@ class Source:
             raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
         folder, card = self.folder, self.folder / "README.md"
         listing = card.is_file() and "data_files:" in card.read_text()  # of what is in a split
-        if listing or self.load_dataset["data_files"]:
-            return
-        files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
-        taken = {*itertools.chain(*splits.values())}
+        by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
+        files = resolve_pattern("**", str(folder)) if by_name else []
         texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
-        if left := texts - taken:
+        if left := texts.difference(*splits.values()):
             problem = f"{folder} has files in no split, {listed(left)}: by their names, {found}"
             raise UserError(f"{problem}. Move them elsewhere, or {cure}")
+        parts = [splits[name] for name in wanted]
+        return [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
         """Yields the text of each row, after the name of its shard."""
@@ -494,9 +482,8 @@ class Source:
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:
-                raise UserError(
-                    f"{name} has no column={self.column}; the columns are {', '.join(columns)}"
-                )
+                names = ", ".join(columns)
+                raise UserError(f"{name} has no column={self.column}; the columns are {names}")
 
     def _text(self, place: str, value: Any) -> str:
         """Returns the text of a row. A null counts as an empty text."""
@@ -522,13 +509,9 @@ class Source:
             if name.startswith("hf://") or "://" not in name:  # its folder was just listed
                 info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
             known.append((os.path.basename(name), info["size"], info.get("blob_id")))
-        return {
-            "files": len(files),
-            "bytes": sum(size for _, size, _ in known),
-            "names and sizes": digest(known),
-            "shards": shards,
-            "tokenizer": self.open_tokenizer().digest,
-        }
+        found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
+        found |= {"names and sizes": digest(known), "shards": shards}
+        return found | {"tokenizer": tokenizer(self.tokenizer, self.end_token).digest}
 
     def read(
         self, position: dict[str, Any], host: int = 0, hosts: int = 1
@@ -553,8 +536,7 @@ class Source:
         dataset = split_dataset_by_node(dataset, host, hosts, by)
         if "state" in position:
             dataset.load_state_dict(position["state"])
-        texts: list[str] = []
-        size = 0
+        texts, size = list[str](), 0
         for text in dataset:
             texts.append(text)
             size += len(text)
@@ -572,10 +554,10 @@ def units(
     it unless it has ended. Raises UserError or OSError if something can't be read or tokenized."""
     if position is None:
         return
-    tokenizer = source.open_tokenizer()
+    opened = tokenizer(source.tokenizer, source.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
-        return Unit(*tokenizer(texts), after)
+        return Unit(*opened(texts), after)
 
     upcoming: deque[Future[Unit]] = deque()
     with ThreadPoolExecutor(threads) as pool:
