@@ -372,14 +372,13 @@ class Source:
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
-        path, folder = self.load_dataset["path"], self.load_dataset["data_dir"] or ""
+        path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
         # That local paths are relative to.
         self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
 
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
         the tokenizer can't be opened."""
-        self._check_patterns()
         for texts, position in self.read({}):
             if any(texts):
                 return position["source"]
@@ -411,6 +410,7 @@ class Source:
         from datasets.iterable_dataset import ExamplesIterable
 
         try:
+            self._check_patterns()
             builder = datasets.load_dataset_builder(**self.load_dataset)
             files = self._files(builder.config.data_files or {})
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
