@@ -76,12 +76,10 @@ class Writer:
             if written is None:
                 group = root.create_group(split, overwrite=True)  # replaces an unfinished one
                 codecs = [ZstdCodec(checksum=True)]  # 4 bytes per chunk let readers detect damage
+                new = {"shape": (0,), "chunks": (CHUNK,), "compressors": codecs}
                 for name, dtype in ARRAYS.items():
                     fill = FILL if dtype == "uint32" else 0
-                    group.create_array(
-                        name, shape=(0,), chunks=(CHUNK,), dtype=dtype, compressors=codecs,
-                        fill_value=fill,
-                    )  # fmt: skip
+                    group.create_array(name, dtype=dtype, fill_value=fill, **new)
                 written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
             self.group = root[split]
             self.token_count, self.sequence_count = written["tokens"], written["sequences"]
@@ -98,10 +96,9 @@ class Writer:
         ids = np.asarray(sequence)
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence must be a list of one or more integer ids")
-        if not 0 <= ids.min() <= ids.max() <= MAX_ID:
-            invalid = ids.min() if ids.min() < 0 else ids.max()
+        if len(invalid := ids[(ids < 0) | (ids > MAX_ID)]):
             raise FlatTokensError(
-                f"sequence {self.sequence_count} has the id {invalid}: ids must be from 0 to "
+                f"sequence {self.sequence_count} has the id {invalid[0]}: ids must be from 0 to "
                 "2**30 - 2"
             )
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
@@ -155,8 +152,7 @@ def tokenizer_of(path: str) -> str | None:
     """Returns the name of the tokenizer that a dataset was converted with, or None if there is no
     such dataset or it doesn't record it."""
     try:
-        conversion: Any = storage.group(path, "r").attrs.get("conversion", {})
-        return str(conversion["settings"]["tokenizer"])
+        return str(storage.attributes(path)["conversion"]["settings"]["tokenizer"])
     except Exception:  # stores raise errors of many types
         return None
 
@@ -260,8 +256,7 @@ class FlatTokens:
 
     def validate(self) -> None:
         """Reads the whole split. Raises FlatTokensError for the first rule that is broken."""
-        starts = self.starts(0, self.sequence_count)
-        largest = 0
+        starts, largest = self.starts(0, self.sequence_count), 0
         for low in range(0, self.token_count, 8 * CHUNK):
             high = min(low + 8 * CHUNK, self.token_count)
             ids, is_start = self.read(low, high)

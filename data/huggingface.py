@@ -70,8 +70,7 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-        documents = config.sequences_packed_per_batch
-        self.source = text.Source(load, name, *settings, documents=documents)
+        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
         say(f"{self.name} has {text.counted(self.source.check()['files'], 'file')}")
         if len(self.local_rows) * jax.process_count() != spec.rows:
             raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
@@ -84,11 +83,7 @@ class StreamLoader(Batches):
             documents = empty = 0
             for unit in text.units(self.source, position, threads, *part):
                 largest = int(unit.tokens.max(initial=0)) >> 1
-                if largest >= self.spec.vocab:
-                    raise UserError(
-                        f"{self.name} has the id {largest}; model.vocab={self.spec.vocab} must be "
-                        "larger"
-                    )
+                self.spec.check_vocabulary(f"{self.name} has the id", largest)
                 documents += len(unit.lengths)
                 empty += int((unit.lengths == 0).sum())
                 yield unit
@@ -127,8 +122,6 @@ class StreamLoader(Batches):
         place: Any = self.position or {"position": {}, "used": 0, "batches": 0}
         count, tokens = place["batches"], self.tokens(place, len(self.local_rows) * self.shape[1])
         for number in numbers:
-            if number < count:
-                raise UserError("training.skip_steps lacks a batch that the run already skipped")
             *_, (flat, place) = itertools.islice(tokens, number + 1 - count)
             count = place["batches"] = number + 1
             yield *decode(rows_of(flat, self.shape[1])), place

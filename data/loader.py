@@ -31,16 +31,8 @@ import numpy as np
 from jaxtyping import Bool, Int64, UInt32
 from pydantic import Field
 
-from data.flat_tokens import (
-    FILL,
-    NO_TOKEN,
-    Decoded,
-    FlatTokens,
-    FlatTokensError,
-    checked,
-    decode,
-    tokenizer_of,
-)
+from data import flat_tokens
+from data.flat_tokens import FILL, NO_TOKEN, FlatTokens, FlatTokensError, checked, tokenizer_of
 from data.text import ahead, difference
 from runtime.config import NOT_EMPTY, Kept, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
@@ -97,10 +89,7 @@ class TokenBatch:
     @classmethod
     @checked
     def of(
-        cls,
-        ids: UInt32[np.ndarray, "B n"],
-        is_start: Bool[np.ndarray, "B n"],
-        start_token: int,
+        cls, ids: UInt32[np.ndarray, "B n"], is_start: Bool[np.ndarray, "B n"], start_token: int
     ) -> "TokenBatch":
         """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
         row, which is the token before it. `is_start` marks the first token of each document.
@@ -112,16 +101,11 @@ class TokenBatch:
         inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         # The positions where documents start, and each row's position 0.
-        begins = is_start.copy()
-        begins[:, 0] = True
-        begins = np.flatnonzero(begins).astype(np.uint32)
-        start = np.repeat(begins % targets.shape[1], np.diff(begins, append=targets.size))
+        begins = np.flatnonzero(is_start | (position == 0)).astype(np.uint32)
+        lengths = np.diff(begins, append=targets.size)
+        start = np.repeat(begins % targets.shape[1], lengths).reshape(targets.shape)
         return cls(
-            inputs=inputs,
-            targets=targets,
-            loss_mask=there[:, 1:],
-            position=position,
-            start=start.reshape(targets.shape),
+            inputs=inputs, targets=targets, loss_mask=there[:, 1:], position=position, start=start
         )
 
 
@@ -151,6 +135,11 @@ class BatchSpec:
     start_token: int
     skip: tuple[int, ...] = ()  # batches that no step uses; later steps use later batches instead
     io_threads: int = 32
+
+    def check_vocabulary(self, where: str, largest: int) -> None:
+        """Raises FlatTokensError if the largest id somewhere isn't in the vocabulary."""
+        if largest >= self.vocab:
+            raise FlatTokensError(f"{where} {largest}; model.vocab={self.vocab} must be larger")
 
 
 @checked
@@ -208,9 +197,7 @@ class Stream:
         order = permutation(len(numbers), *self.key, epoch, number)
         return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
 
-    def find(
-        self, positions: Int64[np.ndarray, " n"]
-    ) -> Iterator[tuple[Buffer, Int64[np.ndarray, " _"]]]:
+    def find(self, positions: np.ndarray) -> Iterator[tuple[Buffer, np.ndarray]]:
         """Yields the buffers with the sequences at these increasing positions of the order, and
         where in the buffer each is. In the second half of a buffer, begins to read the next one."""
         while len(positions):
@@ -310,11 +297,7 @@ class Shuffled:
         self.threads = ThreadPoolExecutor(spec.io_threads)
         # By sequence, the token before it, if the block before it was read.
         self.ends = {0: FILL}
-        if data.max_token_id >= spec.vocab:
-            raise FlatTokensError(
-                f"{data.name} has ids up to {data.max_token_id}; model.vocab={spec.vocab} must be "
-                "larger"
-            )
+        spec.check_vocabulary(f"{data.name} has ids up to", data.max_token_id)
         count = data.token_count // self.length if config.sequence_packing else data.sequence_count
         if spec.rows % config.streams:
             raise FlatTokensError(
@@ -328,9 +311,8 @@ class Shuffled:
             )
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
-        self.streams = [
-            Stream(self, i, first, end) for i, (first, end) in enumerate(itertools.pairwise(bounds))
-        ]
+        parts = enumerate(itertools.pairwise(bounds))
+        self.streams = [Stream(self, i, first, end) for i, (first, end) in parts]
 
     @checked
     def read_block(self, first: int, rows: UInt32[np.ndarray, "rows n"]) -> None:
@@ -429,10 +411,10 @@ class Mixture(Batches):
             yield dataset, first + left[left < end - first]
             left = left[left >= end - first] - (end - first)
 
-    def rows(self, number: int, indices: Sequence[int]) -> Decoded:
+    def rows(self, number: int, indices: Sequence[int]) -> flat_tokens.Decoded:
         """Returns the ids and the document starts of these rows of a batch."""
-        parts = self.parts(number, indices)
-        return decode(np.concatenate([dataset.sequences(rows)[0] for dataset, rows in parts]))
+        parts = [dataset.sequences(rows)[0] for dataset, rows in self.parts(number, indices)]
+        return flat_tokens.decode(np.concatenate(parts))
 
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
         return ((*self.rows(number, self.local_rows), self.made_of) for number in numbers)

@@ -46,10 +46,8 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
     imported model that a checkpoint is, or that its run started from, with other runs in between or
     not. None if there is none, or if a run was allowed another tokenizer."""
-    seen = set[str]()
     with contextlib.suppress(UserError, OSError):  # of a checkpoint that is gone or damaged
-        while checkpoint.path not in seen:
-            seen.add(checkpoint.path)
+        for _ in range(99):  # two runs may name each other
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
             if os.path.isfile(f"{kept}/config.json"):
                 return kept
@@ -154,20 +152,15 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
     """Returns the batches of the training split and, if the run validates, of the validation split,
     for the mesh in context. The config needs the sections model, training and io besides a source;
     `sizes` has the lengths of the dimensions B, L and V."""
-    spec = BatchSpec(
-        rows=sizes["B"],
-        length=sizes["L"],
-        vocab=sizes["V"],
-        start_token=config.model.start_token,
-        io_threads=config.io.max_io_threads,
-    )
-    open_split, hyper = config.source().open, config.training
+    rows, length, vocab = (sizes[dimension] for dimension in "BLV")
+    open_split, hyper, threads = config.source().open, config.training, config.io.max_io_threads
+    spec = BatchSpec(rows, length, vocab, config.model.start_token, io_threads=threads)
     train = open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train")
     say_problem_of_start(config.source().tokenizer_used(remote=True) or "", spec.start_token)
     if not (hyper.validation_interval or hyper.validation_at_start):
         return train, None
-    held_out, rows = open_split(spec, "validation"), hyper.validation_batches * spec.rows
-    if held_out.count and rows > held_out.count:
-        times = f"{rows / held_out.count:.1f} times"
+    held_out, taken = open_split(spec, "validation"), hyper.validation_batches * rows
+    if held_out.count and taken > held_out.count:
+        times = f"{taken / held_out.count:.1f} times"
         say(f"note: a validation takes each of {held_out.count} rows {times}: there are no more")
     return train, held_out

@@ -23,13 +23,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 import jax
 import numpy as np
 from fsspec.utils import glob_translate, infer_compression
-from jaxtyping import Int64, UInt16, UInt32
+from jaxtyping import Int64, UInt32
 
 from data.flat_tokens import checked, encode
 from runtime.config import flat
@@ -39,10 +39,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was 
 T = TypeVar("T")
 DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
-OUTPUT_FILES = (  # in its folder, and the folder itself
-    " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
-    " /validation/zarr.json /validation/seq_starts/zarr.json /validation/seq_starts/c/0"
-)
+# The output's folder, and a file at each depth in it.
+IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
 UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
@@ -50,9 +48,7 @@ ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE) 
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
 
 
-@checked
-@dataclasses.dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """The tokens of some consecutive documents."""
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
@@ -138,7 +134,10 @@ class Tokenizer:
     @checked
     def __call__(self, texts: list[str]) -> Tokens:
         """Returns the tokens of all documents, end to end, and the length of each in tokens."""
-        ids, lengths = self._bytes(texts) if self.name == "bytes_utf8" else self._ids(texts)
+        kind, first = (np.uint8, 1) if self.name == "bytes_utf8" else (np.uint32, 0)
+        parts = self._ids(texts)
+        lengths = np.array([len(part) for part in parts], np.int64)
+        ids = np.add(np.frombuffer(b"".join(parts), kind), np.uint16(first))
         return encode(ids, (np.cumsum(lengths) - lengths)[lengths > 0]), lengths
 
     @checked
@@ -164,27 +163,18 @@ class Tokenizer:
         added = self.slow.added_tokens_decoder
         return {i: token for token, i in self.slow.get_vocab().items() if i not in added}
 
-    @checked
-    def _ids(self, texts: list[str]) -> Tokens:
-        lists: Iterable[Any]
-        if self.fast:
+    def _ids(self, texts: list[str]) -> list[Any]:
+        """Returns each text's bytes, or a uint32 array of its ids."""
+        if self.name == "bytes_utf8":
+            return [text.encode() for text in texts]
+        if not self.fast:
+            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
             encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
             lists = (part.ids for part in encoded)
-        else:
-            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
         # Converts one list at a time: Python integers take ten times the memory of their values.
-        parts = [array.array("I", part) for part in lists]
-        for part in filter(None, parts):  # an empty document stays empty
-            part.extend(self.end)
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return np.concatenate([np.frombuffer(part, np.uint32) for part in parts]), lengths
-
-    @staticmethod
-    @checked
-    def _bytes(texts: list[str]) -> tuple[UInt16[np.ndarray, " n"], Int64[np.ndarray, " texts"]]:
-        parts = [text.encode() for text in texts]
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return np.add(np.frombuffer(b"".join(parts), np.uint8), 1, dtype=np.uint16), lengths
+        # An empty document stays empty.
+        return [array.array("I", part + self.end if part else part) for part in lists]
 
 
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
@@ -244,7 +234,6 @@ def field_rows(whole: Any, field: str) -> list[Any]:
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
         first = next(lines, "").removeprefix("\ufeff")
-        rows: Iterable[Any]
         if config.field or first.lstrip().startswith("["):
             whole = json.loads(first + lines.read())
             rows = field_rows(whole, config.field) if config.field else whole
@@ -319,10 +308,9 @@ READERS = {
     "text": text_rows,
 }
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
-NOT_READ = (  # arguments that nobody heeds
-    "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code "
-    "na_values keep_default_na na_filter usecols columns"
-)
+# Arguments that nobody heeds: of any dataset, and of CSV and parquet files.
+NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
+NOT_READ += " na_values keep_default_na na_filter usecols columns"
 
 
 def decompressed(kind: str, file: Any, **_: Any) -> Any:
@@ -361,66 +349,59 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
 # --- The dataset ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Source:
-    """A split of a dataset and the way its text is tokenized."""
+    """A split of a dataset and the way its text is tokenized. Raises UserError for an argument of
+    datasets.load_dataset that doesn't apply."""
 
-    load_dataset: dict[str, Any]  # arguments of datasets.load_dataset
+    load_dataset: dict[str, Any]  # arguments of datasets.load_dataset; `~` in paths is replaced
     split: str
     column: str  # that holds the text
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
     skip_not_text: bool = False  # takes a value that isn't text for an empty one
-    output: str = ""  # where they go, which may not be among the files
     documents: int = DOCUMENTS  # in a unit, at most
+    output: str = ""  # where they go, which may not be among the files
 
-    def open_tokenizer(self) -> Tokenizer:
-        return tokenizer(self.tokenizer, self.end_token)
-
-    def check(self) -> dict[str, Any]:
-        """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
-        the tokenizer can't be opened."""
-        self.open_tokenizer()
-        self._check_patterns()
-        for texts, position in self.read({}):
-            if any(texts):
-                return position["source"]
-        raise UserError(f"the split {self.split} has no text")
-
-    @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of datasets.load_dataset, with `~` in paths replaced. Raises UserError for
-        one that doesn't apply."""
+    def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
             raise UserError(
                 f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
                 "Leave it out; train_split and validation_split choose splits"
             )
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
-        return self.load_dataset | jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+        paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
+        self.load_dataset = self.load_dataset | paths
+        path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
+        # That local paths are relative to.
+        self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
 
-    @property
-    def folder(self) -> Path:
-        """The folder that local paths are relative to."""
-        load = self.arguments
-        path = "" if load["path"] in FILE_FORMATS else load["path"]
-        return Path(path, load["data_dir"] or "").absolute()
+    def check(self) -> dict[str, Any]:
+        """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
+        the tokenizer can't be opened."""
+        for texts, position in self.read({}):
+            if any(texts):
+                return position["source"]
+        raise UserError(f"the split {self.split} has no text")
 
     def _check_patterns(self) -> None:
         """Raises UserError for an entry of `data_files` that matches no local file, which
         `datasets` ignores, and for one that matches the output or will match files in it."""
-        folder, output = self.folder, os.path.realpath(self.output)
-        local = self.arguments["path"] in FILE_FORMATS or folder.is_dir()
-        files = self.arguments["data_files"] or "**"
-        files = files.get(self.split, []) if isinstance(files, dict) else files
-        for pattern in [files] if isinstance(files, str) else files:
-            place = pattern if "://" in pattern else str(folder / pattern)
-            if local and "://" not in pattern and not fsspec.filesystem("file").glob(place):
-                raise UserError(f"load_dataset.data_files={pattern} matches no file in {folder}")
-            if local and os.path.isdir(place):
-                raise UserError(f"load_dataset.data_files={pattern} is a folder: add /*")
+        from datasets.data_files import sanitize_patterns
+
+        load, output = self.load_dataset, os.path.realpath(self.output)
+        if load["path"] not in FILE_FORMATS and not self.folder.is_dir():
+            return  # it is on the hub
+        patterns = sanitize_patterns(load["data_files"] or "**")
+        for pattern in itertools.chain(*patterns.values()):
+            place = pattern if "://" in pattern else os.path.join(self.folder, pattern)
+            name = f"load_dataset.data_files={pattern}"
+            if "://" not in pattern and not fsspec.filesystem("file").glob(place):
+                raise UserError(f"{name} matches no file in {self.folder}")
+            if os.path.isdir(place):
+                raise UserError(f"{name} is a folder: add /*")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
-            if self.output and any(matches(output + file) for file in OUTPUT_FILES.split(" ")):
+            if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
 
     def _open(self) -> tuple[Any, dict[str, Any]]:
@@ -429,19 +410,17 @@ class Source:
         from datasets.iterable_dataset import ExamplesIterable
 
         try:
-            builder = datasets.load_dataset_builder(**self.arguments)
-            splits = {str(k): files for k, files in (builder.config.data_files or {}).items()}
-            self._check_splits(splits)
-            chosen = [splits[name] for name in self.split.split("+")] if splits else []
+            self._check_patterns()
+            builder = datasets.load_dataset_builder(**self.load_dataset)
+            files = self._files(builder.config.data_files or {})
             reader = READERS.get(type(builder).__module__.rpartition(".")[2])
-            for name in filter(ARCHIVES.search, itertools.chain(*chosen) if reader else ()):
-                raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
+            for name, _ in files:
+                if reader and ARCHIVES.search(name):
+                    raise UserError(f"{name} is an archive: unpack it, and choose the files in it")
             ours = reader and not READ_BY_DATASETS & {*self.load_dataset}
-            shards: list[tuple[str, Callable[[], Any]]]
             if ours and self.load_dataset.get("sample_by", "document") == "document":
                 rows = functools.partial(file_rows, builder, reader, self.column)
-                names = itertools.chain(*chosen)
-                shards = [(name, functools.partial(rows, name)) for name in names]
+                shards = [(name, functools.partial(rows, name)) for name, _ in files]
             else:
                 whole = builder.as_streaming_dataset(self.split)
                 part = functools.partial(whole.shard, whole.num_shards)
@@ -452,35 +431,32 @@ class Source:
         except Exception as error:  # the libraries below raise errors of many types
             raise UserError(f"load_dataset: {error}") from None
         dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
-        return dataset, self._fingerprint(chosen, len(shards))
+        return dataset, self._fingerprint(files, len(shards))
 
-    def _check_splits(self, splits: dict[str, Any]) -> None:
-        """Raises UserError if one that is wanted isn't there, or if a local folder, whose files
-        `datasets` sorts by their names, has a file of text that is in none."""
+    def _files(self, splits: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Returns the files of the split, each with its ETag, if it is in a bucket. Raises
+        UserError if the split isn't there, or if a local folder, whose files `datasets` sorts by
+        their names, has a file of text that is in no split."""
         from datasets.data_files import resolve_pattern
 
         def listed(files: Iterable[str]) -> str:
             return reprlib.repr(sorted(map(os.path.basename, files)))
 
         found = "; ".join(f"{name} has {listed(files)}" for name, files in splits.items())
-        missing = {*self.split.split("+")} - {*splits}
-        if splits and missing:
-            raise UserError(
-                f"there is no split {missing.pop()}: {found}. Choose one of these, or rename the "
-                "files, as in train-1.jsonl"
-            )
-        load, folder = self.arguments, self.folder
-        card = folder / "README.md"  # may say itself what is in a split
-        if load.get("data_files") or (card.is_file() and "data_files:" in card.read_text()):
-            return
-        files = resolve_pattern("**", str(folder)) if folder.is_dir() else []
-        taken = {*itertools.chain(*splits.values())}
+        cure = "rename the files, as in train-1.jsonl"
+        wanted = self.split.split("+") if splits else []
+        for name in {*wanted} - {*splits}:
+            raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
+        folder, card = self.folder, self.folder / "README.md"
+        listing = card.is_file() and "data_files:" in card.read_text()  # of what is in a split
+        by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
+        files = resolve_pattern("**", str(folder)) if by_name else []
         texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
-        if left := texts - taken:
-            raise UserError(
-                f"{folder} has files in no split, {listed(left)}: by their names, {found}. Rename "
-                "them, as in train-1.jsonl, or move them elsewhere"
-            )
+        if left := texts.difference(*splits.values()):
+            problem = f"{folder} has files in no split, {listed(left)}: by their names, {found}"
+            raise UserError(f"{problem}. Move them elsewhere, or {cure}")
+        parts = [splits[name] for name in wanted]
+        return [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
         """Yields the text of each row, after the name of its shard."""
@@ -506,9 +482,8 @@ class Source:
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:
-                raise UserError(
-                    f"{name} has no column={self.column}; the columns are {', '.join(columns)}"
-                )
+                names = ", ".join(columns)
+                raise UserError(f"{name} has no column={self.column}; the columns are {names}")
 
     def _text(self, place: str, value: Any) -> str:
         """Returns the text of a row. A null counts as an empty text."""
@@ -523,25 +498,20 @@ class Source:
             "the row, or set skip_not_text=true to leave out such rows"
         )
 
-    def _fingerprint(self, splits: list[Any], shards: int) -> dict[str, Any]:
+    def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
         from datasets import config
 
         hub = {"endpoint": config.HF_ENDPOINT, "token": self.load_dataset.get("token")}
         # The folder differs between copies of local files, and between revisions on the hub.
-        files: list[Any] = []
-        pairs = (zip(part, part.origin_metadata, strict=False) for part in splits)
-        for name, origin in itertools.chain(*pairs):
-            info: dict[str, Any] = {"size": 0, "blob_id": origin}  # in a bucket: an ETag
+        known: list[Any] = []
+        for name, tag in files:
+            info: dict[str, Any] = {"size": 0, "blob_id": tag}
             if name.startswith("hf://") or "://" not in name:  # its folder was just listed
                 info = fsspec.core.url_to_fs(name, **hub)[0].info(name)
-            files.append((os.path.basename(name), info["size"], info.get("blob_id")))
-        return {
-            "files": len(files),
-            "bytes": sum(size for _, size, _ in files),
-            "names and sizes": digest(files),
-            "shards": shards,
-            "tokenizer": self.open_tokenizer().digest,
-        }
+            known.append((os.path.basename(name), info["size"], info.get("blob_id")))
+        found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
+        found |= {"names and sizes": digest(known), "shards": shards}
+        return found | {"tokenizer": tokenizer(self.tokenizer, self.end_token).digest}
 
     def read(
         self, position: dict[str, Any], host: int = 0, hosts: int = 1
@@ -566,8 +536,7 @@ class Source:
         dataset = split_dataset_by_node(dataset, host, hosts, by)
         if "state" in position:
             dataset.load_state_dict(position["state"])
-        texts: list[str] = []
-        size = 0
+        texts, size = list[str](), 0
         for text in dataset:
             texts.append(text)
             size += len(text)
@@ -585,10 +554,10 @@ def units(
     it unless it has ended. Raises UserError or OSError if something can't be read or tokenized."""
     if position is None:
         return
-    tokenizer = source.open_tokenizer()
+    opened = tokenizer(source.tokenizer, source.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
-        return Unit(*tokenizer(texts), after)
+        return Unit(*opened(texts), after)
 
     upcoming: deque[Future[Unit]] = deque()
     with ThreadPoolExecutor(threads) as pool:

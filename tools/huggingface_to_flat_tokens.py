@@ -138,7 +138,7 @@ def convert(config: ConvertConfig) -> None:
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
     settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-    sources = [Source(config.load_dataset, name, *settings, config.output) for name in names]
+    sources = [Source(config.load_dataset, name, *settings, output=config.output) for name in names]
     # Finds most mistakes before anything is written.
     files = sum(source.check()["files"] for source in sources)
     conversion = Conversion(config)

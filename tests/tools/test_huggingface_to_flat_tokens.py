@@ -606,6 +606,7 @@ def test_files_in_the_home_folder(folder, run_here, monkeypatch):
     for files in (
         'load_dataset.data_files="~/files/*.jsonl"',
         'load_dataset.data_files={train: ["~/files/a.jsonl"]}',
+        'load_dataset.data_files=[{split: train, path: "~/files/*.jsonl"}]',
         'load_dataset={path: "~/files", data_files: null}',
     ):
         assert converted(run_here, folder, files, "column=body")[1] == ""
