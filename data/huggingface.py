@@ -71,8 +71,12 @@ class StreamLoader(Batches):
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
         self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
-        say(f"{self.name} has {text.counted(self.source.check()['files'], 'file')}")
-        if len(self.local_rows) * jax.process_count() != spec.rows:
+        found, hosts = self.source.check(), jax.process_count()
+        say(f"{self.name} has {text.counted(found['files'], 'file')}")
+        if (fewest := found["shards"] // hosts) and found["shards"] % hosts:
+            uneven = f"{found['shards']} shards on {hosts} hosts, which take equally many tokens"
+            say(f"note: {uneven}: documents of those with {fewest} shards come more often")
+        if len(self.local_rows) * hosts != spec.rows:
             raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:

@@ -72,8 +72,11 @@ CHIPS = {
 }
 # What JAX calls a chip on some machines.
 OTHER_NAMES = {
-    **{"A100-SXM4-80GB": "A100", "H100 80GB HBM3": "H100"},
-    **{"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"},
+    "A100-SXM4-80GB": "A100",
+    "H100 80GB HBM3": "H100",
+    "TPU v5e": "TPU v5 lite",
+    "TPU v5p": "TPU v5",
+    "TPU v6e": "TPU v6 lite",
 }
 
 

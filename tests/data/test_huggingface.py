@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import shutil
 
 import jax
@@ -111,6 +112,18 @@ def test_each_document_on_one_host_from_any_position_on(folder, hosts):
             assert list(source.read(position, host, hosts)) == units[i + 1 :]
         read += [document for unit, _ in units for document in unit]
     assert sorted(read) == sorted(itertools.chain(*documents(folder)))
+
+
+def test_hosts_with_fewer_shards_are_named(folder, capsys, monkeypatch):
+    """Four shards. The mesh of one host doesn't fit several, which is found out later."""
+    for hosts in 2, 3, 5:
+        monkeypatch.setattr(jax, "process_count", lambda hosts=hosts: hosts)
+        with pytest.raises(UserError, match="needs a mesh"):
+            open_loader(folder)
+    assert re.findall("(?m)^note: .*", capsys.readouterr().out) == [
+        "note: 4 shards on 3 hosts, which take equally many tokens: documents of those with 1 "
+        "shards come more often"
+    ]
 
 
 def test_a_unit_ends_by_its_length(tmp_path, monkeypatch):
