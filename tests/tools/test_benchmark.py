@@ -26,7 +26,7 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     assert not message and not list(tmp_path.iterdir()), "it writes nothing"
     shown = {line[:32].strip(): line[33:] for line in out.splitlines()}
     assert re.search(r", commit [0-9a-f]{40}(-dirty)?, Python ", shown["at"])
-    assert f", jax {jax.__version__}, " in shown["at"] and shown["device"] == "8 x cpu, s=4, t=2"
+    assert f", jax {jax.__version__}, " in shown["at"] and shown["device"] == "8 x cpu, d=4, t=2"
     with jax.set_mesh(mesh(4, 2)):
         state = train.init_state(small_config("model.vocab=128"))
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.weights))

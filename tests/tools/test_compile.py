@@ -16,7 +16,7 @@ def test_the_report(capsys, monkeypatch):
     out, message = train_here(capsys, monkeypatch, *CONFIG, program=compiler.main)
     title, seconds, _, _, arguments, *_ = out.splitlines()
     assert not message
-    assert title == "4 x cpu, s=2, t=2" and re.fullmatch(r"compiled in \d+ s", seconds)
+    assert title == "4 x cpu, d=2, t=2" and re.fullmatch(r"compiled in \d+ s", seconds)
     name, given, predicted, error = re.split("  +", arguments)
     assert (name, given, error) == ("arguments", predicted, "+0.0%")
 
