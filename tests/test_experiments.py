@@ -399,13 +399,19 @@ NOTED = {
 }
 
 
-# There a number of one mesh isn't one on the other, which isn't understood yet.
-OPEN = pytest.param("Places for experts", marks=pytest.mark.xfail(strict=True))
+# They compute with the length of a device's part, rightly, which a note can't tell from a mistake.
+BY_LENGTH = {"Pipeline parallelism", "Places for experts"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("section", [x if x != "Places for experts" else OPEN for x in SECTION])
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param(x, marks=pytest.mark.xfail(strict=True)) if x in BY_LENGTH else x
+        for x in SECTION
+    ],
+)
 def test_an_experiment_gets_no_note(section, optimizer, tree):
     """As it is right on any mesh, a note about numbers that depend on it would be a false alarm."""
     apply_all(section, tree)

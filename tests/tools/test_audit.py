@@ -187,7 +187,7 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
     assert not message
     rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:-2]]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    assert [row[:2] for row in rows] == [[f"s={2**i}, t=2", "s ib, t nvlink"] for i in range(2, 9)]
+    assert [row[:2] for row in rows] == [[f"d={2**i}, t=2", "s ib, t nvlink"] for i in range(2, 9)]
     # The amounts of the test above: 206.2 TFLOP, 2.316 GB over d, 11.28 GB over t.
     memory = tables.show(memory_traffic(ATTENTION) / 2.039e12, "s")
     assert rows[0][3:] == [tables.show(206.1585e12 / 312e12, "s"), memory, "37.6 ms", "92.6 ms",

@@ -15,7 +15,7 @@ CONFIG = "local_test_synthetic", "paths.model_name=x", "model.layers=1", "traini
 def test_it_finds_what_trying_everything_finds(capsys):
     """Tries all meshes that the tool's rules allow, with several numbers of parts each, and takes
     for each mesh the fastest that fits."""
-    count, memory = 4, 24e6
+    count, memory = 4, 27e6
     config = compose_config(*CONFIG, schema=plan.PlanConfig)
     chip = chips.Chip("small", 1e9, memory / 0.75, 1e9, {"near": 1e6, "far": 1e5}, near=count // 2)
     expected, tried = {}, 0
