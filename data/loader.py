@@ -101,7 +101,9 @@ class TokenBatch:
         inputs[is_start] = start_token
         position = np.broadcast_to(np.arange(targets.shape[1], dtype=np.uint32), targets.shape)
         # The positions where documents start, and each row's position 0.
-        begins = np.flatnonzero(is_start | (position == 0)).astype(np.uint32)
+        begins = is_start.copy()
+        begins[:, 0] = True
+        begins = np.flatnonzero(begins).astype(np.uint32)
         lengths = np.diff(begins, append=targets.size)
         start = np.repeat(begins % targets.shape[1], lengths).reshape(targets.shape)
         return cls(

@@ -46,8 +46,10 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
     """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
     imported model that a checkpoint is, or that its run started from, with other runs in between or
     not. None if there is none, or if a run was allowed another tokenizer."""
+    seen = set[str]()
     with contextlib.suppress(UserError, OSError):  # of a checkpoint that is gone or damaged
-        for _ in range(99):  # two runs may name each other
+        while checkpoint.path not in seen:
+            seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
             if os.path.isfile(f"{kept}/config.json"):
                 return kept

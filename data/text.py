@@ -173,8 +173,10 @@ class Tokenizer:
             encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
             lists = (part.ids for part in encoded)
         # Converts one list at a time: Python integers take ten times the memory of their values.
-        # An empty document stays empty.
-        return [array.array("I", part + self.end if part else part) for part in lists]
+        parts = [array.array("I", part) for part in lists]
+        for part in filter(None, parts):  # an empty document stays empty
+            part.extend(self.end)
+        return parts
 
 
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
