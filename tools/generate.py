@@ -66,6 +66,7 @@ from data.text import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT, within
 from runtime.errors import user_errors
+from runtime.run import all_finite
 from shardlib import devices, kernels, ops
 from shardlib.errors import UserError
 from shardlib.types import (
@@ -450,8 +451,7 @@ class Model:
         """Raises UserError unless all are finite."""
         with self.computing():
             weights = lay_out(self.checkpoints.restore("weights"))
-        finite = jax.jit(functools.partial(jax.tree.map, lambda x: jnp.isfinite(x).all()))(weights)
-        if bad := [name for name, fine in named(finite).items() if not fine]:
+        if bad := [name for name, finite in named(all_finite(weights)).items() if not finite]:
             which = f"{self.checkpoints.newest.path} has NaN or infinite weights"
             raise UserError(f"{which}, such as {bad[0]}: name another checkpoint")
         return weights
