@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 import shutil
@@ -31,10 +32,12 @@ def earlier(against: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         _check_out(against, folder)
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
-        source = f"import runpy, sys; sys.path[0] = {folder!r}; "
-        source += "runpy.run_module('tools.audit', run_name='__main__', alter_sys=True)"
-        command = [sys.executable, "-c", source, *options, f"++audit.json={folder}/audit.json"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        options += [f"++audit.json={folder}/audit.json"]
+        # In the user's folder, where a relative --config-dir is, which -P keeps out of the path.
+        command, env = [sys.executable, "-P", "-m", "tools.audit"], {"PYTHONPATH": folder}
+        done = subprocess.run(
+            command + options, env=os.environ | env, capture_output=True, text=True
+        )
         if done.returncode:
             problem = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
             raise UserError(f"the audit of {against} fails: {problem}")
