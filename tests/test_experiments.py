@@ -413,7 +413,8 @@ BY_LENGTH = {"Pipeline parallelism", "Places for experts"}
     ],
 )
 def test_an_experiment_gets_no_note(section, optimizer, tree):
-    """As it is right on any mesh, a note about numbers that depend on it would be a false alarm."""
+    """A note that a number depends on the mesh would be a false alarm: all experiments are right on
+    any mesh."""
     apply_all(section, tree)
     settings = ["paths.model_name=x", f"training.optimizer={optimizer}", *NOTED.get(section, [])]
     with imported_from(tree):
