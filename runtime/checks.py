@@ -29,7 +29,7 @@ import numpy as np
 
 from runtime.config import ROOT
 from runtime.run import SECONDS_BETWEEN_LINES, say
-from runtime.supervise import STOPS, handle
+from runtime.supervise import STOPS, handled
 from shardlib import audit, numbers
 from shardlib.devices import (
     QUICK_COMPILES,
@@ -263,16 +263,14 @@ class Numbers:
         self.configs, self.running = configs, {}
         spawn = multiprocessing.get_context("spawn")
         # Signals are for the program alone, which then ends these processes.
-        before = handle(STOPS, signal.SIG_IGN)
-        for config in configs:
-            receiver, sender = spawn.Pipe(duplex=False)
-            work = sender, cache_folder(), config, recorded, order
-            process = spawn.Process(target=compute, args=work, daemon=True)
-            process.start()
-            sender.close()
-            self.running[receiver] = process
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        with handled(STOPS, signal.SIG_IGN):
+            for config in configs:
+                receiver, sender = spawn.Pipe(duplex=False)
+                work = sender, cache_folder(), config, recorded, order
+                process = spawn.Process(target=compute, args=work, daemon=True)
+                process.start()
+                sender.close()
+                self.running[receiver] = process
 
     def results(self, interrupted: Callable[[], bool]) -> list[dict[str, Any]] | None:
         """Returns what each process has computed, by name; None once it is interrupted. Prints now

@@ -28,7 +28,7 @@ from omegaconf.errors import (
 
 from runtime.config import ROOT, keys, load, unknown
 from runtime.errors import user_errors
-from runtime.supervise import STOPS, handle
+from runtime.supervise import STOPS, handled
 from shardlib.errors import UserError
 
 C = TypeVar("C")
@@ -129,30 +129,30 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         if process and number != signal.SIGINT:  # Ctrl-C reaches both processes
             process.terminate()
 
-    handle(STOPS, stop)
-    for number, (config, _) in enumerate(jobs):
-        arguments = [*flags, *overrides[number]]
-        if names:
-            # By its values, so that the same sweep with more of them goes on in the same folders.
-            own = [a for a in overrides[number] if not all(a in others for others in overrides)]
-            own = [a for a in own if not a.startswith(f"{names}=")]
-            plain = (re.sub('="(.*)"$', r"=\1", argument) for argument in own)
-            folder = quote(",".join(plain), safe="=,+~{}[]: ") or "0"
-            if len(folder) > 255:  # which file systems refuse
-                folder = f"{folder[:238]}~{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
-            name = f"{operator.attrgetter(names)(config)}/{folder}"
-            arguments.append(f"{names}={_quoted(name)}")
-        print(f"job {number}: {' '.join(arguments)}", flush=True)
-        process = subprocess.Popen([*program, *arguments])
-        if signals:  # it came before the process was there
-            process.terminate()
-        code = process.wait()
-        if code - 128 in STOPS:
-            signals.append(code - 128)
-        if signals:
-            sys.exit(128 + signals[0])
-        if code:
-            failed.append(str(number))
+    with handled(STOPS, stop):
+        for number, (config, _) in enumerate(jobs):
+            arguments = [*flags, *overrides[number]]
+            if names:
+                # By its values, so that a sweep with more of them goes on in the same folders.
+                own = [a for a in overrides[number] if not all(a in others for others in overrides)]
+                own = [a for a in own if not a.startswith(f"{names}=")]
+                plain = (re.sub('="(.*)"$', r"=\1", argument) for argument in own)
+                folder = quote(",".join(plain), safe="=,+~{}[]: ") or "0"
+                if len(folder) > 255:  # which file systems refuse
+                    folder = f"{folder[:238]}~{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
+                name = f"{operator.attrgetter(names)(config)}/{folder}"
+                arguments.append(f"{names}={_quoted(name)}")
+            print(f"job {number}: {' '.join(arguments)}", flush=True)
+            process = subprocess.Popen([*program, *arguments])
+            if signals:  # it came before the process was there
+                process.terminate()
+            code = process.wait()
+            if code - 128 in STOPS:
+                signals.append(code - 128)
+            if signals:
+                sys.exit(128 + signals[0])
+            if code:
+                failed.append(str(number))
     if failed:
         raise UserError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
 

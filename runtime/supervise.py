@@ -24,12 +24,18 @@ from shardlib.errors import UserError
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
-def handle(numbers: Iterable[int], handler: Any) -> dict[int, Any]:
-    """Handles signals, and returns their old handlers. SIGHUP and SIGUSR1 stay as they are if they
-    are handled or, as SIGHUP under nohup, ignored."""
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handles signals during the block. SIGHUP and SIGUSR1 stay as they are if they are handled or,
+    as SIGHUP under nohup, ignored."""
     ours = signal.SIGINT, signal.SIGTERM
     numbers = [x for x in numbers if x in ours or signal.getsignal(x) == signal.SIG_DFL]
-    return {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Stop:
@@ -43,8 +49,9 @@ class Stop:
         self.asked, self.one_host = 0, jax.process_count() == 1
 
     def __enter__(self) -> "Stop":
-        handled = [each for each in STOPS if self.one_host or each != signal.SIGTERM]
-        self.old_handlers = handle(handled, self._handle)
+        numbers = [each for each in STOPS if self.one_host or each != signal.SIGTERM]
+        self.handled = handled(numbers, self._handle)
+        self.handled.__enter__()
         # Python calls _handle only after running C code returns, which a hung step never does. The
         # number of the signal is written to the wakeup socket even then.
         self.receiver, self.sender = socket.socketpair()
@@ -56,8 +63,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self.old_wakeup_fd)
         self.sender.close()
-        for number, handler in self.old_handlers.items():
-            signal.signal(number, handler)
+        self.handled.__exit__(None, None, None)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.signal = signal.Signals(number)

@@ -161,16 +161,13 @@ class Job:
 def jobs(monkeypatch, capsys):
     """Returns a function that runs a sweep, and returns its jobs and its exit message."""
     monkeypatch.setattr("runtime.program.subprocess.Popen", Job)
-    before = [(each, signal.getsignal(each)) for each in STOPS]
 
     def run(*arguments):
         monkeypatch.setattr(Job, "started", [], raising=False)
         _, message = train_here(capsys, monkeypatch, *arguments)
         return Job.started, message
 
-    yield run
-    for each, handler in before:
-        signal.signal(each, handler)
+    return run
 
 
 def test_a_run_of_a_sweep_has_the_folder_of_its_values(jobs):
@@ -248,7 +245,9 @@ def test_a_text_reaches_a_run_as_typed(tmp_path, capsys, monkeypatch):
         return types.SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setattr(subprocess, "Popen", started)
+    before = [*map(signal.getsignal, STOPS)]
     assert not given("--multirun", f"paths.model_name={','.join(NUMBERS)}")
+    assert [*map(signal.getsignal, STOPS)] == before
     for number, job in enumerate(jobs):
         assert not given(*job)
         assert configs[-1].paths.model_name == f"{NUMBERS[number]}/0"
