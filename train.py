@@ -47,7 +47,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -57,14 +57,15 @@ import numpy as np
 from einops import rearrange
 from jax import lax
 
+from checks import preflight
 from data.loader import Batches, TokenBatch, random_batch
 from data.sources import DataConfig, check_same_rows, open_batches
-from runtime import checks
+from kernels import attention
 from runtime.checkpoint import Checkpoints
 from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.program import program
 from runtime.run import MeshConfig, Run, RunConfig, complete, due, make_mesh, reserved, say
-from shardlib import kernels, ops
+from shardlib import ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
@@ -305,7 +306,7 @@ def forward(
         v = save_for_backward(v)
         k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
         v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
-        mixed = kernels.attention(
+        mixed = attention.attention(
             "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
             q, k, v, start, batch.position, key_position,
         )  # fmt: skip
@@ -785,26 +786,6 @@ def lower_step(config: Config) -> jax.stages.Lowered:
         return training_step.lower(*placed, config)
 
 
-@typechecked
-def trials(
-    config: Config, state: State, order: int
-) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], Config]]:
-    """Yields what runtime/checks.py computes on two meshes: a name, a function, the arrays that it
-    takes, as NumPy arrays, and the config. `order` is that of `random_batch`."""
-    # Else the moments would drown the gradients.
-    mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
-    batch = random_batch(dimensions(config), config.model.start_token, order)
-    yield "validation_step", validation_step, (state.weights, batch), config
-    yield "gradients", gradients, (state.weights, batch), config
-    few = batch.loss_mask * (np.arange(len(batch.loss_mask)) * 2 < len(batch.loss_mask))[:, None]
-    uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
-    # In the middle of the schedule, and before what is done now and then.
-    for step, given in (3, batch), (999, uneven):
-        at_step = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
-        hyper = hyper_at(step, config.training)
-        yield f"training_step {step}", training_step, (at_step, given, hyper), config
-
-
 # --- Loop -----------------------------------------------------------------------------------------
 
 
@@ -936,7 +917,7 @@ def main(config: Config) -> int:
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    checked = checks.checked(config)  # before set_mesh, as it traces on a mesh of another size
+    checked = preflight.checked(config)  # before set_mesh, as it traces on a mesh of another size
     with reserved(config), checked as wait, jax.set_mesh(mesh), computing_in(config.dtype):
         return train(config, data, held_out, wait)
 

@@ -37,7 +37,7 @@ from data.sources import open_batches
 from runtime.checkpoint import Checkpoints
 from runtime.program import program
 from runtime.run import make_mesh
-from tools.audit import NOT_USED
+from tools.arguments import NOT_USED
 from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
 from tools.tables import show, table
 

@@ -29,7 +29,7 @@ import train
 from runtime.program import program
 from shardlib.errors import UserError
 from tools import benchmark, huggingface_weights
-from tools.audit import NOT_USED
+from tools.arguments import NOT_USED
 
 
 @dataclasses.dataclass(unsafe_hash=True)

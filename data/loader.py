@@ -34,9 +34,9 @@ from pydantic import Field
 from data import flat_tokens
 from data.flat_tokens import FILL, NO_TOKEN, FlatTokens, FlatTokensError, checked, tokenizer_of
 from data.text import ahead, difference
+from kernels.attention import balanced
 from runtime.config import NOT_EMPTY, Kept, NonNegativeInt, PositiveInt, Section
 from shardlib.errors import UserError
-from shardlib.kernels import balanced
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
 

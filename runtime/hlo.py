@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.audit import phase
 from shardlib.errors import source_line
-from shardlib.ops import SCOPE
+from shardlib.ops import SCOPE, phase
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.
 MACHINERY = re.compile(

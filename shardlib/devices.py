@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,28 +125,3 @@ def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
     """A mesh without devices, to trace on."""
     types = (AxisType.Auto,) * len(axes)
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
-
-
-# --- The probe mesh -------------------------------------------------------------------------------
-
-# Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
-PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
-
-
-def probe_total(axes: Collection[str]) -> int:
-    """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
-    return 4 * math.prod(PRIMES[: len(axes)])
-
-
-def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
-    """A mesh without devices, and dimension sizes at which size checks are exact.
-
-    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
-    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
-    dimensions apart, so no dimension or part of one is as long as another or its part, as happens
-    at the sizes one trains with, nor as a small constant of a model.
-    """
-    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
-    above = [prime for prime in PRIMES if prime > 100]
-    sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
-    return abstract_mesh(axis_sizes), sizes

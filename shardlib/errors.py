@@ -26,27 +26,31 @@ class SpecError(ShardTypeError):
     """A type string that can't be read."""
 
 
-# Folders of code that isn't the user's; shardlib comes first.
-_LIBRARIES = (
+# Files and folders of code that isn't the user's; shardlib comes first.
+LIBRARIES = [
     *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
     *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
-)
+]
+
+
+def is_users(file: str) -> bool:
+    return not file.startswith((*LIBRARIES,))
 
 
 def source_line(trace: Any) -> str:
-    """The innermost frame of a JAX traceback outside shardlib and libraries, with its function's
+    """The user's innermost frame of a JAX traceback, with its function's
     name: `train.py:253 block`. Empty if there is none."""
     for frame in trace.frames if trace else ():
-        if not frame.file_name.startswith(_LIBRARIES):
+        if is_users(frame.file_name):
             function = frame.function_name.split(".<locals>.<")[0].rpartition(".")[2]
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} {function}"
     return ""
 
 
 def caller() -> str:
-    """The innermost line of the call stack outside shardlib and libraries, like `source_line`."""
+    """The user's innermost line of the call stack, like `source_line`."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_LIBRARIES):
+        if is_users(frame.filename):
             return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
     return ""
 
@@ -55,23 +59,22 @@ def explain(error: Exception) -> str:
     """The message of an error raised while tracing a function, below the lines of the user's own
     code in that function that led to it."""
 
-    def users(frame: traceback.FrameSummary) -> bool:
-        return not frame.filename.startswith(_LIBRARIES)
-
     frames, message = traceback.extract_tb(error.__traceback__), str(error)
     # If the backward pass can't be built, the line to blame is in the error's cause.
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
     # The function runs within typed_shard_map.
     inside = itertools.dropwhile(lambda f: not f.filename.endswith("shardlib/types.py"), frames)
-    own = [*filter(users, inside), *[*filter(users, cause)][-1:]]
+    own = [f for f in inside if is_users(f.filename)]
+    own += [f for f in cause if is_users(f.filename)][-1:]
     if not isinstance(error, ShardTypeError):
         message = f"{type(error).__name__}: {message}"
         if "'NoneType'" in message:
             message += "\n    is it a field with alternatives, which this config doesn't choose?"
         if "jax.lax.pcast(" in message:
             message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
-        # No line of the user's: a bug in shardlib, or a leaked tracer, whose message has the lines.
+        # No line of the user's: a bug of ours, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
-            own = [f for f in frames if f.filename.startswith(_LIBRARIES[:1])][-1:]
+            ours = [f for f in frames if not f.filename.startswith((*LIBRARIES[1:],))]
+            own = ours[-1:]
     lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)
     return "\n".join([*dict.fromkeys(lines), message])

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardlib.types import (
     Dim,
@@ -50,6 +51,42 @@ def scope_name(op: str, signature: str) -> str:
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
+def phase(path: str) -> str:
+    """The part of a training step in which an equation or a compiled instruction runs, by its path
+    of JAX's scopes."""
+    if "rematted_computation" in path:
+        return "recomputed"
+    if "transpose(" in path:
+        return "backward"
+    return "forward" if "jvp(" in path else "update"
+
+
+# JAX's primitives that communicate -> the kind of collective.
+COLLECTIVES = {
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
+    "ppermute": "permute",
+}
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes over which a collective communicates."""
+    names = eqn.params.get("axis_name") or eqn.params["axes"]
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def communicating(jaxpr: Any, *kinds: str) -> set[str]:
+    """The axes over which a function has collectives of these kinds, or of any."""
+    axes = set()
+    for eqn in jaxpr.eqns:
+        kind = COLLECTIVES.get(eqn.primitive.name)
+        axes |= {*axes_of(eqn)} if kind and kind in (kinds or (kind,)) else set()
+        axes |= {a for each in jaxprs_in_params(eqn.params) for a in communicating(each, *kinds)}
+    return axes
+
+
 # Called with each operand and result of an op, its layout and what it is: the function with which
 # `numbers.recording` stores it.
 watching = jax.make_user_context(lambda x, spec, what: x)
@@ -71,7 +108,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
     """Decorator: makes `implementation(call, *operands)` an op that takes a string first and checks
     its operands and result."""
     name = implementation.__name__
-    full_name = f"{implementation.__module__.rpartition('.')[2]}.{name}"
+    module = implementation.__module__.removesuffix(f".{name}")
+    full_name = f"{module.rpartition('.')[2]}.{name}"
     parameters = inspect.signature(implementation).parameters.values()
     arity = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters) - 1  # 0: any number
 
@@ -101,8 +139,6 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             lost = {axis for spec in call.operands for axis in spec.axes} & {*kind.varying}
             lost -= {*call.result.axes}
             if lost and implementation.__module__ != __name__:
-                from shardlib.audit import communicating  # which imports this module
-
                 made = jax.make_jaxpr(functools.partial(implementation, call, **options))(*watched)
                 over = ", ".join(sorted(lost - communicating(made.jaxpr)))
                 problem = f"it takes a part over {over} for the whole: use lax.psum or lax.pmax"

@@ -27,11 +27,11 @@ all devices along it), varying (it may differ) or unreduced (partial sums), and 
 to varying is free; in the backward pass the cast is an all-reduce of the gradient. A value becomes
 unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX takes
 the partial result for any varying value; only the numbers then differ between meshes, which
-numbers.py compares.
+checks/numbers.py compares.
 
 Over an axis of size 1 nothing is split, varies or is unreduced, whatever the strings say: a value
 is invariant there, and ops send nothing. So a forgotten sum over it shows only where the axis is
-larger, as all are on the mesh of `devices.probe_mesh`.
+larger, as all are on the mesh of `checks.layout.probe_mesh`.
 """
 
 import contextlib

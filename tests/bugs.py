@@ -231,22 +231,22 @@ hidden = hidden + jnp.concatenate([fused, fused], axis=-1)
 --- swap forward: batch.start
 batch.start // (1 if lax.axis_size("t") == 1 else 1000)
 === Megatron-LM #5454
---- before plain_attention in shardlib/kernels.py: wide
+--- before plain_attention in kernels/attention.py: wide
 start = jnp.broadcast_to(start[:1], start.shape)
 === torchtitan #3329
 --- swap training_step: x / count
 x / count / lax.axis_size("s")
 === mlx-vlm #1983
---- after extend in tools/generate.py: here
+--- after extend in variants/cache.py: here
 here = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape).astype(u32.dtype)
 === hnet #20
---- swap extend in tools/generate.py: families.first_visible(jnp.zeros_like(here), here, config.training.tokens.len)
+--- swap extend in variants/cache.py: first_visible(jnp.zeros_like(here), here, config.training.tokens.len)
 jnp.zeros_like(here)
 === Megatron-LM #5983
---- swap generate in tools/generate.py: jnp.array(numbers)
+--- swap generate in tools/generate/steps.py: jnp.array(numbers)
 jnp.array(numbers) % (rows // mesh_shape()["s"])
 === transformers #24839
---- before evaluate in tools/generate.py: nats
+--- before evaluate in tools/generate/__main__.py: nats
 count = size
 """)
 

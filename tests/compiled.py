@@ -105,7 +105,10 @@ def between_slices(text: str) -> collections.Counter[str]:
     return collections.Counter(kind.lower().replace("_", "-") for n, kind in sizes if n > LARGE)
 
 
-FILES = "train.py", *(file.name for file in ROOT.glob("variants/*.py"))
+FILES = (
+    "train.py",
+    *(f.name for folder in ("variants", "kernels") for f in ROOT.glob(f"{folder}/*.py")),
+)
 
 
 def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective]:

@@ -241,7 +241,7 @@ hidden = hidden / (1 + level[..., None])
 def mean_square(call: ops.Call, x: jax.Array) -> jax.Array:
     return lax.psum(jnp.square(x).mean(-1), "t")
 === attention_clips_at_the_largest_score: inside attention
---- after plain_attention.attend in shardlib/kernels.py: einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
+--- after plain_attention.attend in kernels/attention.py: einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
 scores = scores / (1 + jnp.abs(lax.stop_gradient(scores)).max())
 === residual_added_before_the_sum: counted several times
 --- after block: swiglu(h, w.mlp)
@@ -295,7 +295,7 @@ config.training.seed + config.mesh.d
 --- after block: rope(q, k, sin, cos)
 k = 0.7 * k + 0.3 * jnp.pad(k, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
 === decode_window_is_shorter: generation
---- swap extend in tools/generate.py: config.training.tokens.len
+--- swap extend in variants/cache.py: config.training.tokens.len
 config.training.tokens.len - 1
 === row_after: neighbors
 --- row_before
@@ -314,7 +314,7 @@ seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
 rate = hyper.learning_rate * jnp.minimum(1, seen / 100)
 hyper = dataclasses.replace(hyper, learning_rate=rate)
 === samples_with_a_seed_by_mesh: generation
---- swap generate in tools/generate.py: jax.random.key(seed)
+--- swap generate in tools/generate/steps.py: jax.random.key(seed)
 jax.random.key(seed + mesh_shape()["s"])
 """)
 
@@ -382,7 +382,7 @@ mixed = mixed * opened[:, :, None, :, None]
 --- after Layer: mlp
 w_open: compute["M/c/s K/t"]
 === attention_across_documents: attention
---- swap plain_attention.attend in shardlib/kernels.py: start[:, :, None] <= key_position[:, None]
+--- swap plain_attention.attend in kernels/attention.py: start[:, :, None] <= key_position[:, None]
 start[:, :, None] >= 0 * key_position[:, None]
 === embedding_in_each_block: wiring
 --- after forward: x
@@ -467,7 +467,7 @@ squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
 squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
 y = y * lax.rsqrt(squares / config.d_model + config.norm_eps)[..., None]
 === slopes_of_all_heads: attention
---- after plain_attention.attend in shardlib/kernels.py: einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
+--- after plain_attention.attend in kernels/attention.py: einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
 count = k.shape[2] * lax.axis_size("t")
 heads = 1 + lax.axis_index("t") * k.shape[2] + jnp.arange(k.shape[2])
 slopes = 2.0 ** -(8 * heads / count)
@@ -552,7 +552,7 @@ score = 2.5 * score
 --- swap mixture in variants/experts.py: jnp.square(jax.nn.logsumexp(logits, -1))
 logits.max(-1)
 === relu_in_experts: an expert
---- swap swiglu in variants/dropless.py: jax.nn.silu(gate)
+--- swap swiglu in kernels/dropless.py: jax.nn.silu(gate)
 jax.nn.relu(gate)
 === bias_in_proportion: the bias
 --- swap rebalanced in variants/experts.py: jnp.sign(lacking)

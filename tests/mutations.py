@@ -32,9 +32,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import runtime.config
-from runtime import checks
+from checks import layout, numbers, preflight
 from runtime.config import ROOT
-from shardlib import activations, audit, numbers, ops
+from shardlib import activations, ops
 from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
@@ -243,7 +243,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
     """Returns the kind of check of an edited train.py's types that refuses it, and the first line
     of its message; or two empty strings."""
     try:
-        checks.probe(runtime.config.load(load(source).Config, config.values()))
+        preflight.probe(runtime.config.load(load(source).Config, config.values()))
     except Exception as error:  # of any class
         return _kind(error), str(error).split("\n")[0]
     return "", ""
@@ -289,9 +289,9 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        axes = audit.communicating(checks.probe(config)[0], "permute")
-        found = by_numbers(checks.tiny(config))
-        return by_numbers(checks.tiny(config, axes)) if axes and not found.net else found
+        axes = ops.communicating(preflight.probe(config)[0], "permute")
+        found = by_numbers(preflight.tiny(config))
+        return by_numbers(preflight.tiny(config, axes)) if axes and not found.net else found
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise
     except Exception as error:  # of any class
@@ -307,15 +307,32 @@ def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
     return calls, result
 
 
+def tried(config: Any) -> list[Any]:
+    """What a run's start computes, and a step of generation, whose ops are edited, too."""
+    found = preflight.tried(config)
+    for name, _, arrays, *_ in found:
+        if name == "generation":
+            from tools.generate import steps  # which imports train.py
+
+            (_, _, inputs), size = arrays, preflight.program_of(config).dimensions(config)["V"]
+            draws = np.random.default_rng(0).random(len(inputs)).astype(np.float32)
+            start = np.zeros(len(inputs), np.int32)
+            # The likeliest id: with others, a draw near the bound between two of them gives either.
+            how = steps.Sampling(0.8, top_k=1, top_p=0.9, ids=range(size))
+            given = *arrays, np.int32(0), start, draws
+            return [*found, ("generate.step", steps.step, given, config, how)]
+    return found
+
+
 def by_numbers(configs: Any) -> Verdict:
-    """Compares what the configs compute, like runtime/checks.py, but in this process. The last one
-    comes first, as it shows most mistakes."""
+    """Compares what the configs compute, as checks/preflight.py does, but in this process. The last
+    one comes first, as it shows most mistakes."""
 
     def computed(config: Any) -> Iterator[tuple[str, Any]]:
         mesh, results = meshes[config], None
         while True:
-            with jax.set_mesh(mesh), computing_in(config.dtype), audit.ON_ANY_MACHINE:
-                results = results or checks.results(checks.tried(config))
+            with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
+                results = results or preflight.results(tried(config))
                 if not (made := next(results, None)):
                     return
             yield made
@@ -433,7 +450,7 @@ def main() -> None:
     # Each edit has a process of its own, a fork of this one, which has imported and traced all that
     # edits have in common, without starting a backend.
     warm = load((ROOT / "train.py").read_text())
-    checks.probe(config_of(warm, ()))
+    preflight.probe(config_of(warm, ()))
     bad: list[str] = []
     nets: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as cache:

@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 import train
-from runtime import checks, chips
+from checks import layout, preflight
+from runtime import chips
 from runtime.config import plain
 from runtime.program import program
 from runtime.run import open_folder
 from runtime.supervise import STOPS
-from shardlib import audit, devices
+from shardlib import devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
 from tests import edits, golden, mutations
@@ -34,8 +35,8 @@ from tests.helpers import (
     small_config,
     train_here,
 )
-from tools import memory
-from tools.ledger import ledger
+from tools.audit import memory
+from tools.audit.ledger import ledger
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
 
@@ -308,7 +309,7 @@ def test_bad_input_gets_one_message(tmp_path):
 def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
     axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
-    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
     return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
 
 
@@ -424,7 +425,9 @@ def test_the_probe_explains_a_wrong_edit(case):
     module = mutations.load(edits.edited_source(WRONG_EDITS[case]), "train.py")
     settings = ("paths.model_name=x", "mesh={d: 2, t: 2}", "training.loss_chunks=4")
     with pytest.raises(UserError) as error:
-        checks.check_types(compose_config("local_test_synthetic", *settings, schema=module.Config))
+        preflight.check_types(
+            compose_config("local_test_synthetic", *settings, schema=module.Config)
+        )
     # JAX's messages differ between versions, and line numbers change with every edit.
     text = re.sub(r"    JAX says: .*", "    JAX says: ...", str(error.value))
     text = re.sub(r"(pcast\(\.\.\., )\([^)]*\)", r"\1AXES", text)  # in any order
@@ -433,11 +436,11 @@ def test_the_probe_explains_a_wrong_edit(case):
 
 
 def test_a_mistake_of_the_probe_is_not_taken_for_one_of_the_source(monkeypatch):
-    monkeypatch.setattr(audit, "SCOPE", None)
+    monkeypatch.setattr(layout, "SCOPE", None)
     with pytest.raises(
-        UserError, match=r"\naudit.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
+        UserError, match=r"\nlayout.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
     ):
-        checks.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
+        preflight.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
 
 
 def test_importing_train_leaves_out_what_a_run_does_not_need():

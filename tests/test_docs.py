@@ -14,13 +14,16 @@ import jax
 import pytest
 
 import train
-from runtime import checks, chips
+from checks import preflight
+from runtime import chips
 from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
 from tests.helpers import ROOT, compose_config, edited, slow_but_for
-from tools import audit
+from tools.audit import __main__ as audit
+from tools.audit import text as audit_text
+from tools.audit.step import audit_step, probe
 
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 
@@ -170,7 +173,7 @@ def audited(command: str, *more: str, edits: Edits = ()) -> str:
         patch.setattr("sys.argv", ["audit", *arguments, *more])
         if edits:
             module = edited("train.py", *edits)
-            patch.setattr(checks, "program_of", lambda _: module)
+            patch.setattr(preflight, "program_of", lambda _: module)
         audit.main()
     return out.getvalue().replace("train_edited.py", "train.py")
 
@@ -336,8 +339,8 @@ def test_what_is_expected_of_an_h200_is_what_the_audit_says(row):
         f"training.tokens={{batch: {2**18 // length}, len: {length}}}",
     )
     chip = chips.CHIPS["h200"]
-    result = audit.audit_step(config, audit.probe(config), chip)
-    flops = audit.total_of(result["products"])
+    result = audit_step(config, probe(config), chip)
+    flops = audit_text.total_of(result["products"])
     seconds = flops / RATE
     for exact, number in (
         (flops / 1e12, products),

@@ -18,7 +18,7 @@ import safetensors.numpy
 import transformers
 import zarr
 
-from runtime import checks
+from checks import preflight
 from shardlib.devices import abstract_mesh, make_mesh
 from shardlib.errors import ShardTypeError, UserError
 from tests import helpers, mutations, oracle, pages
@@ -41,6 +41,7 @@ HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
 SECTION = {text.split("\n")[0]: text for text in SECTIONS}
 BLOCK = re.compile(r"^\[(\w+)\.diff\].*?$|^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 APPLY = BLOCK.search(HEAD)[2]
+PACKAGES = "shardlib", "kernels", "runtime", "data", "variants", "checks", "tools"
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def tree(tmp_path, monkeypatch):
     """A copy of the source to edit."""
     # Bytecode is matched by time in seconds, so a quick second edit would not be noticed.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for folder in ("variants", "data", "shardlib", "runtime", "tools", "configs", "docs"):
+    for folder in (*PACKAGES, "configs", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
     author = "git config user.name test && git config user.email test@example.com"
@@ -61,11 +62,7 @@ def imported_from(tree):
     """A context in which the project's modules are imported from the tree."""
 
     def remove_modules():
-        names = [
-            name
-            for name in sys.modules
-            if re.match(r"(train|variants|data|shardlib|runtime|tools)\b", name)
-        ]
+        names = [name for name in sys.modules if name.partition(".")[0] in ("train", *PACKAGES)]
         return {name: sys.modules.pop(name) for name in names}
 
     modules = remove_modules()
@@ -108,7 +105,7 @@ def walk(section, tree, capsys, monkeypatch):
         elif block.startswith("python -m tools.audit"):
             arguments = shlex.split(block)[3:]
             with imported_from(tree):
-                program = importlib.import_module("tools.audit").main
+                program = importlib.import_module("tools.audit.__main__").main
                 out, message = train_here(capsys, monkeypatch, *arguments, program=program)
             printed = (out + message).splitlines()
         elif pages.UPDATE:
@@ -287,7 +284,7 @@ def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tre
     module = mutations.load(source.replace(line, mistaken))
     config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
     with pytest.raises((ShardTypeError, UserError, AttributeError, TypeError, ValueError)) as error:
-        checks.probe(config)
+        preflight.probe(config)
         with jax.set_mesh(make_mesh(config.mesh.axes)):
             module.init_weights(config)
     rows = re.findall(r"^\| .* \| `(.*)` \|$", SECTION["Add a weight"], re.MULTILINE)
@@ -418,11 +415,11 @@ def test_an_experiment_gets_no_note(section, optimizer, tree):
     apply_all(section, tree)
     settings = ["paths.model_name=x", f"training.optimizer={optimizer}", *NOTED.get(section, [])]
     with imported_from(tree):
-        module, checks = map(importlib.import_module, ("train", "runtime.checks"))
+        module, its = map(importlib.import_module, ("train", "checks.preflight"))
         config = compose_config(
             "local_test_synthetic", *settings, folder=tree / "configs", schema=module.Config
         )
-        assert checks.untried(config, *checks.probe(config)[1:]) == ""
+        assert its.untried(config, *its.probe(config)[1:]) == ""
 
 
 def check(tree, name, *settings):
@@ -634,13 +631,13 @@ def test_gemma_3_is_the_oracles(tree, gemma_oracle):
 
 
 def gemma_modules(tree):
-    """train.py and tools/generate.py with the edit, in f32, and a config."""
+    """train.py and tools/generate/steps.py with the edit, in f32, and a config."""
     apply_all("Gemma 3", tree)
     families = mutations.load((tree / "variants/families.py").read_text()).__name__
     source = (tree / "train.py").read_text().replace("experts, families, muon", "experts, muon")
     source = source.replace("from variants.families import", f"from {families} import")
     module = mutations.load(f"import {families} as families\n{source}")
-    source = (tree / "tools/generate.py").read_text()
+    source = (tree / "tools/generate/steps.py").read_text()
     tool = mutations.load(source.replace("import train\n", f"import {module.__name__} as train\n"))
     overrides = *SMALL, "model.vocab=48", "paths.model_name=x", *GEMMA
     config = compose_config("local_test_synthetic", *overrides, schema=module.Config)

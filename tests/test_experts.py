@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import train
-from runtime import checks
+from checks import preflight
 from shardlib.devices import abstract_mesh
 from shardlib.types import computing_in, make_shardings
 from tests import oracle
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tests.test_train import expected, loss_and_grads, random_rows
-from tools.ledger import ledger
+from tools.audit.ledger import ledger
 
 ONLY = "model.d_ff=0"  # no expert that all tokens take
 
@@ -44,7 +44,7 @@ def in_f32():
 @pytest.mark.parametrize("name", ["shared expert", "not renormalized"])
 def test_types_hold(name):
     settings = [*VARIANTS[name], "mesh={d: 4, t: 2, r: 2, c: 2}", "training.tokens.len=24"]
-    checks.check_types(small_config(*settings))
+    preflight.check_types(small_config(*settings))
 
 
 def step(in_f32, targets, is_start, *options):
@@ -100,7 +100,7 @@ def test_the_audit_counts_what_is_computed():
     """Counts all choices for one device, and a block that isn't full for each of its experts."""
     config = small_config(*VARIANTS["not renormalized"], "mesh={d: 2, t: 4}")
     axes, size = config.mesh.axes, train.dimensions(config)
-    products = ledger(checks.trace_step(config, abstract_mesh(axes)), axes).products
+    products = ledger(preflight.trace_step(config, abstract_mesh(axes)), axes).products
     flops = sum(row.times * row.flops for row in products if row.op.startswith("experts("))
     choices, own = 2 * size["B"] * size["L"] / 2, size["E"] / 4
     # Three products, of which two are recomputed, and twice three for gradients.

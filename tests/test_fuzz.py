@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 import train
+from checks import preflight
 from data.flat_tokens import SPLITS, Writer, encode
-from runtime import checks, config, program
-from tools import audit, check, compile, huggingface_to_flat_tokens
+from runtime import config, program
+from tools import check, huggingface_to_flat_tokens
+from tools.audit import __main__ as audit
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
@@ -170,10 +172,10 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
     agree = types.SimpleNamespace(verdict=lambda _: "", close=lambda: None)
-    monkeypatch.setattr(checks, "Numbers", lambda _: agree)
+    monkeypatch.setattr(preflight, "Numbers", lambda _: agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
-        monkeypatch.setattr(checks, "check_types", lambda _: sys.exit())
+        monkeypatch.setattr(preflight, "check_types", lambda _: sys.exit())
     make, rng = override(schema), random.Random(0 if examples < MANY else time.time_ns())
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)

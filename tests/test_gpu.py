@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import train
-from runtime import checks
+from checks import preflight
+from kernels import attention
 from runtime.run import compile_step
-from shardlib import devices, kernels
+from shardlib import devices
 from tests import compiled
 from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
 from tests.test_train import expected, loss_and_grads, random_rows
-from tools import memory
-from tools.ledger import ledger
+from tools.audit import memory
+from tools.audit.ledger import ledger
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(2, 1024, 1, 8, 128), (1, 8192, 1, 2, 128), (2, 512, 4, 2, 64)]
@@ -50,10 +51,10 @@ def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
     start = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
 
     def twin(q, k, v):
-        return kernels.plain_attention(q, k, v, start, position, position)
+        return attention.plain_attention(q, k, v, start, position, position)
 
     def kernel(q, k, v):
-        return kernels.cudnn_attention(q, k, v, start)
+        return attention.cudnn_attention(q, k, v, start)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(attend, q, k, v):
@@ -98,7 +99,7 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
     axes = config.mesh.axes
     with jax.set_mesh(mesh(1, 1)):
         step = train.lower_step(config).compile()
-    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
     assert compiled.unexplained(ledger(jaxpr, axes).transfers, actual) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes

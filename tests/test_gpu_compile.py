@@ -11,14 +11,17 @@ import jax
 import pytest
 
 import train
-from runtime import checks, chips
+from checks import jaxprs, preflight
+from kernels import attention
+from runtime import chips
 from runtime.run import compile_step
-from shardlib import audit, devices, kernels
+from shardlib import devices
 from tests import compiled
 from tests.helpers import ROOT, compose_config, train_here
-from tools import compile as compiler
-from tools import gpus, memory
-from tools.ledger import PRODUCTS, ledger
+from tools.audit import memory
+from tools.audit.ledger import PRODUCTS, ledger
+from tools.compile import __main__ as compiler
+from tools.compile import gpus
 
 INSTALLED = bool(importlib.util.find_spec("jax_cuda13_plugin"))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs requirements-gpu-compile.txt")
@@ -86,7 +89,7 @@ def built(program, **options):
     with gpus.cudnn_as_of(program.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         step = lowered.compile(options) if options else compile_step(config, lowered)
-    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
     stats = step.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     used = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
@@ -136,7 +139,7 @@ def figures(program):
         f"jax {jax.__version__}": f"{used / 1e9:.1f}",
         "predicted": f"{predicted(program) / 1e9:.1f}",
         "receives": f"{received / 1e9:,.1f}",
-        f"beside kernels, {jax.__version__}": f"{beside / received:.0%}" if received else "-",
+        f"beside attention, {jax.__version__}": f"{beside / received:.0%}" if received else "-",
     }
 
 
@@ -173,8 +176,8 @@ def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
     kind = chip_of(program).kind
     wanted = {
         eqn.invars[0].aval.dtype.name
-        for eqn, path, *_ in audit.equations(jaxpr)
-        if eqn.primitive.name in PRODUCTS and not kernels.runs_kernel(path, kind)
+        for eqn, path, *_ in jaxprs.equations(jaxpr)
+        if eqn.primitive.name in PRODUCTS and not attention.runs_kernel(path, kind)
     }
     products = [row for row in ledger(jaxpr, config.mesh.axes, kind).products if not row.in_kernel]
     found = gpus.read(text, chip_of(program)).kernels

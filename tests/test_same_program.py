@@ -11,8 +11,10 @@ from shardlib import devices
 from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, type_tree, u32
 from tests import compiled
 from tests.helpers import compose_config, slow_but_for, small_config
-from tools import generate, memory
-from tools.ledger import ledger
+from tools.audit import memory
+from tools.audit.ledger import ledger
+from tools.generate import steps
+from variants.cache import Cache
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
@@ -38,11 +40,11 @@ def validation(config):
 
 def generation(config, rows, tokens):
     """A step that computes some tokens of each row at a time."""
-    cache = type_tree(Stacked["layers", generate.Cache])
+    cache = type_tree(Stacked["layers", Cache])
     others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
     hint = train.weights_type(config.model), cache, *others
-    how = generate.Sampling(1.0, None, 0.9, range(config.model.vocab))
-    return generate.step, hint, {"B": rows, "L": tokens, "S": 24}, config, how
+    how = steps.Sampling(1.0, None, 0.9, range(config.model.vocab))
+    return steps.step, hint, {"B": rows, "L": tokens, "S": 24}, config, how
 
 
 PROGRAMS = {
@@ -75,7 +77,7 @@ def program(name):
         built = step.lower(*placed, config, *static).compile()
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
         jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
-    actual = compiled.collectives(built.as_text(), axes, "generate.py")
+    actual = compiled.collectives(built.as_text(), axes, "steps.py")
     sizes = memory.arguments(jaxpr), built.memory_analysis().argument_size_in_bytes
     return ledger(jaxpr, axes).transfers, actual, sizes
 
@@ -87,7 +89,7 @@ QUICK = ["one layer on 4 x 2", "decode on 2 x 4"]
 def test_each_collective_of_the_program_is_a_row_of_the_ledger_and_each_row_one(name):
     transfers, actual, (predicted, compiled_size) = program(name)
     assert predicted == compiled_size, "bytes of the arguments"
-    files = *compiled.FILES, "generate.py"
+    files = *compiled.FILES, "steps.py"
     assert len(actual) > 5 and all(row.line.partition(":")[0] in files for row in actual)
     assert compiled.unexplained(transfers, actual) == ([], [])
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import train
-from runtime import checks, sinks
+from checks import preflight
+from runtime import sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
 from runtime.supervise import STOPS
@@ -110,7 +111,7 @@ def test_a_signal_ends_the_check_of_numbers(start, monkeypatch):
 
     wait = multiprocessing.connection.wait
     monkeypatch.setattr(multiprocessing.connection, "wait", after_a_signal)
-    monkeypatch.setattr(checks, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(preflight, "SECONDS_BETWEEN_LINES", -1)
     out, code = start("compared", "check=numbers", "model.norm_eps=1e-4")
     assert code == str(128 + signal.SIGTERM)
     assert re.search(r"\ncomparing the numbers: 0 of \d+ parts are computed\n", out)

@@ -9,13 +9,15 @@ import sys
 import jax
 import pytest
 
-from runtime import checks, chips
+from checks import preflight
+from runtime import chips
 from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
-from tools import cycles, memory
-from tools.compile import topology_mesh
-from tools.ledger import ledger
+from tools.audit import memory
+from tools.audit.ledger import ledger
+from tools.compile import cycles
+from tools.compile.__main__ import topology_mesh
 
 pytestmark = pytest.mark.tpu
 PROGRAMS = [
@@ -33,7 +35,7 @@ def built(program):
     options = chips.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
-    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 
@@ -150,9 +152,8 @@ def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):
 KERNEL = """
 import sys, jax, jax.numpy as jnp
 from runtime import chips
-from shardlib.flash_attention import flash_attention
-from tools import cycles
-from tools.compile import topology_mesh
+from kernels.flash_attention import flash_attention
+from tools.compile.__main__ import topology_mesh
 
 folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
 mesh, chip = topology_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]

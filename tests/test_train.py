@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import train
+from checks import preflight
 from data.flat_tokens import FlatTokens
-from runtime import checks
+from kernels.attention import balanced
 from runtime.checkpoint import named
 from runtime.run import Run
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
-from shardlib.kernels import balanced
 from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
 from tests import oracle
 from tests.helpers import (
@@ -31,7 +31,7 @@ from tests.helpers import (
     token_batch,
     train_here,
 )
-from tools.ledger import ledger
+from tools.audit.ledger import ledger
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_what_a_config_leaves_out_costs_nothing():
     assert plain(state.weights)["layers"].keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
 
     def ops_of(*overrides):
-        jaxpr = checks.trace_step(small_config(*overrides), one)
+        jaxpr = preflight.trace_step(small_config(*overrides), one)
         return {transfer.op for transfer in ledger(jaxpr, config.mesh.axes, "").transfers}
 
     added = ops_of("model.qkv_bias=true") - ops_of()

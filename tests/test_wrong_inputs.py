@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import pytest
 
 import train
+from checks import preflight
 from data.flat_tokens import Writer
-from runtime import checks, supervise
+from runtime import supervise
 from runtime.checkpoint import Checkpoints
 from runtime.config import keys
 from runtime.errors import user_errors
@@ -27,16 +28,10 @@ from runtime.run import Run
 from shardlib.types import make_shapes, make_shardings
 from tests import golden
 from tests.helpers import ROOT, SMALL, compose_config, mesh, train_here
-from tools import (
-    audit,
-    flat_tokens_info,
-    generate,
-    huggingface_to_flat_tokens,
-    plan,
-    plot,
-    synthetic_dataset,
-)
-from tools import compile as compiler
+from tools import flat_tokens_info, huggingface_to_flat_tokens, plan, plot, synthetic_dataset
+from tools.audit import __main__ as audit
+from tools.compile import __main__ as compiler
+from tools.generate import __main__ as generate
 
 START = [
     "--config-name=local_test_synthetic",
@@ -176,7 +171,7 @@ def test_the_name_of_a_config(case, folder, capsys, monkeypatch):
 
 
 def nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(checks, "checked", lambda _: contextlib.nullcontext(str))
+    monkeypatch.setattr(preflight, "checked", lambda _: contextlib.nullcontext(str))
     monkeypatch.setattr(train, "lower_step", lambda _: None)
     monkeypatch.setattr(Run, "compile", lambda *_: None)
 

@@ -1,8 +1,15 @@
-"""Parses the command lines of programs that take no config."""
+"""What the command lines of several programs have in common."""
 
 import argparse
 import os
 from typing import Any
+
+# Values of keys that a program of a config may leave out: of a run's folder and its dataset.
+NOT_USED = {
+    "paths": {"model_name": "none"},
+    "flat_tokens": {"filespec": "none"},
+    "hf_dataset": {"path": "none"},
+}
 
 
 class Parser(argparse.ArgumentParser):

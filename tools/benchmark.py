@@ -8,6 +8,8 @@ Prints a table. Writes no files.
 # ruff: noqa: E402
 import time
 
+from checks import preflight
+
 START = time.perf_counter()  # the interpreter took some 20 ms before this line
 
 import dataclasses
@@ -25,7 +27,7 @@ import numpy as np
 
 import train
 from data.sources import open_batches
-from runtime import checks, chips
+from runtime import chips
 from runtime.program import program
 from runtime.run import commit, compile_step, make_mesh
 from shardlib import devices
@@ -122,7 +124,7 @@ def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, config.mesh.axes)
-    checks.check_types(config)
+    preflight.check_types(config)
     start = {"import": IMPORTED - START}
 
     def timed(part: str, result: Any) -> Any:

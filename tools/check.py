@@ -11,16 +11,16 @@ with status 1 and a message if the check fails.
 import jax
 
 import train
-from runtime import checks
+from checks import preflight
 from runtime.program import program
-from tools.audit import NOT_USED
+from tools.arguments import NOT_USED
 
 
 @program(train.Config, "configs", preset=NOT_USED)
 def main(config: train.Config) -> int:
     config.require(config.check != "none", "check", "choose what to check: numbers or types")
     jax.config.update("jax_compilation_cache_dir", None)  # so that nothing is remembered
-    with checks.checked(config) as wait_for_check:
+    with preflight.checked(config) as wait_for_check:
         if wait_for_check():
             return 1
     numbers = ", and two meshes give the same numbers" * (config.check == "numbers")

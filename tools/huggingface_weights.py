@@ -61,7 +61,7 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
-from tools.generate import Text, check_ids
+from tools.generate.text import Text, check_ids
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 # The files of a tokenizer, and what generation needs to know.

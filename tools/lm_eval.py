@@ -40,7 +40,8 @@ from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from runtime.errors import user_errors
 from shardlib.errors import UserError
-from tools import generate
+from tools.generate import model as models
+from tools.generate import steps
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -74,7 +75,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"--batch_size={batch_size}: it must be a number of texts")
-        self.model = generate.Model(os.path.expanduser(checkpoint), d, t, dtype)
+        self.model = models.Model(os.path.expanduser(checkpoint), d, t, dtype)
         self.codec = self.model.tokenizer(os.path.expanduser(tokenizer or ""))
         self.batch_size = int(batch_size)
         self.room = self.model.config.training.tokens.len
@@ -103,15 +104,15 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         rows = self.cut([context + answer for _, context, answer in requests], self.room + 1)
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # few lengths are compiled
         with self.model.computing():
-            size = generate.padded(min(self.batch_size, max(1, len(rows))))
+            size = steps.padded(min(self.batch_size, max(1, len(rows))))
             for first in tqdm(range(0, len(rows), size), unit=" batches", disable=None):
                 part = order[first : first + size]
-                length = 1 + generate.round_up(len(rows[part[0]]) - 1)
+                length = 1 + steps.round_up(len(rows[part[0]]) - 1)
                 ids = np.full((size, length), NO_TOKEN, np.uint32)
                 for row, i in enumerate(part):
                     ids[row, : len(rows[i])] = rows[i]
                 batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), self.eot_token_id)
-                found = generate.scores(self.model.weights, batch, self.model.config.model)
+                found = steps.scores(self.model.weights, batch, self.model.config.model)
                 nats, best = map(np.asarray, found)
                 for row, i in enumerate(part):
                     end = len(rows[i]) - 1
@@ -144,14 +145,14 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
 
             with self.model.computing():
                 given = prompts, indices, tokens, self.batch_size, how, ended
-                texts = generate.continued(self.model, *given)
+                texts = steps.continued(self.model, *given)
                 for i, ids in zip(indices, tqdm(texts, total=len(indices)), strict=True):
                     answer = self.codec.text(ids, without_special=True)
                     cut = (answer.partition(stop)[0] for stop in stops)
                     results[i] = min(cut, key=len, default=answer)
         return results
 
-    def sampling(self, options: dict[str, Any]) -> tuple[generate.Sampling, int, list[str]]:
+    def sampling(self, options: dict[str, Any]) -> tuple[steps.Sampling, int, list[str]]:
         """Reads a task's generation_kwargs: how to sample, how many tokens, and stop strings."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(options))
         heat, samples = given.pop("temperature", 1.0), given.pop("do_sample")
@@ -165,7 +166,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
                 "an answer and its context: set it in the task's generation_kwargs"
             )
         ids = self.codec.ids, self.codec.ends
-        how = generate.Sampling(heat if samples else 0, top_k or None, top_p, *ids)
+        how = steps.Sampling(heat if samples else 0, top_k or None, top_p, *ids)
         return how, tokens, stops
 
 

@@ -27,15 +27,17 @@ from typing import NamedTuple
 import jax
 
 import train
-from runtime import checks, chips
+from checks import preflight
+from runtime import chips
 from runtime.errors import tell
 from runtime.program import program
 from shardlib import devices
 from shardlib.errors import UserError
 from shardlib.types import make_shapes
-from tools.audit import NOT_USED, audit_step, check_rates
-from tools.memory import ARRAYS, LOGITS, SAVED
-from tools.roofline import Bound, bound, bound_head
+from tools.arguments import NOT_USED
+from tools.audit.memory import ARRAYS, LOGITS, SAVED
+from tools.audit.roofline import Bound, bound, bound_head
+from tools.audit.step import audit_step, check_rates
 from tools.tables import show, table
 
 SHOWN, NEAREST = 10, 3  # rows that fit, and that don't
@@ -165,7 +167,7 @@ def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
     room = ROOM * chip.usable  # raises here, not for each mesh
-    checks.check_types(config)
+    preflight.check_types(config)
     fitting, larger = plans(config, chip, count)
 
     hyper, tokens = config.training, config.training.tokens

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels import dropless
 from runtime.config import F32, PositiveInt, Section, one_of
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
-from variants import dropless
 
 
 @dataclasses.dataclass(unsafe_hash=True)

@@ -25,7 +25,8 @@ from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
 from tests.helpers import SMALL, compose_config, mesh, small_config, train_here
 from tests.test_wrong_inputs import nothing_is_compiled
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
-from tools import generate, huggingface_weights
+from tools import huggingface_weights
+from tools.generate import __main__ as generate
 
 
 def of_tokenizer(path, tokenizer):

@@ -151,7 +151,7 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
 def test_a_destination_that_is_not_there_is_told_before_compiling(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
-    monkeypatch.setattr("runtime.checks.probe", None)  # nothing may be traced
+    monkeypatch.setattr("checks.preflight.probe", None)  # nothing may be traced
     out, message = train_here(capsys, monkeypatch, *run, "metrics.to=[mlflow]")
     assert (out, message) == ("", "error: metrics.to[0]=mlflow: choose from tensorboard, wandb")
     assert not list(tmp_path.iterdir())

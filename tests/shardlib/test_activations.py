@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardlib import audit
+from checks import jaxprs
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 
 
@@ -24,7 +24,7 @@ def stacked_residuals(marked, offload=False):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(w, jnp.ones((3, 7)))
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     kept = [out.aval for out in forward.outvars if out.aval.shape[:1] == (5,)]
-    return sorted((aval.shape, "host" if audit.on_host(aval) else "device") for aval in kept)
+    return sorted((aval.shape, "host" if jaxprs.on_host(aval) else "device") for aval in kept)
 
 
 @pytest.mark.parametrize("marked", [False, True])

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shardlib import kernels, ops, types
-from shardlib.devices import probe_mesh
+from checks.layout import probe_mesh
+from kernels import attention
+from shardlib import ops, types
 from shardlib.types import f32, i32, typed_shard_map
 
-DOCS = [ops.__doc__, *(str(each.__doc__) for m in (ops, kernels) for each in vars(m).values())]
+DOCS = [ops.__doc__, *(str(each.__doc__) for m in (ops, attention) for each in vars(m).values())]
 EXAMPLES = re.findall(
-    r'^ {4,8}(?:\w+ = )?((?:ops|kernels)\.(\w+)\("(.*?)", (.*?)\))(?:  .*)?$',
+    r'^ {4,8}(?:\w+ = )?((?:ops|attention)\.(\w+)\("(.*?)", (.*?)\))(?:  .*)?$',
     "\n".join(DOCS),
     re.MULTILINE,
 )
@@ -44,7 +45,7 @@ def test_an_example(call, op, text, rest):
     # The op checks its own result.
     lines = [f'def example({taken}) -> f32[""]:', *body, call, "return jnp.float32(0)"]
     source = "\n    ".join(lines)
-    scope = {"ops": ops, "kernels": kernels, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}
+    scope = {"ops": ops, "kernels": attention, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}
     exec(source, scope)
     mesh, sizes = probe_mesh(["d", "t"], DIMENSIONS)
     structs = []

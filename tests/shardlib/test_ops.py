@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from checks.layout import probe_mesh
 from shardlib import ops
-from shardlib.devices import make_mesh, probe_mesh
+from shardlib.devices import make_mesh
 from shardlib.types import (
     ShardTypeError,
     bf16,

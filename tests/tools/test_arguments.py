@@ -3,7 +3,8 @@
 import pytest
 
 from tests.helpers import train_here
-from tools import arguments, checkpoint_info, generate, huggingface_weights
+from tools import arguments, checkpoint_info, huggingface_weights
+from tools.generate import __main__ as generate
 
 
 def test_a_leading_tilde_is_the_home_folder_in_paths_alone(monkeypatch):

@@ -11,7 +11,11 @@ import train
 from runtime import chips
 from tests import golden
 from tests.helpers import ROOT, compose_config, train_here
-from tools import audit, memory, tables
+from tools import tables
+from tools.audit import __main__ as audit
+from tools.audit import memory
+from tools.audit import text as audit_text
+from tools.audit.step import audit_step, merged, probe
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
 
@@ -21,7 +25,7 @@ def audited(*options, chip=None):
     """The config with these options, and its audit."""
     names = "paths.model_name=x", "flat_tokens.filespec=x"
     config = compose_config("c4_h100x8_1b", *names, *options)
-    return config, audit.audit_step(config, audit.probe(config), chip and chips.CHIPS[chip])
+    return config, audit_step(config, probe(config), chip and chips.CHIPS[chip])
 
 
 def test_the_sums_are_those_of_the_model():
@@ -169,14 +173,14 @@ def test_rows_in_a_while_loop_count_once_and_say_so():
         {"kind": "all-gather", "times": times, "at_least": at_least, "bytes": 10}
         for times, at_least in [(math.inf, 3), (2, 2), (math.inf, 0)]
     ]
-    (row,) = audit.merged(rows, "bytes")
+    (row,) = merged(rows, "bytes")
     assert (row["times"], row["bound"], row["total"]) == (5, "at least", 50)
-    assert audit.show_total([row], "B") == "at least 50 B"
-    assert audit.show_total([row, *audit.merged([rows[2] | {"times": 1}], "bytes")], "B") == (
+    assert audit_text.show_total([row], "B") == "at least 50 B"
+    assert audit_text.show_total([row, *merged([rows[2] | {"times": 1}], "bytes")], "B") == (
         "about 60 B"
     )
-    assert audit.merged(rows[2:], "bytes")[0]["times"] == 1
-    text = audit.Table({"collective": "kind"}).text([row])
+    assert merged(rows[2:], "bytes")[0]["times"] == 1
+    text = audit_text.Table({"collective": "kind"}).text([row])
     assert text.splitlines()[1] == "all-gather  10 B  at least 5   50 B"
 
 
@@ -222,7 +226,7 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     out, message = train_here(capsys, monkeypatch, *CONFIG, *files, program=audit.main)
     assert not message
     golden.check("audit.txt", "1b on 4 x 2 devices", re.sub(r"train\.py:\d+", "train.py:LINE", out))
-    assert audit.report(json.loads(data.read_text())) + "\n" == out
+    assert audit_text.report(json.loads(data.read_text())) + "\n" == out
     page = file.read_text()
     rows = rows_of(page)
     assert not re.search(r"<(script|link|img)\b|<[^>]* src=", page), "the page needs no network"
@@ -248,6 +252,8 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
 def test_the_text_can_list_every_collective():
     _, result = audited(*CONFIG[1:])
     moving = [row for row in result["transfers"] if row["total"]]
-    listed = audit.report(result, least=0).partition("sent at")[2].partition("\n\n")[0]
+    listed = audit_text.report(result, least=0).partition("sent at")[2].partition("\n\n")[0]
     assert len(listed.splitlines()) == 1 + len(moving)
-    assert "smaller" in audit.report(result) and "smaller" not in audit.report(result, least=0)
+    assert "smaller" in audit_text.report(result) and "smaller" not in audit_text.report(
+        result, least=0
+    )

@@ -5,7 +5,8 @@ import pytest
 
 from tests import golden
 from tests.helpers import slow_but_for, train_here
-from tools import audit, compare
+from tools.audit import __main__ as audit
+from tools.audit import compare
 
 CONFIG = ["--config-name=c4_h100x8_1b", "audit.chip=h100"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests import golden
 from tests.helpers import SMALL, train_here
-from tools import compile as compiler
+from tools.compile import __main__ as compiler
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
 

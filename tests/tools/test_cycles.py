@@ -8,7 +8,7 @@ import pytest
 
 from runtime import chips
 from shardlib.errors import UserError
-from tools import cycles
+from tools.compile import cycles
 
 V5E = chips.CHIPS["v5e"]
 

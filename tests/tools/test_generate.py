@@ -16,12 +16,12 @@ import zarr
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import train
+from checks import layout, numbers, preflight, trials
 from data.flat_tokens import SPLITS, FlatTokens, Writer
 from data.loader import TokenBatch
-from runtime import checks
 from runtime.checkpoint import Checkpoints
 from runtime.storage import checksum
-from shardlib import audit, devices, numbers
+from shardlib import devices
 from shardlib.errors import UserError
 from shardlib.types import (
     Stacked,
@@ -36,7 +36,10 @@ from shardlib.types import (
 )
 from tests import golden, oracle
 from tests.helpers import assert_close, edited, mesh, plain, small_config
-from tools import generate
+from tools.generate import __main__ as generate
+from tools.generate import steps
+from tools.generate.text import Text
+from variants.cache import Cache, extend
 
 TIMESCALE = 100  # of small_config
 
@@ -45,13 +48,13 @@ def tool_for(*edits):
     """The tool for train.py with these edits."""
     module = edited("train.py", *edits)
     importing = "import train\n", f"import {module.__name__} as train\n"
-    return edited("tools/generate.py", importing)
+    return edited("tools/generate/steps.py", importing)
 
 
 @pytest.fixture
 def in_f32():
     with computing_in("f32"):
-        yield generate
+        yield steps
 
 
 def random_weights(config, module=train):
@@ -91,16 +94,16 @@ def cached_logits(tool, config, weights, inputs, on, start=0):
     @typed_shard_map
     def step(
         weights: tool.train.Weights,
-        cache: Stacked["layers", tool.Cache],
+        cache: Stacked["layers", Cache],
         inputs: u32["B/d L/c"],
         first: i32[""],
         start: i32["B/d"],
         count: int,
-    ) -> tuple[f32["B/d L/c V/t"], Stacked["layers", tool.Cache]]:
-        return tool.extend(weights, cache, inputs, first, start, config, count)
+    ) -> tuple[f32["B/d L/c V/t"], Stacked["layers", Cache]]:
+        return extend(tool.train, weights, cache, inputs, first, start, config, count)
 
     with jax.set_mesh(on):
-        kind, used = Stacked["layers", tool.Cache], tool.train.weights_type(config.model)
+        kind, used = Stacked["layers", Cache], tool.train.weights_type(config.model)
         sizes = train.dimensions(config) | {"S": 16}
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
         parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
@@ -147,7 +150,7 @@ def test_bf16_is_close():
     """The tolerance allows for about thirty successive roundings of at most 2**-9."""
     config = small_config()
     weights, inputs = random_weights(config), random_inputs()
-    actual = cached_logits(generate, config, weights, inputs, mesh(4, 2))
+    actual = cached_logits(steps, config, weights, inputs, mesh(4, 2))
     assert_close(actual, oracle_logits(weights, inputs), 3e-2)
 
 
@@ -156,27 +159,27 @@ def test_padding_does_not_change_the_rounding():
     config = small_config()
     weights, inputs = random_weights(config), random_inputs()
     inputs[1] = np.roll(inputs[0], 4)
-    actual = cached_logits(generate, config, weights, inputs, mesh(4, 2), [0, 4, *[0] * 6])
+    actual = cached_logits(steps, config, weights, inputs, mesh(4, 2), [0, 4, *[0] * 6])
     assert_close(actual[1, 4:], actual[0, :8], 1e-3)
 
 
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
-    probe, sizes = devices.probe_mesh(train.MeshConfig(1, 1).axes, names)
+    probe, sizes = layout.probe_mesh(train.MeshConfig(1, 1).axes, names)
     probe = devices.abstract_mesh(dict(probe.shape) | {"c": 1})
-    config = checks.resized(small_config(), sizes, probe.shape, {})
-    cache = type_tree(Stacked["layers", generate.Cache])
+    config = preflight.resized(small_config(), sizes, probe.shape, {})
+    cache = type_tree(Stacked["layers", Cache])
     others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
     hint = train.weights_type(config.model), cache, *others
-    for how in GREEDY, generate.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
+    for how in GREEDY, steps.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
         with jax.sharding.use_abstract_mesh(probe):
             shapes = make_shapes(hint, sizes)
-            traced = generate.step.trace(*shapes, config, how)
-        audit.check(traced.jaxpr.jaxpr, dict(probe.shape), sizes)
+            traced = steps.step.trace(*shapes, config, how)
+        layout.check(traced.jaxpr.jaxpr, dict(probe.shape), sizes)
 
 
 IDS = range(1, 48)
-GREEDY = generate.Sampling(0, None, 1, IDS)
+GREEDY = steps.Sampling(0, None, 1, IDS)
 
 
 def generated(tool, config, weights, on, prompt, how, rows=4, tokens=9):
@@ -230,11 +233,12 @@ def test_greedy_text_is_that_of_forward_alone(variant, in_f32, monkeypatch):
     config = small_config("training.tokens.len=32", *VARIANTS[variant])
     with jax.set_mesh(mesh(1, 1)):
         weights = numbers.stirred(train.init_state(config).weights)
+        (_, forward, *_), _ = trials.of_generation(train, config, weights)
         ids = np.zeros((1, 33), np.uint32)
         ids[0, 1:4] = 5, 9, 2
         for at in range(3, 18):
             batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), 0)
-            logits = numbers.run(in_f32.forward_logits, (weights, batch), config)
+            logits = numbers.run(forward, (weights, batch), config)
             ids[0, at + 1] = 1 + logits[0, at, 1:].argmax()
     with jax.set_mesh(mesh(2, 4)):
         placed = jax.device_put(weights, make_shardings(train.state_type(config).weights))
@@ -261,7 +265,7 @@ def test_a_text_is_that_of_its_prompt_and_seed_alone(in_f32, monkeypatch):
     another mesh. The last text is another sample of the first prompt, the last rows are padding."""
     monkeypatch.setattr(in_f32, "PREFILL", 4)
     config = small_config("training.tokens.len=13")
-    weights, how = random_weights(config), generate.Sampling(1, None, 0.9, IDS)
+    weights, how = random_weights(config), steps.Sampling(1, None, 0.9, IDS)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 48, length).tolist() for length in (3, 10, 2, 9)]
     prompts.append(prompts[0])
@@ -294,8 +298,8 @@ def test_ids_come_as_often_as_they_are_likely():
     above 86 once in 3,000 times."""
     config = small_config()
     weights = jax.tree.map(np.zeros_like, random_weights(config))
-    how = generate.Sampling(1, None, 1, IDS)
-    actual = generated(generate, config, weights, mesh(1, 1), [], how, rows=16, tokens=120)
+    how = steps.Sampling(1, None, 1, IDS)
+    actual = generated(steps, config, weights, mesh(1, 1), [], how, rows=16, tokens=120)
     counts = np.bincount(actual.ravel(), minlength=48)
     expected = actual.size / 47
     assert counts[0] == 0
@@ -318,9 +322,9 @@ def probabilities_kept(logits, how):
 @functools.partial(jax.jit, static_argnames="how")
 @typed_shard_map
 def sample_on_mesh(
-    logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: generate.Sampling
+    logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: steps.Sampling
 ) -> u32["B/d 1"]:
-    return generate.sample(logits, draws, how)
+    return steps.sample(logits, draws, how)
 
 
 def sample(logits, draws, how):
@@ -333,7 +337,7 @@ def sample(logits, draws, how):
     [(0.5, None, 1), (2, 7, 0.9), (1, 99, 0.3), (1, None, 0), (2, None, 0.6)],
 )
 def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k, top_p):
-    how = generate.Sampling(temperature, top_k, top_p, range(30))
+    how = steps.Sampling(temperature, top_k, top_p, range(30))
     logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
     logits[[3, 8]] = -np.inf
     draws = (np.arange(5000) + 0.5) / 5000
@@ -345,7 +349,7 @@ def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k,
 def test_the_extremes_of_draws_give_ids_that_may_come():
     logits = jnp.array([[-jnp.inf, 1.0, 1.0, -jnp.inf, 0.5]] * 2)
     for top_p in 1, 0.5:
-        how = generate.Sampling(1, None, top_p, range(5))
+        how = steps.Sampling(1, None, top_p, range(5))
         first, last = sample(logits, jnp.float32([1e-30, 1]), how)
         assert first == 1 and last == np.flatnonzero(probabilities_kept(logits[0], how))[-1]
 
@@ -365,15 +369,15 @@ def save_tokenizer(folder):
 
 def test_a_tokenizers_ids_and_bytes(tmp_path):
     config = small_config("model.vocab=264")
-    codec = generate.Text(save_tokenizer(tmp_path))
+    codec = Text(save_tokenizer(tmp_path))
     assert codec.ends == (0,) and codec.ids == range(len(codec.slow))
     ids = np.array(codec.encode("the snow man", config))
     assert codec.text(ids) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
     inner = models.BPE({"a": 0, "b": 7}, [])
     Tokenizer(inner).save(str(tmp_path / "gaps.json"))
-    assert generate.Text(str(tmp_path / "gaps.json")).ids == range(8)
-    codec = generate.Text("bytes_utf8")
+    assert Text(str(tmp_path / "gaps.json")).ids == range(8)
+    codec = Text("bytes_utf8")
     ids = np.array(codec.encode("é", config))
     assert ids.tolist() == [0xC4, 0xAA] and codec.count_bytes(ids, ids == 0) == len(ids)
     assert codec.ends == () and codec.ids == range(1, 257)
@@ -403,7 +407,7 @@ def save_special_tokens(folder):
 
 
 def test_special_tokens(tmp_path):
-    codec, config = generate.Text(save_special_tokens(tmp_path)), small_config("model.vocab=264")
+    codec, config = Text(save_special_tokens(tmp_path)), small_config("model.vocab=264")
     assert codec.encode("a<|im_end|>", config) == [*codec.encode("a", config), END_TURN]
     assert codec.ends == (END,)
     with pytest.raises(UserError, match="is not UTF-8"):
@@ -442,7 +446,7 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     config = small_config()
     if length == 17:
         config = small_config("training.microbatches=2", "training.loss_chunks=3", "mesh.c=2")
-    weights, codec = random_weights(config), generate.Text(save_tokenizer(tmp_path))
+    weights, codec = random_weights(config), Text(save_tokenizer(tmp_path))
     data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12), "validation")
     ids, starts = data.read(0, 222)
     nats = losses_of_rows(weights, ids, starts, length).sum()
@@ -450,8 +454,8 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     size = len("".join(map(codec.text, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
         opened = model(in_f32, config, weights)
-        actual = in_f32.evaluate(opened, codec, data, length, None)
-        part = in_f32.evaluate(opened, codec, data, length, 1)
+        actual = generate.evaluate(opened, codec, data, length, None)
+        part = generate.evaluate(opened, codec, data, length, 1)
     assert actual == (
         f"{data.name}, 222 tokens: {nats / 222:.4f} nats per token, "
         f"perplexity {np.exp(nats / 222):.4g}, {nats / np.log(2) / size:.4f} bits per byte"
@@ -570,8 +574,8 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
     else:
         name, text, waiting = save_tokenizer(tmp_path), "the snow man", 0
     config = small_config("model.vocab=264")
-    ids = generate.Text(name).encode(text, config)
-    prompt = generate.Text(name).encode("the", config)
+    ids = Text(name).encode(text, config)
+    prompt = Text(name).encode("the", config)
     new = [np.array([i]) for i in ids[len(prompt) :]]
     monkeypatch.setattr(generate, "generate", lambda *_: new)
     pieces = shown(capsys, monkeypatch, run, "--prompt=the", f"--tokenizer={name}")
@@ -594,7 +598,7 @@ def test_a_prompt_that_begins_with_the_start_token_gets_no_other(run, capsys, mo
 
     parsed = ("--tokenizer=special",)
     save_special_tokens(run / "special")
-    a = generate.Text(str(run / "special")).encode("a", small_config("model.vocab=264"))
+    a = Text(str(run / "special")).encode("a", small_config("model.vocab=264"))
     assert asked("a", *parsed) == [0, *a]
     assert asked("", *parsed) == asked(start, *parsed) == [0]
     assert asked(f"{start}a", *parsed) == [0, *a]
@@ -609,10 +613,10 @@ def test_all_ids_end_a_text_that_the_tokenizer_or_a_config_beside_it_names(tmp_p
     (tmp_path / "its/generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     (tmp_path / "imported").mkdir()
     (tmp_path / "imported/config.json").write_text('{"eos_token_id": 7}')
-    codec = generate.Text(str(tmp_path / "its"), str(tmp_path / "imported"))
+    codec = Text(str(tmp_path / "its"), str(tmp_path / "imported"))
     assert codec.ends == (END, END_TURN, 7)
     (tmp_path / "imported/config.json").write_text('{"eos_token_id": null}')
-    assert generate.Text("bytes_utf8", str(tmp_path / "imported")).ends == ()
+    assert Text("bytes_utf8", str(tmp_path / "imported")).ends == ()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -630,7 +634,7 @@ def test_weights_that_are_not_finite_are_refused(bad, more, run, tmp_path, capsy
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     ids = iter([[65, 66], [67, 5], [5, 66]])
     monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
-    text = generate.Text("bytes_utf8")
+    text = Text("bytes_utf8")
     text.ends = 9, 5
     monkeypatch.setattr(generate, "Text", lambda *_: text)
     (run / "two.txt").write_text("\n\n")

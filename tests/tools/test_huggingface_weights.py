@@ -42,8 +42,9 @@ from tests.helpers import (
     token_batch,
     train_here,
 )
-from tools import generate
 from tools import huggingface_weights as tool
+from tools.generate import model as models
+from tools.generate import steps
 
 LLAMA_2 = {
     "model_type": "llama",
@@ -322,7 +323,7 @@ def run(capsys, monkeypatch):
 def train_logits(checkpoints, targets, dtype="f32"):
     """The newest checkpoint's f32[B, L, V] logits by train.py's model, for targets[B, L]."""
     with jax.set_mesh(mesh(2, 2)), computing_in(dtype):
-        source, config = generate.open_checkpoint(str(checkpoints))
+        source, config = models.open_checkpoint(str(checkpoints))
         model = config.model
 
         @jax.jit
@@ -782,12 +783,12 @@ def test_experts_generate_what_transformers_does(family, tmp_path, run):
         max_new_tokens=8,
     )
     with jax.set_mesh(mesh(1, 2)), computing_in("f32"):
-        source, settings = generate.open_checkpoint(str(tmp_path / "ours"))
-        weights = generate.lay_out(source.restore("weights"))
-        how = generate.Sampling(0, None, 1, range(config["vocab_size"]))
+        source, settings = models.open_checkpoint(str(tmp_path / "ours"))
+        weights = steps.lay_out(source.restore("weights"))
+        how = steps.Sampling(0, None, 1, range(config["vocab_size"]))
         model = SimpleNamespace(config=settings, weights=weights)
-        steps = generate.generate(model, prompts.tolist(), [0] * 4, 8, 4, how)
-        made = np.stack([*steps], axis=1)
+        generated = steps.generate(model, prompts.tolist(), [0] * 4, 8, 4, how)
+        made = np.stack([*generated], axis=1)
     assert (made == wanted.numpy()[:, 24:]).all()
     assert len(np.unique(made)) > 4
 

@@ -18,8 +18,9 @@ from shardlib.types import computing_in, make_shardings
 from tests.data.test_text import trained_tokenizer
 from tests.helpers import assert_close, mesh, small_config
 from tests.tools.test_generate import oracle_logits, placed, random_weights
-from tools import generate, huggingface_weights
+from tools import huggingface_weights
 from tools import lm_eval as tool
+from tools.generate import steps
 
 
 def test_scores_are_those_of_the_oracle():
@@ -37,7 +38,7 @@ def test_scores_are_those_of_the_oracle():
         kind = train.weights_type(config.model)
         batch = TokenBatch.of(padded, np.zeros(ids.shape, np.bool_), 0)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
-        found = generate.scores(placed(kind, weights), batch, config.model)
+        found = steps.scores(placed(kind, weights), batch, config.model)
         nats, best = (np.array(x) for x in found)
     nats[6, 8:], best[6, 8:] = wanted[6, 8:], False
     likeliest = logits.argmax(-1) == ids[:, 1:]
@@ -184,9 +185,9 @@ def test_results_are_those_of_lm_evals_own_model(folder, wanted):
 def test_an_answer_is_greedy_if_the_model_generates_it(folder):
     model = opened(folder)
     context = model.tok_encode("the cat")
-    greedy = generate.Sampling(0, None, 1, model.codec.ids)
+    greedy = steps.Sampling(0, None, 1, model.codec.ids)
     with model.model.computing():
-        answer = [int(i) for (i,) in generate.generate(model.model, [context], [0], 5, 1, greedy)]
+        answer = [int(i) for (i,) in steps.generate(model.model, [context], [0], 5, 1, greedy)]
     answers = [answer, [3, *answer[1:]], [*answer[:4], 3], [*answer[:4], answer[4] + 1]]
     scored = model._loglikelihood_tokens([("", context, answer) for answer in answers])
     assert [best for _, best in scored] == [True, False, False, False]

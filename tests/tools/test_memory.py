@@ -4,12 +4,13 @@ check the sum against compilers."""
 import pytest
 
 import train
-from runtime import checks, chips
+from checks import preflight
+from runtime import chips
 from shardlib import devices
 from tests import mutations, tpu_programs
 from tests.helpers import ROOT, compose_config, slow_but_for
-from tools import memory
-from tools.ledger import ledger
+from tools.audit import memory
+from tools.audit.ledger import ledger
 
 B, L, M, F, V, LAYERS, K, Q, D = 32, 1024, 256, 1024, 4096, 3, 4, 2, 64
 E, G, CHOICES = 8, 128, 2
@@ -28,7 +29,7 @@ def held(*options, module=train, chip=KERNELS):
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
-    jaxpr = checks.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 

@@ -6,7 +6,9 @@ import pytest
 from runtime import chips
 from tests import golden
 from tests.helpers import SMALL, compose_config, train_here
-from tools import audit, plan, roofline
+from tools import plan
+from tools.audit import roofline
+from tools.audit import step as audited
 
 CONFIG = "local_test_synthetic", "paths.model_name=x", "model.layers=1", "training.loss_chunks=1"
 
@@ -26,7 +28,7 @@ def test_it_finds_what_trying_everything_finds(capsys):
             values = {"mesh.d": d, "mesh.t": t, "mesh.r": r, "mesh.c": c}
             values |= dict(zip((plan.MICROBATCHES, plan.CHUNKS), parts, strict=True))
             changed = config.changed(values)
-            result = audit.audit_step(changed, None, chip)
+            result = audited.audit_step(changed, None, chip)
             bound = roofline.bound(result, chip, chip.links_of(changed.mesh.axes))
             tried += 1
             if bound.peak <= 0.9 * memory:

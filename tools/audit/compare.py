@@ -15,7 +15,7 @@ from typing import Any
 from runtime import chips
 from runtime.config import ROOT
 from shardlib.errors import UserError
-from tools.roofline import Bound, bound
+from tools.audit.roofline import Bound, bound
 from tools.tables import show, table, texts, totals
 
 Result = dict[str, Any]  # of tools.audit's `audit_step`

@@ -21,10 +21,12 @@ import numpy as np
 from einops import rearrange
 from jax import lax
 
+from checks.layout import PRIMES
 from shardlib import ops
-from shardlib.devices import PRIMES
-from shardlib.errors import caller
+from shardlib.errors import LIBRARIES, caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
+
+LIBRARIES.append(__file__)  # lines of ops are those of their calls
 
 TOLERANCE = 3e-5  # of an array's largest entry
 # An array's scale is at least this share of the largest entry in its part of the tree. One that is

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import dropless
 from shardlib import ops
 from shardlib.types import ShardTypeError, f32, i32, make_shapes, typed_shard_map
 from tests import golden
 from tests.helpers import assert_close, mesh
-from variants import dropless
 
 EXPERTS = "B/s S M, B/s S k, B/s S k, E/t M G, E/t M G, E/t M G -> B/s S M {U:t}"
 

@@ -1,15 +1,13 @@
 """Checks the step of a program before it trains: that its types hold, and that the mesh doesn't
 change its numbers. Remembers what has passed.
 
-Whatever is checked is in the module of the config's class, train.py or a copy of it: the step, the
-types of what it takes, and in `trials` what is computed on two meshes.
+Whatever is checked is in the module of the config's class, train.py or a copy of it.
 """
 
 import contextlib
 import functools
 import gc
 import hashlib
-import importlib
 import inspect
 import math
 import multiprocessing.connection
@@ -27,10 +25,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from checks import layout, numbers, trials
 from runtime.config import ROOT
 from runtime.run import SECONDS_BETWEEN_LINES, say
 from runtime.supervise import STOPS, handled
-from shardlib import audit, numbers
 from shardlib.devices import (
     QUICK_COMPILES,
     abstract_mesh,
@@ -39,6 +37,7 @@ from shardlib.devices import (
     show_axes,
 )
 from shardlib.errors import ShardTypeError, UserError, explain
+from shardlib.ops import communicating
 from shardlib.types import computing_in, make_shapes, named
 
 # What splits the work of a device into parts.
@@ -101,7 +100,7 @@ def trace_step(config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
     with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
         sizes, keys = program.dimensions(config), program.DIMENSIONS
         shapes = make_shapes(program.step_arguments(config), sizes, keys)
-        return audit.traced(program.training_step, *shapes, config)
+        return layout.traced(program.training_step, *shapes, config)
 
 
 def probe(config: Any) -> list[Any]:
@@ -114,9 +113,9 @@ def probe(config: Any) -> list[Any]:
         return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
 
     axes = config.mesh.axes
-    probed = audit.probe(trace, axes, program_of(config).dimensions(config))
+    probed = layout.probe(trace, axes, program_of(config).dimensions(config))
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
-    if parting := audit.parting(own, one):
+    if parting := layout.parting(own, one):
         at, here, there = parting
         raise ShardTypeError(
             f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
@@ -129,7 +128,7 @@ def probe(config: Any) -> list[Any]:
 def untried(config: Any, own: Any, one: Any) -> str:
     """A line that says where the config, whose step is `own`, and `one` on one device, computes
     something else than its tiny runs, or with other numbers than on one device, or ""."""
-    if parting := audit.parting(own, one, numbers=True):
+    if parting := layout.parting(own, one, numbers=True):
         at, here, there = parting
         return (
             f"note: {at}: a number depends on the mesh: {here}, on one device {there}. Tiny "
@@ -140,7 +139,7 @@ def untried(config: Any, own: Any, one: Any) -> str:
         made = trace_step(config, abstract_mesh(config.mesh.axes))
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""
-    if not (parting := audit.parting(own, made)):
+    if not (parting := layout.parting(own, made)):
         return ""
     at, here, there = parting
     return (
@@ -206,23 +205,23 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     return made
 
 
-def tried(config: Any, order: int = 0) -> list[tuple[Any, ...]]:
-    """Lists what is computed on the mesh in context: the name, a function, its arrays, and its
-    other arguments. Rows are in the order of a mesh that splits them into `order` parts."""
+def tried(config: Any, order: int = 0) -> list[trials.Trial]:
+    """Lists what is computed on the mesh in context. Rows are in the order of a mesh that splits
+    them into `order` parts."""
     program, order = program_of(config), order or config.mesh.c
     state = program.init_state(config)
     stirred = numbers.stirred(state)
-    trials = [("init_state", lambda: state, ()), *program.trials(config, stirred, order)]
+    found: list[trials.Trial] = [("init_state", lambda: state, ())]
+    found += trials.of_training(program, config, stirred, order)
     if order == 1:  # generation doesn't split rows
-        sys.modules["train"] = program  # what runs may be a copy of train.py
-        trials += importlib.import_module("tools.generate").trials(config, stirred.weights)
-    return trials
+        found += trials.of_generation(program, config, stirred.weights)
+    return found
 
 
-def results(trials: list[tuple[Any, ...]], recorded: str = "") -> Iterator[tuple[str, Any]]:
+def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str, Any]]:
     """Computes trials on the mesh in context. Yields the name of each and the arrays that it
     returns, by name; of the one named `recorded`, and only of that, what its ops compute."""
-    for name, function, arrays, *static in trials:
+    for name, function, arrays, *static in given:
         if recorded == name:
             with numbers.recording() as events:
                 numbers.run(function, arrays, *static)
@@ -240,11 +239,11 @@ def compute(sender: Any, folder: str | None, config: Any, recorded: str, order: 
     jax.config.update("jax_compilation_cache_dir", folder)
     have_cpu_devices(math.prod(config.mesh.axes.values()))
     mesh = make_mesh(config.mesh.axes)
-    with jax.set_mesh(mesh), computing_in(config.dtype), audit.ON_ANY_MACHINE:
+    with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
         try:
-            trials = tried(config, order)
-            sender.send(1 if recorded else len(trials))
-            for made in results(trials, recorded):
+            found = tried(config, order)
+            sender.send(1 if recorded else len(found))
+            for made in results(found, recorded):
                 sender.send(made)
         except Exception as error:  # any error of JAX or Python in an edited step
             sender.send(explain(error))
@@ -459,7 +458,7 @@ def checked(config: Any) -> Iterator[Callable[..., str | None]]:
         if level != "none":
             if types.said is None or running:  # numbers need the trace
                 probed, *traces = check_types(config)
-                if running and (axes := audit.communicating(probed, "permute")):
+                if running and (axes := communicating(probed, "permute")):
                     more = Numbers(tiny(config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
                 types.said = untried(config, *traces)

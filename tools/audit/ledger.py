@@ -8,17 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.audit import (
-    COLLECTIVES,
-    axes_of,
-    equations,
-    made_at,
-    makers,
-    on_host,
-    op_of,
-    phase,
-)
-from shardlib.kernels import runs_kernel
+from checks.jaxprs import equations, made_at, makers, on_host, op_of
+from kernels.attention import runs_kernel
+from shardlib.ops import COLLECTIVES, axes_of, phase
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from runtime import checks
-from shardlib import audit, devices, ops
+from checks import layout, preflight
+from shardlib import devices, ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.ops import define_op
 from shardlib.types import (
@@ -24,7 +24,7 @@ from shardlib.types import (
 )
 from tests import compiled, golden
 from tests.helpers import compose_config, edited
-from tools.ledger import ledger
+from tools.audit.ledger import ledger
 
 LINE = "hidden = hidden.astype(compute.dtype)"
 
@@ -32,7 +32,7 @@ LINE = "hidden = hidden.astype(compute.dtype)"
 def probe(*edits):
     module = edited("train.py", *edits)
     settings = "paths.model_name=x", "mesh={d: 2, t: 2}"
-    checks.probe(compose_config("local_test_synthetic", *settings, schema=module.Config))
+    preflight.probe(compose_config("local_test_synthetic", *settings, schema=module.Config))
 
 
 def test_a_part_that_is_numbered_from_0_is_found():
@@ -105,7 +105,7 @@ def compiled_collectives(function, axes, sizes, *hints):
         shapes, shardings = make_shapes(tuple[hints], sizes), make_shardings(tuple[hints])
         placed = jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)
         program = jax.jit(typed_shard_map(function)).lower(*placed).compile()
-    return compiled.collectives(program.as_text(), axes, "test_audit.py")
+    return compiled.collectives(program.as_text(), axes, "test_layout.py")
 
 
 @define_op
@@ -192,10 +192,10 @@ def test_a_cast_that_becomes_an_all_reduce_backward_is_found():
         y = jnp.sin(x * scale)
         return ops.psum("{U:d} -> ", ops.reduce_sum("B/d M -> {U:d}", y))
 
-    on, sizes = devices.probe_mesh("dt", "BM")
+    on, sizes = layout.probe_mesh("dt", "BM")
     with jax.sharding.use_abstract_mesh(on):
         shapes = make_shapes(tuple[f32["M"], f32["B/d M"]], sizes)
         traced = jax.jit(jax.grad(typed_shard_map(loss))).trace(*shapes)
     with pytest.raises(ShardTypeError) as error:
-        audit.check(traced.jaxpr, dict(on.shape), sizes)
+        layout.check(traced.jaxpr, dict(on.shape), sizes)
     golden.check("by_hand.txt", "a replicated weight", str(error.value))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib import flash_attention, kernels, ops
-from shardlib.audit import equations
+from checks.jaxprs import equations
+from kernels import attention, flash_attention
+from shardlib import ops
 from shardlib.types import ShardTypeError, bf16, f32, i32, make_shapes, typed_shard_map
 from tests import golden
 from tests.helpers import assert_close, mesh
@@ -61,7 +62,7 @@ def run(kind, arrays, on, window=10**6):
         def attend(q, k, v):
             k, v = (ops.all_gather("B/s L/c K/t D -> B/s L K/t D", x) for x in (k, v))
             key_position = ops.all_gather("B/s L/c -> B/s L", position)
-            return kernels.attention(SIGNATURE, q, k, v, start, position, key_position)
+            return attention.attention(SIGNATURE, q, k, v, start, position, key_position)
 
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(weight)
@@ -71,7 +72,7 @@ def run(kind, arrays, on, window=10**6):
     starts = np.diff(document, axis=1, prepend=-1) > 0
     start = np.maximum.accumulate(np.where(starts, position, 0), axis=1)
     start = np.maximum(start, position + 1 - window)
-    order = kernels.balanced(q.shape[1], on.shape["c"])
+    order = attention.balanced(q.shape[1], on.shape["c"])
     q, k, v, start, position, weight = (x[:, order] for x in (q, k, v, start, position, weight))
     with jax.set_mesh(on):
         floats = (jnp.asarray(x, kind.dtype) for x in (q, k, v))
@@ -92,8 +93,8 @@ def run(kind, arrays, on, window=10**6):
     ],
 )
 def test_attention_and_its_gradients(length, block, long, axes, monkeypatch):
-    monkeypatch.setattr(kernels, "BLOCK", block)
-    monkeypatch.setattr(kernels, "LONG", long)
+    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "LONG", long)
     arrays = random_arrays(length)
     assert_close(run(f32, arrays, mesh(*axes)), dense(*arrays), 1e-5)
 
@@ -108,7 +109,7 @@ def test_the_scores_in_memory_do_not_grow_with_the_row():
 
         def gradients(q, k, v, *positions):
             def total(q, k, v):
-                return kernels.plain_attention(q, k, v, *positions).sum()
+                return attention.plain_attention(q, k, v, *positions).sum()
 
             return jax.grad(total, (0, 1, 2))(q, k, v)
 
@@ -125,9 +126,9 @@ def on_tpu(monkeypatch):
     """The op runs the TPU's kernel, interpreted, and not for bf16 arrays alone."""
 
     def kernel(q, k, v, start, position, key_position):
-        return kernels.tpu_attention(q, k, v, start, position)
+        return attention.tpu_attention(q, k, v, start, position)
 
-    monkeypatch.setattr(kernels, "plain_attention", kernel)
+    monkeypatch.setattr(attention, "plain_attention", kernel)
     with pltpu.force_tpu_interpret_mode():
         yield
 
@@ -176,7 +177,7 @@ def test_bf16_attention_adds_blocks_up_in_f32(kernel, monkeypatch, request):
     _, (_, *exact) = run(f32, arrays, mesh(1, 1))
     if kernel == "on_tpu":
         request.getfixturevalue("on_tpu")
-    monkeypatch.setattr(kernels, "BLOCK", 64)
+    monkeypatch.setattr(attention, "BLOCK", 64)
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
     _, (_, *actual) = run(bf16, arrays, mesh(1, 1))
     for a, b in zip(actual, exact, strict=True):
@@ -203,7 +204,7 @@ def test_attention_refuses(case):
 
     @typed_shard_map
     def fn(floats: floats, integers: integers) -> f32[""]:
-        kernels.attention(MISUSES[case], *floats, *integers)
+        attention.attention(MISUSES[case], *floats, *integers)
         return jnp.float32(0)
 
     with jax.set_mesh(mesh(2, 2, 1, 2)), pytest.raises(ShardTypeError) as error:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from runtime.chips import Chip
 from runtime.hlo import Instruction, Program, parse, tracebacks
-from shardlib.audit import phase
 from shardlib.errors import UserError, source_line
+from shardlib.ops import phase
 from tools.tables import show, table
 
 # By Chip.kind: cycles per second, and how many cores act as one device.

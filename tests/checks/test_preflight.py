@@ -8,8 +8,7 @@ import jax
 import pytest
 
 import train
-from runtime import checks
-from shardlib import audit, numbers
+from checks import numbers, preflight, trials
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests.helpers import ROOT, compose_config, edited, slow_but_for, small_config
@@ -36,18 +35,18 @@ class Running:
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Returns a function that runs the checks of a config, and returns which did run."""
-    monkeypatch.setattr(checks, "Numbers", Running)
+    monkeypatch.setattr(preflight, "Numbers", Running)
     # Each call stands for a start of the program.
-    monkeypatch.setattr(checks, "source_digest", checks.source_digest.__wrapped__)
-    monkeypatch.setattr(checks, "cache_folder", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(preflight, "source_digest", preflight.source_digest.__wrapped__)
+    monkeypatch.setattr(preflight, "cache_folder", lambda: str(tmp_path / "cache"))
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(checks, "check_types", lambda _: [ran.append("types")])
-        monkeypatch.setattr(checks, "untried", lambda *_: Running.note)
-        monkeypatch.setattr(audit, "communicating", lambda *_: Running.along)
+        monkeypatch.setattr(preflight, "check_types", lambda _: [ran.append("types")])
+        monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
+        monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
-        with checks.checked(small_config("check=numbers", *overrides)) as wait:
+        with preflight.checked(small_config("check=numbers", *overrides)) as wait:
             wait()
         assert all(running.closed for running in Running.made)
         return ran + ["numbers"] * len(Running.made)
@@ -106,10 +105,10 @@ def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
 
 
 def test_the_configs_that_are_compared():
-    one, other = checks.tiny(small_config())
+    one, other = preflight.tiny(small_config())
     assert (one.mesh, other.mesh) == (train.MeshConfig(1, 1), train.MeshConfig(2, 3))
     assert one.model == other.model
-    one, in_parts, other = checks.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
+    one, in_parts, other = preflight.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
     assert in_parts.mesh == train.MeshConfig(1, 1)
 
@@ -122,11 +121,11 @@ def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypat
 
 
 def test_some_devices_have_no_target():
-    config = checks.tiny(small_config())[-1]
+    config = preflight.tiny(small_config())[-1]
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
         state = numbers.stirred(train.init_state(config))
-        trials = [*train.trials(config, state, 1)]
-    steps = [arrays[1] for name, _, arrays, _ in trials if "step" in name]
+        found = [*trials.of_training(train, config, state, 1)]
+    steps = [arrays[1] for name, _, arrays, _ in found if "step" in name]
     targets = [batch.loss_mask.reshape(config.mesh.d, -1).any(1) for batch in steps]
     assert [[*each] for each in targets] == [[True, True], [True, True], [True, False]]
 
@@ -158,7 +157,7 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
             "local_test_synthetic", *settings, "dtype=f32", "model.d_ff=60", *overrides,
             schema=module.Config,
         )  # fmt: skip
-        return checks.untried(config, *checks.probe(config)[1:])
+        return preflight.untried(config, *preflight.probe(config)[1:])
 
     assert untried() == ""
     found = untried(BRANCHES[branch])
@@ -172,7 +171,7 @@ def test_a_number_that_depends_on_the_mesh_is_named(limit):
     logits = "unembed(unembedding, x, config.model)"
     module = edited("train.py", (f"= {logits}", f"= jnp.minimum({logits}, {limit})"))
     config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
-    found = checks.untried(config, *checks.probe(config)[1:])
+    found = preflight.untried(config, *preflight.probe(config)[1:])
     numbers = ("5000", "10000") if "1e4" in limit else ("32", "64")
     expected = "a number depends on the mesh: min with {}, on one device min with {}. "
     found = found.replace(".0", "")  # jax 0.12 keeps integers as they are
@@ -190,4 +189,4 @@ def test_no_config_gets_a_note(name, optimizer):
     path = ["hf_dataset.path=x"] if name.startswith(("local_stream", "fineweb_edu")) else []
     settings = "paths.model_name=x", f"training.optimizer={optimizer}", *path
     config = compose_config(name, *settings)
-    assert checks.untried(config, *checks.probe(config)[1:]) == ""
+    assert preflight.untried(config, *preflight.probe(config)[1:]) == ""

@@ -37,11 +37,12 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 import train
-from shardlib.audit import equations, phase
+from checks.jaxprs import equations
+from kernels.attention import runs_kernel
 from shardlib.devices import abstract_mesh
-from shardlib.kernels import runs_kernel
+from shardlib.ops import phase
 from shardlib.types import compute, computing_in, f32, make_shapes, type_tree
-from tools.ledger import PRODUCTS, Ledger, live, nbytes
+from tools.audit.ledger import PRODUCTS, Ledger, live, nbytes
 
 ARGUMENTS = "weights", "moments", "batch"
 SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "logits of a chunk"

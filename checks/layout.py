@@ -1,31 +1,24 @@
-"""Reads jaxprs: where each equation stands and how often it runs; and checks that only ops
-communicate."""
+"""Checks that only ops communicate, at sizes that tell all dimensions apart."""
 
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import AbstractMesh
 
-from shardlib.devices import probe_mesh, probe_total
-from shardlib.errors import ShardTypeError, source_line
-from shardlib.ops import SCOPE
+from checks.jaxprs import equations, op_of
+from shardlib.devices import abstract_mesh
+from shardlib.errors import ShardTypeError
+from shardlib.ops import COLLECTIVES, SCOPE, axes_of, phase
 from shardlib.types import Dim
 
-# JAX's primitives that communicate -> the kind of collective.
-COLLECTIVES = {
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "all-reduce"),
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
-    "ppermute": "permute",
-}
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
     # lax.pcast's, which leaves them out over no axis, by the names that JAX's versions give them,
@@ -35,140 +28,36 @@ SHAPING = {
 }
 
 
-class Runs(NamedTuple):
-    """Bounds on how often an equation runs. A compiler may compute before a loop
-    what is the same in each iteration. Of a cond, one branch runs."""
+# --- Probe sizes ----------------------------------------------------------------------------------
 
-    times: float = 1  # at most; infinity in a while_loop
-    at_least: int = 1  # taking a while_loop to iterate
+# Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
+PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
 
 
-class Equation(NamedTuple):
-    """An equation of a jaxpr, with its place in the source."""
-
-    eqn: JaxprEqn
-    path: str  # JAX's name stack
-    line: str  # `train.py:253 block`
-    runs: Runs
+def probe_total(axes: Collection[str]) -> int:
+    """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
+    return 4 * math.prod(PRIMES[: len(axes)])
 
 
-def equations(
-    jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
-) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: how often
-    a variable's value changes, at least; once for those that it lacks.
+def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
+    """A mesh without devices, and dimension sizes at which size checks are exact.
 
-    The body of a library's jitted function was traced where it was first called, so its equations
-    get the line of the call at hand.
+    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
+    evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
+    dimensions apart, so no dimension or part of one is as long as another or its part, as happens
+    at the sizes one trains with, nor as a small constant of a model.
     """
-    path, runs = (outer.path, outer.runs) if outer else ("", Runs())
-    jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
-    changes = {} if known is None else known
-
-    def changes_of(variables: Any) -> list[int]:
-        return [1 if isinstance(v, Literal) else changes.get(v, 1) for v in variables]
-
-    for eqn in jaxpr.eqns:
-        line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
-        at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
-        place = f"{path}/{eqn.source_info.name_stack}"
-        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least)))
-        changes |= dict.fromkeys(eqn.outvars, at_least)
-        name, length = eqn.primitive.name, eqn.params.get("length", 1)
-        loop = name == "while" or length != 1
-        times = math.inf if name == "while" else runs.times * length
-        each = 0 if name == "cond" else at_least * length
-        changing = len(eqn.invars) - carried(eqn).start if loop else 0
-        for inner in jaxprs_in_params(eqn.params):
-            same = changes_of(eqn.invars[-len(inner.invars) : len(eqn.invars) - changing])
-            changes |= zip(inner.invars, same + [each] * changing, strict=False)
-            yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
-            if not loop and name != "cond" and len(inner.outvars) == len(eqn.outvars):
-                changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
-
-
-def carried(eqn: JaxprEqn) -> slice:
-    """The operands that a loop carries. Those before are the same in each iteration, those after
-    are sliced. Tells them by their shapes in the body, as the names of a scan's parameters differ
-    between JAX versions."""
-    start = stop = len(eqn.invars)
-    if eqn.primitive.name in ("scan", "while"):
-        *_, body = jaxprs_in_params(eqn.params)
-        stop -= _differ(eqn.invars, body.invars)
-        start = stop - len(eqn.outvars) + _differ(eqn.outvars, body.outvars)
-    return slice(start, stop)
-
-
-def _differ(outer: Any, inner: Any) -> int:
-    pairs = zip(reversed(outer), reversed(inner), strict=False)
-    return sum(a.aval.shape != b.aval.shape for a, b in pairs)
-
-
-def line_of(eqn: JaxprEqn) -> str:
-    """The line that made an equation, with its function: `train.py:253 block`. A loop that JAX
-    split in two has none, so the first line found in its body stands in."""
-    if line := source_line(eqn.source_info.traceback):
-        return line
-    inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
-    return next(filter(None, inner), "")
-
-
-def makers(eqn: JaxprEqn, index: int) -> list[JaxprEqn]:
-    """The equation that makes one of an equation's results, innermost first. For a loop's result,
-    it is in its body, or in the body of a loop in there, looking through copies to the host."""
-    if eqn.primitive.name != "scan":
-        return [eqn]
-    (inner,) = jaxprs_in_params(eqn.params)
-    made_by: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
-    var: Any = inner.outvars[index]
-    while (maker := made_by.get(var)) and maker.primitive.name == "device_put":
-        var = maker.invars[0]
-    return [*(makers(maker, maker.outvars.index(var)) if maker else ()), eqn]
-
-
-def made_at(eqn: JaxprEqn, index: int) -> str:
-    """The line that makes one of an equation's results."""
-    return next(filter(None, map(line_of, makers(eqn, index))), "")
-
-
-def on_host(aval: Any) -> bool:
-    """Returns whether an array is in the host's memory rather than a device's."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes over which a collective communicates."""
-    names = eqn.params.get("axis_name") or eqn.params["axes"]
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def communicating(jaxpr: Any, *kinds: str) -> set[str]:
-    """The axes over which a function has collectives of these kinds, or of any."""
-    collectives = ((COLLECTIVES.get(eqn.primitive.name), eqn) for eqn, *_ in equations(jaxpr))
-    found = (eqn for kind, eqn in collectives if kind and kind in (kinds or (kind,)))
-    return {axis for eqn in found for axis in axes_of(eqn)}
-
-
-def op_of(eqn: JaxprEqn, path: str) -> str:
-    """The op that an equation is part of, with its type string, or else its primitive."""
-    scope = SCOPE.search(path)
-    return scope[0].replace("|", "/") if scope else eqn.primitive.name
-
-
-def phase(path: str) -> str:
-    """The part of a training step in which an equation or a compiled instruction runs."""
-    if "rematted_computation" in path:
-        return "recomputed"
-    if "transpose(" in path:
-        return "backward"
-    return "forward" if "jvp(" in path else "update"
+    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
+    above = [prime for prime in PRIMES if prime > 100]
+    sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
+    return abstract_mesh(axis_sizes), sizes
 
 
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
-    """The dimensions that make up a length at the sizes of `devices.probe_mesh`: one, several that
+    """The dimensions that make up a length at the sizes of `mesh`: one, several that
     were merged, or none if it is just a number.
 
-    Each dimension's size is a prime of its own times `devices.probe_total`, which has each axis's
+    Each dimension's size is a prime of its own times `total`, which has each axis's
     size, also a prime, as a factor. A split over an axis removes that factor.
     """
     total = probe_total(axes)
@@ -181,7 +70,7 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
 
 
 def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
-    """Rewrites lengths at the sizes of `devices.probe_mesh` in a message as dimensions,
+    """Rewrites lengths at the sizes of `mesh` in a message as dimensions,
     `(B/d, L/2, M)`, and adds a cure if two of them are parts of one dimension."""
     mentioned: dict[Dim, None] = {}
 
@@ -237,7 +126,7 @@ def traced(function: Any, *args: Any) -> Any:
 def probe(
     trace: Callable[[Any, dict[str, int]], Any], axes: Iterable[str], dims: Iterable[str]
 ) -> Any:
-    """Checks a function at the sizes of `devices.probe_mesh` and returns its jaxpr there.
+    """Checks a function at the sizes of `mesh` and returns its jaxpr there.
     `trace(mesh, sizes)` traces the function. Raises ShardTypeError, and whatever `trace` raises."""
     mesh, sizes = probe_mesh(axes, dims)
     axes_at_probe = dict(mesh.shape)
@@ -251,7 +140,7 @@ def probe(
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
-    """Raises ShardTypeError if a function, traced at the sizes of `devices.probe_mesh`, has outside
+    """Raises ShardTypeError if a function, traced at the sizes of `mesh`, has outside
     of ops a collective, written with JAX or added by it where a value that all devices hold meets
     one that differs, for its gradient; what asks for a device's place on the mesh; or, in the
     forward pass, what takes the part of a dimension that a device holds for the whole: sums it,

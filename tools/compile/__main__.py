@@ -24,15 +24,18 @@ import jax
 from jax.experimental import topologies
 
 import train
-from runtime import checks, chips
+from checks import preflight
+from runtime import chips
 from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib import devices
 from shardlib.errors import UserError
-from tools import cycles, gpus
-from tools.audit import NOT_USED, audit_step, summary, terms_table
-from tools.memory import ARGUMENTS
+from tools.arguments import NOT_USED
+from tools.audit.memory import ARGUMENTS
+from tools.audit.step import audit_step
+from tools.audit.text import summary, terms_table
+from tools.compile import cycles, gpus
 from tools.tables import show, table
 
 
@@ -90,7 +93,7 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
-    checks.check_types(config)
+    preflight.check_types(config)
     bundles = cycles.dump_bundles()
     name = config.topology.partition(":")[0]
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from runtime import chips
 from runtime.hlo import Instruction, parse
-from tools.cycles import group_size, inside, size
+from tools.compile.cycles import group_size, inside, size
 from tools.tables import show, table
 
 CAVEAT = """\

@@ -15,8 +15,11 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.errors import LIBRARIES
 from shardlib.ops import Call, define_op, einsum, varying
 from shardlib.types import Dim, Spec, floating, integer, typechecked
+
+LIBRARIES.append(__file__)  # its lines are those of its calls
 
 # Queries whose scores are in memory at a time, in rows of up to LONG keys; of longer rows fewer.
 BLOCK, LONG = 512, 8192
@@ -48,7 +51,7 @@ def in_order(x: jax.Array, parts: int) -> jax.Array:
 
 
 # Where a row is computed in several steps: called with a layer's keys, values and positions, and
-# returns those to attend to, with those of the steps before. See tools/generate.py.
+# returns those to attend to, with those of the steps before. See tools/generate/steps.py.
 recalling = jax.make_user_context(None)
 
 
@@ -62,7 +65,7 @@ def attention(
     head. Vaswani et al. 2017, https://arxiv.org/abs/1706.03762; Ainslie et al. 2023,
     https://arxiv.org/abs/2305.13245.
 
-        kernels.attention(
+        attention(
             "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
             q, k, v, start, position, key_position,
         )
@@ -145,7 +148,7 @@ def tpu_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, position: jax.Array
 ) -> jax.Array:
     """Computes attention with flash_attention.py, which saves the result itself."""
-    from shardlib.flash_attention import flash_attention  # takes 0.3 s to import
+    from kernels.flash_attention import flash_attention  # takes 0.3 s to import
 
     parts = k.shape[1] // q.shape[1]
     return flash_attention(q, in_order(k, parts), in_order(v, parts), start, position)

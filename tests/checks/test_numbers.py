@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardlib import numbers, ops
+from checks import numbers
+from shardlib import ops
 from shardlib.devices import make_mesh
 from shardlib.types import Stacked, compute, computing_in, f32, typed_shard_map
 

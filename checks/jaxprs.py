@@ -1,0 +1,118 @@
+"""Reads jaxprs: where each equation stands, how often it runs, and what it sends."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+from shardlib.errors import source_line
+from shardlib.ops import SCOPE
+
+
+class Runs(NamedTuple):
+    """Bounds on how often an equation runs. A compiler may compute before a loop
+    what is the same in each iteration. Of a cond, one branch runs."""
+
+    times: float = 1  # at most; infinity in a while_loop
+    at_least: int = 1  # taking a while_loop to iterate
+
+
+class Equation(NamedTuple):
+    """An equation of a jaxpr, with its place in the source."""
+
+    eqn: JaxprEqn
+    path: str  # JAX's name stack
+    line: str  # `train.py:253 block`
+    runs: Runs
+
+
+def equations(
+    jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
+) -> Iterator[Equation]:
+    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: how often
+    a variable's value changes, at least; once for those that it lacks.
+
+    The body of a library's jitted function was traced where it was first called, so its equations
+    get the line of the call at hand.
+    """
+    path, runs = (outer.path, outer.runs) if outer else ("", Runs())
+    jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
+    changes = {} if known is None else known
+
+    def changes_of(variables: Any) -> list[int]:
+        return [1 if isinstance(v, Literal) else changes.get(v, 1) for v in variables]
+
+    for eqn in jaxpr.eqns:
+        line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
+        at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
+        place = f"{path}/{eqn.source_info.name_stack}"
+        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least)))
+        changes |= dict.fromkeys(eqn.outvars, at_least)
+        name, length = eqn.primitive.name, eqn.params.get("length", 1)
+        loop = name == "while" or length != 1
+        times = math.inf if name == "while" else runs.times * length
+        each = 0 if name == "cond" else at_least * length
+        changing = len(eqn.invars) - carried(eqn).start if loop else 0
+        for inner in jaxprs_in_params(eqn.params):
+            same = changes_of(eqn.invars[-len(inner.invars) : len(eqn.invars) - changing])
+            changes |= zip(inner.invars, same + [each] * changing, strict=False)
+            yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
+            if not loop and name != "cond" and len(inner.outvars) == len(eqn.outvars):
+                changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
+
+
+def carried(eqn: JaxprEqn) -> slice:
+    """The operands that a loop carries. Those before are the same in each iteration, those after
+    are sliced. Tells them by their shapes in the body, as the names of a scan's parameters differ
+    between JAX versions."""
+    start = stop = len(eqn.invars)
+    if eqn.primitive.name in ("scan", "while"):
+        *_, body = jaxprs_in_params(eqn.params)
+        stop -= _differ(eqn.invars, body.invars)
+        start = stop - len(eqn.outvars) + _differ(eqn.outvars, body.outvars)
+    return slice(start, stop)
+
+
+def _differ(outer: Any, inner: Any) -> int:
+    pairs = zip(reversed(outer), reversed(inner), strict=False)
+    return sum(a.aval.shape != b.aval.shape for a, b in pairs)
+
+
+def line_of(eqn: JaxprEqn) -> str:
+    """The line that made an equation, with its function: `train.py:253 block`. A loop that JAX
+    split in two has none, so the first line found in its body stands in."""
+    if line := source_line(eqn.source_info.traceback):
+        return line
+    inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    return next(filter(None, inner), "")
+
+
+def makers(eqn: JaxprEqn, index: int) -> list[JaxprEqn]:
+    """The equation that makes one of an equation's results, innermost first. For a loop's result,
+    it is in its body, or in the body of a loop in there, looking through copies to the host."""
+    if eqn.primitive.name != "scan":
+        return [eqn]
+    (inner,) = jaxprs_in_params(eqn.params)
+    made_by: dict[Any, JaxprEqn] = {var: e for e in inner.eqns for var in e.outvars}
+    var: Any = inner.outvars[index]
+    while (maker := made_by.get(var)) and maker.primitive.name == "device_put":
+        var = maker.invars[0]
+    return [*(makers(maker, maker.outvars.index(var)) if maker else ()), eqn]
+
+
+def made_at(eqn: JaxprEqn, index: int) -> str:
+    """The line that makes one of an equation's results."""
+    return next(filter(None, map(line_of, makers(eqn, index))), "")
+
+
+def on_host(aval: Any) -> bool:
+    """Returns whether an array is in the host's memory rather than a device's."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def op_of(eqn: JaxprEqn, path: str) -> str:
+    """The op that an equation is part of, with its type string, or else its primitive."""
+    scope = SCOPE.search(path)
+    return scope[0].replace("|", "/") if scope else eqn.primitive.name

@@ -1,0 +1,1 @@
+"""Ops that devices compute with kernels of their own: attention and experts."""

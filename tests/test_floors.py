@@ -1,0 +1,66 @@
+"""The imports between the rooms of the house go one way."""
+
+import ast
+import re
+
+import pytest
+
+from tests.helpers import ROOT
+
+# From the lowest floor up. A file imports from its own room and from those below.
+FLOORS = ["shardlib", "kernels", "runtime", "data", "variants", "checks", "train", "tools"]
+FLOORS += ["benchmarks"]
+NOT_OF = {"runtime": {"kernels"}}  # neighbors on one floor
+
+
+def imported(file):
+    """The modules of ours that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] in FLOORS)
+
+
+def files_of(room):
+    return [ROOT / "train.py"] if room == "train" else sorted((ROOT / room).rglob("*.py"))
+
+
+def as_module(name):
+    """The module that a dotted name is of: itself, or the module that has it."""
+    path = ROOT / name.replace(".", "/")
+    known = path.with_suffix(".py").exists() or path.is_dir()
+    return name if known else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_room_imports_from_below(room):
+    below = {*FLOORS[: FLOORS.index(room) + 1]} - NOT_OF.get(room, set())
+    assert (files := files_of(room))
+    above = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files
+        for name in imported(file)
+        if name.partition(".")[0] not in below
+    }
+    assert not above
+
+
+def test_no_circle():
+    """Neither between the files of a room."""
+    uses = {}
+    for room in FLOORS:
+        for file in files_of(room):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            uses[name.removesuffix(".__init__")] = {*map(as_module, imported(file))}
+    while leaves := {name for name, used in uses.items() if not used & {*uses}}:
+        uses = {name: used for name, used in uses.items() if name not in leaves}
+    assert not uses
+
+
+def test_no_module_is_put_in_the_place_of_another():
+    files = [file for room in FLOORS for file in files_of(room)]
+    assert not [f for f in files if re.search(r"sys\.modules\[.*\] = ", f.read_text())]

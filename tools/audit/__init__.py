@@ -1,0 +1,1 @@
+"""What a training step saves, sends and computes, from its source."""

@@ -1,0 +1,114 @@
+"""Reports what a training step saves, sends and computes on each device, without devices, data or
+weights.
+
+    python -m tools.audit --config-name=c4_h100x8_1b
+    python -m tools.audit --config-name=c4_h100x8_1b mesh.d=4 mesh.t=2 audit.json=audit.json
+    python -m tools.audit --config-name=c4_h100x8_1b audit.chip=a100 audit.html=audit.html
+    python -m tools.audit --config-name=c4_h100x8_1b audit.against=main
+
+    audit.chip=KIND              adds a roofline for a key of runtime/chips.py, such as h100 or v5p
+    audit.links={AXIS: LINK}     the chip's link over which a mesh axis goes, such as {s: ib}
+    audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
+                                 of a git revision's source; configs that it lacks are today's
+    audit.json=FILE              writes the ledger as JSON
+    audit.html=FILE              writes the source as a page, with the amounts beside its lines
+    audit.least=SHARE            lists rows above this part of a table's total: 0.001; 0: all
+
+Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
+of saved activations, collectives and matmuls. Also predicts the step's peak memory. Sizes are
+decimal: a GB is 10^9 bytes.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import train
+from runtime import chips
+from runtime.config import Section
+from runtime.program import program
+from shardlib.devices import show_axes
+from shardlib.errors import UserError
+from tools.arguments import NOT_USED
+from tools.audit import compare
+from tools.audit.page import page
+from tools.audit.roofline import bound, bound_head
+from tools.audit.step import audit_step, check_rates, probe
+from tools.audit.text import LEAST, report, summary
+from tools.tables import table
+
+
+@dataclasses.dataclass
+class AuditOptions(Section, key="audit"):
+    """See the top of this file."""
+
+    json: str = ""
+    html: str = ""
+    against: str = ""
+    least: float = LEAST
+    chip: str = ""
+    links: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class AuditConfig(train.Config):
+    audit: AuditOptions = dataclasses.field(default_factory=AuditOptions, hash=False)
+
+
+def chip_of(config: AuditConfig) -> chips.Chip | None:
+    """The chip that audit.chip names, if any. Raises UserError if chips.CHIPS lacks it, or if it
+    lacks a link in audit.links."""
+    name, links = config.audit.chip, config.audit.links
+    if not name and not links:
+        return None
+    if name not in chips.CHIPS:
+        raise UserError(f"audit.chip={name!r}: choose one of {', '.join(chips.CHIPS)}")
+    check_rates(config)
+    chip, axes = chips.CHIPS[name], config.mesh.axes
+    for axis, link in links.items():
+        if axis not in axes or link not in chip.links:
+            choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
+            raise UserError(f"audit.links.{axis}={link}: {choices}")
+    return chip
+
+
+def roofline(config: AuditConfig, chip: chips.Chip) -> str:
+    """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
+    are replicas, up to 4096 devices or until a dimension no longer splits."""
+    rows, end, mesh = [], "", config.mesh
+    while math.prod((axes := mesh.axes).values()) <= 4096:
+        try:
+            result = audit_step(dataclasses.replace(config, mesh=mesh), None, chip)
+        except UserError as error:
+            end = f"\n\nThe table ends here: {error}."
+            break
+        links = chip.links_of(axes) | config.audit.links
+        over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
+        rows.append((show_axes(axes), over, *bound(result, chip, links).cells()))
+        mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
+    times = table(("mesh", "links", *bound_head(chip)), rows)
+    head = f"The least time that each resource needs for a step on {chip.kind}"
+    return f"{head}. The longest bounds the step:\n\n{times}{end}"
+
+
+@program(AuditConfig, "configs", NOT_USED)
+def main(config: AuditConfig) -> None:
+    chip = chip_of(config)
+    result = audit_step(config, probe(config), chip)
+    if config.audit.json:
+        pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
+    text = report(result, chip, config.audit.least)
+    if config.audit.html:
+        pathlib.Path(config.audit.html).write_text(page(result, summary(result, chip), text))
+    if config.audit.against:
+        before = compare.earlier(config.audit.against)
+        print(compare.report(before, result, chip, config.audit.links))
+        return
+    print(text)
+    if chip:
+        print(f"\n{roofline(config, chip)}")
+
+
+if __name__ == "__main__":
+    main()

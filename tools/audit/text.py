@@ -1,0 +1,97 @@
+"""Formats an audit as text."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from runtime import chips
+from shardlib.devices import show_axes
+from tools.tables import show, table, texts, totals
+
+LEAST = 1e-3  # of a table's total: smaller rows are counted
+
+
+class Table(NamedTuple):
+    """The layout of one kind of rows."""
+
+    columns: dict[str, str]  # heading -> key of a row; followed by each, count and total
+    unit: str = "B"
+
+    def text(self, rows: list[dict[str, Any]], share: float = LEAST) -> str:
+        least, cells = total_of(rows) * share, []
+        for row in (row for row in rows if row["total"] > least):
+            count = f"{row.get('bound', '')} {row['times']}".strip()
+            each, total = row["total"] / row["times"], show(row["total"], self.unit)
+            cells.append((*texts(row, self.columns.values()), show(each, self.unit), count, total))
+        if small := [row for row in rows if 0 < row["total"] <= least]:
+            blank = [""] * (len(self.columns) + 1)
+            cells.append((f"and {len(small)} smaller", *blank, show_total(small, self.unit)))
+        return table((*self.columns, "each", "count", "total"), cells)
+
+
+TABLES = {
+    "saved": Table({"saved at": "line", "type": "type", "memory": "memory"}),
+    "transfers": Table(
+        {"sent at": "line", "op": "op", "phase": "phase", "collective": "kind", "over": "axes"}
+    ),
+    "products": Table({"at": "line", "op": "op", "phase": "phase"}, "FLOP"),
+}
+
+
+def total_of(rows: Iterable[dict[str, Any]]) -> float:
+    return sum(row["total"] for row in rows)
+
+
+def show_total(rows: list[dict[str, Any]], unit: str) -> str:
+    """The total of rows: `1.07 GB`, or `at most 1.07 GB` if some of their counts are upper bounds.
+    With lower bounds as well it is `about 1.07 GB`."""
+    bounds = {row.get("bound", "") for row in rows} - {""}
+    bound = "about" if len(bounds) > 1 else "".join(bounds)
+    return f"{bound} {show(total_of(rows), unit)}".strip()
+
+
+def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
+    """The sum by name: `backward 2 GB, forward 1 GB`."""
+    by_name = totals(amounts).items()
+    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in by_name if amount)
+
+
+def summary(result: dict[str, Any], chip: chips.Chip | None) -> str:
+    """Sentences about the memory of each device."""
+    room, host = "", result["host"]
+    if chip:
+        left = chip.usable - result["peak"]
+        whole = "has" if "TPU" in chip.kind else "lets JAX take"
+        room = f": {show(abs(left))} {'less' if left > 0 else 'more'} than {chip.kind} {whole}"
+    more = f" {show(host)} more are saved in the host's memory." if host else ""
+    return f"At its peak a step holds {show(result['peak'])}{room}.{more}"
+
+
+def terms_table(result: dict[str, Any]) -> str:
+    """The terms of tools/audit/memory.py, which add up to the peak."""
+    rows = [(name, show(size)) for name, size in result["held"].items()]
+    return table(("held at the peak", "a device"), rows)
+
+
+def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float = LEAST) -> str:
+    """The result of `audit_step` as text."""
+    axes, sent, products = result["mesh"], result["transfers"], result["products"]
+    largest_first = sorted(sent, key=lambda row: -row["total"])
+    by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
+    by_phase = sums((row["phase"], row["total"]) for row in largest_first)
+    flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
+    count = math.prod(axes.values())
+    needed = show(result["model_flops"] / count, "FLOP")
+    paragraphs = [
+        f"{count} devices: {show_axes(axes)}\n\n{summary(result, chip)}\n",
+        f"{terms_table(result)}\n",
+        "The peak is predicted: usually within 10% of what compilers for TPUs and GPUs report. "
+        "tools.compile asks them.\n",
+        TABLES["saved"].text(result["saved"], least),
+        f"\nA device receives {show_total(sent, 'B')} a step"
+        + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+        TABLES["transfers"].text(sent, least),
+        f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
+        f"The model needs {needed} of that, counting causal attention as half.",
+    ]
+    return "\n".join(paragraphs)

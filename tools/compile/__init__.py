@@ -1,0 +1,1 @@
+"""What compilers for GPUs and TPUs make of a training step."""

@@ -1,0 +1,73 @@
+"""A model's tokenizer, for prompts and texts."""
+
+import contextlib
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+import train
+from data import flat_tokens
+from data.text import Tokenizer
+from shardlib.errors import UserError
+
+ENDS_IN = "generation_config.json", "config.json"
+
+
+class Text(Tokenizer):
+    """The tokenizer that a model's dataset was made with, which here parses the names of special
+    tokens. The ids that end a text are the tokenizer's, and those by the config.json and the
+    generation_config.json in its folder, or in that of an imported model. Raises UserError or
+    OSError if it can't be opened."""
+
+    def __init__(self, name: str, imported: str | None = None):
+        super().__init__(name)
+        self.ids, ends = range(1, 257), [getattr(self.slow, "eos_token_id", None)]
+        if self.slow is not None:
+            self.ids = range(1 + max(self.slow.get_vocab().values()))
+        for folder, file in itertools.product((name, imported or name), ENDS_IN):
+            with contextlib.suppress(OSError, ValueError):
+                said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
+                ends += said if isinstance(said, list) else [said]
+        self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
+        if self.fast:  # one written in Python does so anyway
+            self.fast.encode_special_tokens = False
+
+    def encode(self, text: str, config: train.Config) -> list[int]:
+        """Returns the ids of a text. Raises UserError if it isn't UTF-8, or if the model lacks an
+        id."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # Python keeps other bytes as halves of characters
+            near = text[max(0, error.start - 20) : error.start + 20]
+            raise UserError(f"a text is not UTF-8: {near!r}") from None
+        ids, _ = flat_tokens.decode(self([text])[0])
+        check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config.model)
+        return ids.tolist()
+
+    def prompt(self, text: str, config: train.Config) -> list[int]:
+        """Returns the ids after the start token, unless they begin with it as a special token."""
+        ids, start = self.encode(text, config), config.model.start_token
+        named = self.slow is not None and start in self.slow.added_tokens_decoder
+        return ids if named and ids[:1] == [start] else [start, *ids]
+
+    def text(self, ids: Sequence[int] | np.ndarray, without_special: bool = False) -> str:
+        return self.decode(np.array(ids, np.uint32), without_special)
+
+    def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
+        """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
+        bytes, a character cut off at either end counts as the three bytes of a replacement
+        character."""
+        if self.slow is None:
+            return len(ids)
+        documents = np.split(ids, np.flatnonzero(is_start))
+        return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
+
+
+def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
+    """Raises UserError if an id is beyond the model's vocabulary."""
+    if largest > (last := model.vocab - 1):
+        problem = f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}"
+        raise UserError(f"{problem}: they are from another tokenizer")
