@@ -39,7 +39,8 @@ def as_module(name):
 @pytest.mark.parametrize("room", FLOORS)
 def test_a_room_imports_from_below(room):
     below = {*FLOORS[: FLOORS.index(room) + 1]} - NOT_OF.get(room, set())
-    assert (files := files_of(room))
+    files = files_of(room)
+    assert files
     above = {
         f"{file.relative_to(ROOT)}: {name}"
         for file in files
