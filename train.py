@@ -46,34 +46,35 @@ are inputs, targets, loss_mask, position and start: see TokenBatch in data/loade
 import dataclasses
 import functools
 import math
-import zlib
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jax import lax
 
 from checks import preflight
-from data.loader import Batches, TokenBatch, random_batch
-from data.sources import DataConfig, check_same_rows, open_batches
-from kernels import attention
+from checks.finite import explanation
+from configs.schema import Config, ModelConfig
+from configs.sizes import DIMENSIONS, dimensions, step_flops
+from data.loader import Batches, TokenBatch
+from data.sources import check_same_rows, open_batches
+from kernels.attention import attention
 from runtime.checkpoint import Checkpoints
-from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
-from runtime.run import MeshConfig, Run, RunConfig, complete, due, make_mesh, reserved, say
+from runtime.run import Run, complete, due, make_mesh, reserved, say
+from runtime.schedule import Hyper, hyper_at, note_of_rise
 from shardlib import ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
     sum_over_chunks,
 )
-from shardlib.errors import UserError
 from shardlib.types import (
-    COMPUTE,
     ArrayType,
     Dim,
     Mapped,
@@ -88,7 +89,6 @@ from shardlib.types import (
     f32,
     make_shapes,
     make_shardings,
-    named,
     pytree_dataclass,
     type_tree,
     typechecked,
@@ -96,55 +96,30 @@ from shardlib.types import (
     u32,
 )
 from variants import experts, families, muon
-from variants.experts import Experts, ExpertsConfig, Routing, RoutingConfig
+from variants.experts import Experts, Routing
 
 # --- Model ----------------------------------------------------------------------------------------
 
 
-# All sections are hashable, so that a jitted function can take a config as a static argument.
-@dataclasses.dataclass(unsafe_hash=True)
-class ModelConfig(Section, key="model"):
-    d_model: PositiveInt
-    n_q_per_kv: PositiveInt
-    n_kv: PositiveInt
-    d_head: PositiveInt
-    layers: PositiveInt
-    vocab: PositiveInt
-    d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
-    rope_max_timescale: PositiveInt
-    rope_scaling: families.RopeScalingConfig | None
-    norm_eps: F32
-    start_token: NonNegativeInt  # the input before a document's first token
-    # What families of models differ in; configs/base.yaml names some that have each.
-    norms_after: bool = False  # attention and MLP: their results, not what they take
-    qkv_bias: bool = False
-    qk_norm: families.QK_NORMS | None = None
-    tied_embeddings: bool = False
-    sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
-    experts: ExpertsConfig | None = None
-
-    def __post_init__(self) -> None:
-        self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
-        self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
-        self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
+# Each weight has its layout, and how it starts: see runtime/initial.py.
 
 
 @pytree_dataclass
 class MLP:
-    w_gate: compute["M/c/s F/t"]
-    w_up: compute["M/c/s F/t"]
-    w_down: compute["M/c/s F/t"]
+    w_gate: compute["M/c/s F/t", matrix("M")]
+    w_up: compute["M/c/s F/t", matrix("M")]
+    w_down: compute["M/c/s F/t", into_residual("F")]
 
 
 @pytree_dataclass
 class Layer:
-    attention_norm: compute["M/t/c/s"]
-    w_q: compute["M/c/s Q K/t D"]
-    w_k: compute["M/c/s K/t D"]
-    w_v: compute["M/c/s K/t D"]
-    qkv: families.QKV  # of other families than Llama
-    w_o: compute["M/c/s Q K/t D"]
-    mlp_norm: compute["M/t/c/s"]
+    attention_norm: compute["M/t/c/s", gain]
+    w_q: compute["M/c/s Q K/t D", matrix("M")]
+    w_k: compute["M/c/s K/t D", matrix("M")]
+    w_v: compute["M/c/s K/t D", matrix("M")]
+    qkv: families.QKV | None  # of other families than Llama
+    w_o: compute["M/c/s Q K/t D", into_residual("Q K D")]
+    mlp_norm: compute["M/t/c/s", gain]
     mlp: MLP | None
     experts: Experts | None
 
@@ -153,20 +128,20 @@ class Layer:
 class Weights:
     """The weights of a replica: those that a step computes with."""
 
-    embed: compute["V/t M/c/s"]
+    embed: compute["V/t M/c/s", embedding]
     layers: Stacked["layers", Layer]
-    final_norm: compute["M/t/c/s"]
-    unembed: compute["V/t M/c/s"] | None  # None: the embedding takes its place
+    final_norm: compute["M/t/c/s", gain]
+    unembed: compute["V/t M/c/s", matrix("M")] | None  # None: the embedding takes its place
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
     """The type of a weight whose M is split over r, too. Those without M are small."""
     dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
-    return array_type(kind.element, Spec(tuple(dims)))
+    return kind.laid_out(Spec(tuple(dims)))
 
 
 def as_stored(kind: ArrayType) -> ArrayType:
-    return array_type(f32, over_replicas(kind).spec)
+    return array_type(f32, over_replicas(kind).spec, kind.start)
 
 
 # The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
@@ -175,11 +150,11 @@ Stored = Mapped[as_stored, Weights]
 
 
 def weights_type(config: ModelConfig) -> Any:
-    """The types of a model's Weights. Here is decided which of the alternatives it has."""
+    """The types of a model's Weights: resolves each `X | None` by the config."""
     qkv = families.qkv_type(config.qkv_bias, config.qk_norm)
     each = config.experts and experts.experts_type(config.experts)
     layer = choose(Layer, qkv=qkv, mlp=config.d_ff > 0, experts=each)
-    return choose(Weights, layers=layer, unembed=not config.tied_embeddings)
+    return declared(choose(Weights, layers=layer, unembed=not config.tied_embeddings))
 
 
 @typechecked
@@ -191,30 +166,21 @@ def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute
 
 
 @typechecked
-def enter(
-    x: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
+def norm_before(
+    h: compute["B/d L/c M"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M"]:
-    """Takes the input of a sublayer, attention or feed-forward, from the residual stream."""
-    h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+    """Normalizes what a sublayer, attention or feed-forward, takes."""
     if config.norms_after:
         return h
     return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
 
 
 @typechecked
-def leave(
-    x: compute["B/d L/c M/t"],
-    y: compute["B/d L/c M {U:t}"],
-    gain: compute["M/t/c/s"],
-    config: ModelConfig,
+def norm_after(
+    y: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M/t"]:
-    """Adds the result of a sublayer to the residual stream, which is split over t, to save memory:
-    the reduce-scatter here and the all-gather in `enter` send as many bytes as one all-reduce. It
-    is split along M, so that L stays whole; Megatron's sequence parallelism splits L."""
-    y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
-    if config.norms_after:
-        y = families.norm_after(y, gain, config.norm_eps)
-    return x + y
+    """Normalizes what a sublayer returns, if `norm_before` didn't normalize what it takes."""
+    return families.norm_after(y, gain, config.norm_eps) if config.norms_after else y
 
 
 @typechecked
@@ -222,7 +188,7 @@ def rotation(
     position: u32["B/d L/c"], config: ModelConfig
 ) -> tuple[f32["B/d L/c D"], f32["B/d L/c D"]]:
     """The sines and cosines of RoPE's angles: for pair i of D/2, position * max_timescale^(-2i/D).
-    Each stands twice, at i and at i + D/2."""
+    Each value appears at both i and i + D/2."""
     half = config.d_head // 2
     timescale = config.rope_max_timescale ** (jnp.arange(half, dtype=f32.dtype) / half)
     if config.rope_scaling:
@@ -283,42 +249,51 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
+    # The residual stream x is split over t, to save memory: a sublayer's all-gather and
+    # reduce-scatter send as many bytes as one all-reduce. It is split along M, so that L stays
+    # whole; Megatron's sequence parallelism splits L.
+    #
     # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
     # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
     # uses from outside, sin, cos and positions, and the ids that the embedding was looked up with.
     # From these it recomputes what else it needs: the norms, attention's scores, the product of
-    # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter, as what each
-    # one leads to is kept.
+    # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter: what each one
+    # leads to is kept.
     @explicit_activation_checkpointing
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
-        h = enter(x, w.attention_norm, config)
+        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+        h = norm_before(h, w.attention_norm, config)
         w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
         w_v = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_v)
         q = ops.einsum_unreduced("B/d L/c M, M Q K/t D -> B/d L/c Q K/t D", h, w_q)
         k = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_k)
         v = ops.einsum_unreduced("B/d L/c M, M K/t D -> B/d L/c K/t D", h, w_v)
-        q, k, v = w.qkv.adjusted(q, k, v, config.norm_eps)
+        if w.qkv:
+            q, k, v = w.qkv.adjusted(q, k, v, config.norm_eps)
         q, k = rope(q, k, sin, cos)
         q = save_for_backward(q)
         k = save_for_backward(k)
         v = save_for_backward(v)
         k = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", k)
         v = ops.all_gather("B/d L/c K/t D -> B/d L K/t D", v)
-        mixed = attention.attention(
+        mixed = attention(
             "B/d L/c Q K/t D, B/d L K/t D, B/d L K/t D, B/d L/c, B/d L/c, B/d L -> B/d L/c Q K/t D",
             q, k, v, start, batch.position, key_position,
         )  # fmt: skip
         w_o = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_o)
         y = ops.einsum_unreduced("B/d L/c Q K/t D, M Q K/t D -> B/d L/c M {U:t}", mixed, w_o)
-        x = save_for_backward(leave(x, y, w.attention_norm, config))
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
+        x = save_for_backward(x + norm_after(y, w.attention_norm, config))
 
-        h = enter(x, w.mlp_norm, config)
+        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+        h = norm_before(h, w.mlp_norm, config)
         output, routed = swiglu(h, w.mlp) if w.mlp else None, None
         if w.experts and config.experts:
             output, routed = experts.mixture(h, w.experts, output, config.experts)
-        return leave(x, output, w.mlp_norm, config), routed
+        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", output)
+        return x + norm_after(y, w.mlp_norm, config), routed
 
     return lax.scan(block, x, weights.layers)
 
@@ -345,110 +320,13 @@ def unembed(
     return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
 
 
-# --- Config ---------------------------------------------------------------------------------------
-
-
-# What training.no_decay may name, and the word that is a part of such weights' names.
-KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class TokensConfig(Section, key="training.tokens"):
-    batch: PositiveInt  # rows
-    len: PositiveInt  # tokens in a row
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class TrainingConfig(Section, key="training"):
-    warmup_steps: NonNegativeInt
-    steps: PositiveInt
-    steps_for_lr: PositiveInt
-    learning_rate: F32
-    schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
-    cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
-    cosine_learning_rate_final_fraction: F32  # of any schedule that falls
-    optimizer: Annotated[str, one_of("adamw muon")]
-    muon_momentum: Fraction
-    no_decay: tuple[Annotated[str, one_of(" ".join(KINDS))], ...]  # weights that don't decay
-    adam_b1: Fraction
-    adam_b2: Fraction
-    adam_eps: F32
-    adam_eps_root: F32
-    weight_decay: F32
-    grad_clip: F32OrInf  # largest global gradient norm; inf disables clipping
-    seed: NonNegativeInt
-    tokens: TokensConfig
-    routing: RoutingConfig
-    microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
-    loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
-    validation_interval: NonNegativeInt  # steps; 0 disables validation
-    validation_batches: PositiveInt
-    validation_at_start: bool  # validate before the first step, too
-    skip_steps: tuple[NonNegativeInt, ...]  # batches to leave out; later steps move up
-    max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
-
-    def __post_init__(self) -> None:
-        self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
-        self.require(self.adam_eps + self.adam_eps_root, "adam_eps", "AdamW would divide 0 by 0")
-        fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
-        problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
-        self.require(fits, "cooldown_steps", problem)
-
-
-@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
-class Config(RunConfig, DataConfig):
-    model: ModelConfig
-    training: TrainingConfig
-    mesh: MeshConfig
-    dtype: Annotated[str, one_of(" ".join(COMPUTE))]  # of compute[...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hyper, mesh = self.training, self.mesh
-        (rows, rest), length = divmod(hyper.tokens.batch, mesh.d), hyper.tokens.len // mesh.c
-        problem = f"it must divide a device's {rows} rows (training.tokens.batch / mesh.d)"
-        self.require(rest or rows % hyper.microbatches == 0, "training.microbatches", problem)
-        balanced = mesh.c == 1 or hyper.tokens.len % (2 * mesh.c) == 0
-        self.require(balanced, "mesh.c", f"2*c must divide training.tokens.len={hyper.tokens.len}")
-        problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
-        self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
-        experts.check(self)
-
-
-# The config key with the size of each dimension in the type strings.
-DIMENSIONS = {
-    "B": "training.tokens.batch",
-    "L": "training.tokens.len",
-    "M": "model.d_model",
-    "Q": "model.n_q_per_kv",
-    "K": "model.n_kv",
-    "D": "model.d_head",
-    "F": "model.d_ff",
-    "V": "model.vocab",
-    "E": "model.experts.count",
-    "G": "model.experts.d_ff",
-    "layers": "model.layers",
-}
-
-
-def dimensions(config: Config) -> dict[str, int]:
-    """The size of each dimension that the model has."""
-
-    def value(key: str) -> Any:
-        return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
-
-    return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
-
-
 # --- Loss -----------------------------------------------------------------------------------------
 
 
 @typechecked
 def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
-    """Rounds the weights to the dtype that a step computes in, before anything is sent: all that
-    gathers them sends it, and so do the reductions of their gradients. Those that are declared as
-    f32 stay so.
-    """
+    """Rounds the weights to the dtype that a step computes in, so that gathers of weights and
+    reduce-scatters of gradients send that dtype. Weights that are declared as f32 stay f32."""
     kinds = type_tree(Weights, weights)
     return jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
 
@@ -458,14 +336,14 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
     """Gathers all weights over r, once a step. Those without M aren't split; their gradients are
     added up here, in f32."""
 
-    def gather(path: Any, wanted: ArrayType, weight: jax.Array) -> jax.Array:
-        if path[-1].name == "b_router":  # which has no gradient
+    def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
+        if not wanted.start.learned:  # it has no gradient to add up
             return weight
         split = over_replicas(wanted).spec
         op = ops.broadcast if split == wanted.spec else ops.all_gather
         return op(f"{split} -> {wanted.spec}", weight)
 
-    return jax.tree.map_with_path(gather, type_tree(Weights, weights), weights)
+    return jax.tree.map(gather, type_tree(Weights, weights), weights)
 
 
 @typechecked
@@ -473,6 +351,22 @@ def target_count(batch: TokenBatch) -> f32[""]:
     """The number of targets in the loss, over all devices."""
     mask = batch.loss_mask.astype(f32.dtype)
     return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
+
+
+@typechecked
+def against_largest(
+    logits: f32["B/d l/c V/t"], targets: u32["B/d l/c"]
+) -> tuple[f32["B/d l/c"], f32["B/d l/c"]]:
+    """The targets' logits and the logarithms of the softmax's denominators, each less the largest
+    logit. The vocabulary stays split: only the largest logit, the sum of exponentials and the
+    target's logit are reduced."""
+    largest = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))
+    logits = logits - largest[:, :, None]
+    sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
+    sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
+    logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
+    logit = ops.psum("B/d l/c {U:t} -> B/d l/c", logit)
+    return logit, jnp.log(sum_exp)
 
 
 # Sums over all targets or tokens on all devices. Scalars are logged under these names, as means.
@@ -484,8 +378,7 @@ def total_loss(
     weights: Weights, batch: TokenBatch, count: f32[""], config: Config
 ) -> tuple[f32[""], Sums]:
     """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
-    vocabulary stays split: only the logits' maximum, the sum of their exponentials and the target's
-    logit are reduced. The caller divides by the batch's count of targets."""
+    caller divides by the batch's count of targets."""
     unembedding = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
@@ -496,14 +389,8 @@ def total_loss(
         targets: u32["B/d l/c"],
         loss_mask: bool_["B/d l/c"],
     ) -> tuple[f32[""], Sums]:
-        logits = unembed(unembedding, x, config.model)
-        peak = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))
-        logits = logits - peak[:, :, None]
-        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
-        sum_exp = ops.psum("B/d l/c {U:t} -> B/d l/c", sum_exp)
-        logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
-        logit = ops.psum("B/d l/c {U:t} -> B/d l/c", logit)
-        nats = (jnp.log(sum_exp) - logit) * loss_mask
+        logit, log_sum = against_largest(unembed(unembedding, x, config.model), targets)
+        nats = (log_sum - logit) * loss_mask
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
@@ -523,13 +410,13 @@ def total_loss(
 def loss_and_grads(
     weights: Stored, batch: TokenBatch, config: Config
 ) -> tuple[Sums, f32[""], Stored]:
-    """The sums over all targets, their number, and the gradient of the objective's mean. Gradients
-    come out of jax.grad added up over the devices of a replica and split like the weights, because
-    the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like the gather. Each
-    microbatch gathers the weights anew and reduce-scatters its gradients. These are added up in
-    f32. What is sent over r is sent once for all microbatches. The sum is divided by the number of
-    targets in the batch."""
-    replica, scatter = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
+    """Returns the sums over all targets, their number, and the gradient of the objective's mean.
+    Gradients come out of jax.grad added up over the devices of a replica and split like the
+    weights, because the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like
+    the gather. Each microbatch gathers the weights anew and reduce-scatters its gradients. These
+    are added up in f32. What is sent over r is sent once for all microbatches. The sum is divided
+    by the number of targets in the batch."""
+    replica, scatter_over_r = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
     microbatches = config.training.microbatches
     count = target_count(batch)
     value_and_grads = jax.value_and_grad(total_loss, has_aux=True)
@@ -551,7 +438,7 @@ def loss_and_grads(
         total, () = lax.scan(add, zeros, parts)
     (_, sums), grads = total
     # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
-    (grads,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
+    (grads,) = scatter_over_r(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     return sums, count, jax.tree.map(lambda g: g / count, grads)
 
 
@@ -574,43 +461,6 @@ def state_type(config: Config) -> Any:
 
 
 @typechecked
-def init_weights(config: Config) -> Stored:
-    """Norm gains (names ending in norm) are one, biases (b_) zero. Matrices (w_, e_ and embeddings)
-    are normal with standard deviation 1/sqrt(fan-in). Projections into the residual stream are
-    divided by the square root of the number of additions to it (GPT-2, section 2.3). The embedding
-    uses the unembedding's deviation; a larger one learned slower. A weight's numbers depend on the
-    seed, its name and its shape alone, so that another one added beside it changes none of them.
-    Raises UserError for another name."""
-    size = dimensions(config)
-    residual_scale = (2 * size["layers"]) ** -0.5
-    deviation = {
-        "w_o": residual_scale * (size["Q"] * size["K"] * size["D"]) ** -0.5,
-        "w_down": residual_scale * size.get("F", 1) ** -0.5,
-        "e_down": residual_scale * size.get("G", 1) ** -0.5,
-    }
-    kinds = type_tree(Stored, weights_type(config.model))
-    seed = jax.random.key(config.training.seed)
-
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].name
-        if name.endswith("norm"):
-            return jnp.ones_like(shape)
-        if name.startswith("b_"):
-            return jnp.zeros_like(shape)
-        if not (name.startswith(("w_", "e_")) or name.endswith("embed")):
-            raise UserError(
-                f"the weight {name}: its name says how it starts and if it decays: a gain, at 1, "
-                "ends in _norm, a bias, at 0, begins with b_, a matrix, normal, with w_; or add a "
-                "rule to init_weights and a kind to KINDS"
-            )
-        key = jax.random.fold_in(seed, np.uint32(zlib.crc32(name.encode())))
-        normal = jax.random.normal(key, shape.shape, shape.dtype)
-        return normal * deviation.get(name, size["M"] ** -0.5)
-
-    return jax.tree.map_with_path(leaf, make_shapes(kinds, size))
-
-
-@typechecked
 def fresh_state(weights: Stored, config: Config) -> State:
     """Step 0 with these weights and zero moments."""
     kinds = state_type(config)
@@ -621,103 +471,45 @@ def fresh_state(weights: Stored, config: Config) -> State:
 @typechecked
 def init_state(config: Config) -> State:
     """A fresh state, sharded over the mesh in context. Its values are the same on any mesh."""
-    shardings = make_shardings(state_type(config))
-    return jax.jit(lambda: fresh_state(init_weights(config), config), out_shardings=shardings)()
-
-
-@pytree_dataclass
-class Average:
-    """An exponential moving average at a step: the weights of the last average and of what is new,
-    and one over the sum of all weights so far."""
-
-    old: f32[""]
-    new: f32[""]
-    unbias: f32[""]
-
-    def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
-        return self.old * average + self.new * x
-
-
-@pytree_dataclass
-class Hyper:
-    """The numbers of an update that the config determines. They are an argument of the training
-    step, so that runs that differ in them share a program."""
-
-    learning_rate: f32[""]
-    weight_decay: f32[""]
-    grad_clip: f32[""]
-    adam_eps: f32[""]
-    adam_eps_root: f32[""]
-    mu: Average  # of AdamW
-    nu: Average
-    momentum: Average  # of Muon
-    nesterov: Average  # of the momentum and the gradient
-    bias_rate: f32[""]  # of experts
+    kinds, sizes, seed = state_type(config), dimensions(config), config.training.seed
+    made = jax.jit(
+        lambda: fresh_state(initial_weights(kinds.weights, sizes, seed), config),
+        out_shardings=make_shardings(kinds),
+    )
+    return made()
 
 
 @typechecked
-def hyper_at(step: int, config: TrainingConfig) -> Hyper:
-    """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
-
-    def average(b: float) -> Any:
-        return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
-
-    momentum, after = average(config.muon_momentum), 1 - config.muon_momentum ** (step + 2)
-    hyper = Hyper(
-        learning_rate=learning_rate(step + 1, config),
-        weight_decay=config.weight_decay,
-        grad_clip=config.grad_clip,
-        adam_eps=config.adam_eps,
-        adam_eps_root=config.adam_eps_root,
-        mu=average(config.adam_b1),
-        nu=average(config.adam_b2),
-        momentum=momentum,
-        nesterov=Average(momentum.old / after, momentum.new * momentum.unbias, 1),
-        bias_rate=config.routing.bias_rate,
-    )
-    return jax.tree.map(np.float32, hyper)
-
-
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Linear warmup to the peak at `warmup_steps`, then a decay to the final fraction at
-    `steps_for_lr`: along a half cosine, linear, only in the last `cooldown_steps` and linear there
-    (warmup-stable-decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395, section 4), or none. The
-    first step is 1."""
-    warmup = step / max(config.warmup_steps, 1)
-    stable = config.steps_for_lr - config.cooldown_steps
-    start = stable if config.schedule == "wsd" else config.warmup_steps
-    done = min(max((step - start) / max(config.steps_for_lr - start, 1), 0), 1)
-    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
-    final = config.cosine_learning_rate_final_fraction
-    decay = final + (1 - final) * left.get(config.schedule, 1 - done)
-    return config.learning_rate * min(warmup, decay)
+def moved(
+    kind: Any, weight: jax.Array, change: jax.Array, hyper: Hyper, config: Config
+) -> jax.Array:
+    """Moves a weight against `change`, and decays it. As is customary, the decay is scaled by the
+    learning rate."""
+    decay = 0 if kind.start.group in config.training.no_decay else hyper.weight_decay
+    return weight - hyper.learning_rate * (change + decay * weight)
 
 
 @typechecked
 def adamw(
-    weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
+    kinds: Any, weights: Any, grads: Any, mu: Any, nu: Any, hyper: Hyper, config: Config
 ) -> tuple[Any, Any, Any]:
     """A step of AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101, algorithm 2.
-    As is customary, weight decay is scaled by the learning rate. Returns the new weights and
-    moments."""
+    `kinds` are the types of the weights. Returns the new weights and moments."""
     mu = jax.tree.map(hyper.mu.next, mu, grads)
     nu = jax.tree.map(lambda v, g: hyper.nu.next(v, g * g), nu, grads)
-    rate, mu_scale, nu_scale = hyper.learning_rate, hyper.mu.unbias, hyper.nu.unbias
 
-    def update(path: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        root = jnp.sqrt(v * nu_scale + hyper.adam_eps_root) + hyper.adam_eps
-        kept = {KINDS[kind] for kind in config.training.no_decay} & {*path[-1].name.split("_")}
-        decay = 0 if kept else hyper.weight_decay
-        return w - rate * (m * mu_scale / root + decay * w)
+    def update(kind: Any, w: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        root = jnp.sqrt(v * hyper.nu.unbias + hyper.adam_eps_root) + hyper.adam_eps
+        return moved(kind, w, m * hyper.mu.unbias / root, hyper, config)
 
-    return jax.tree_util.tree_map_with_path(update, weights, mu, nu), mu, nu
+    return jax.tree.map(update, kinds, weights, mu, nu), mu, nu
 
 
 # --- Training step --------------------------------------------------------------------------------
 
 
-# Metrics of a step by name, of which each device has the whole. Those of parts of the model have a
-# slash in their names, or dimensions.
+# A step's metrics by name, replicated on all devices. Metrics of parts of the model have a slash in
+# their names, or dimensions.
 Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
@@ -735,9 +527,10 @@ def training_step(
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)
 
-    of_muon = functools.partial(muon.update, adamw, state_type(config).weights)
-    update = of_muon if config.training.optimizer == "muon" else adamw
-    weights, mu, nu = update(state.weights, grads, state.mu, state.nu, hyper, config)
+    with_muon = functools.partial(muon.update, adamw, moved)
+    update = with_muon if config.training.optimizer == "muon" else adamw
+    given = state_type(config).weights, state.weights, grads, state.mu, state.nu
+    weights, mu, nu = update(*given, hyper, config)
     metrics: Any = {name: x / count for name, x in sums.items() if x.ndim == 0}
     if config.model.experts:
         weights, more = experts.rebalanced(weights, state.weights, sums, hyper.bias_rate)
@@ -787,22 +580,7 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 
 
 # --- Loop -----------------------------------------------------------------------------------------
-
-
-def step_flops(config: Config) -> tuple[int, int]:
-    """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
-    attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
-    attention's two products, fewer with a window. Chowdhery et al. 2022,
-    https://arxiv.org/abs/2204.02311, appendix B."""
-    size = dimensions(config)
-    heads = size["Q"] * size["K"] * size["D"]
-    per_layer = size["M"] * (2 * heads + 2 * size["K"] * size["D"] + 3 * size.get("F", 0))
-    if each := config.model.experts:
-        per_layer += size["M"] * (each.count + 3 * each.d_ff * each.per_token)
-    weights = size["layers"] * per_layer + size["V"] * size["M"]
-    seen = min(config.model.sliding_window or size["L"], size["L"])  # tokens, at most
-    pairs = size["B"] * seen * (2 * size["L"] - seen)
-    return 6 * weights * size["B"] * size["L"], 6 * size["layers"] * heads * pairs
+# The step ends here. What follows runs on the host.
 
 
 @typechecked
@@ -837,48 +615,29 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
     before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
-    rate, last = learning_rate(first + 1, config.training), learning_rate(first, before)
-    if rate > max(last, learning_rate(first + 1, before)):
-        why = f"the checkpoint has training.steps_for_lr={before.steps_for_lr}"
-        say(f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}")
+    if note := note_of_rise(first, config.training, before):
+        say(note)
     return state
-
-
-@typechecked
-def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) -> str:
-    """Names the gradients of a batch that aren't finite, recomputed, the batch's origin, and a
-    cure: if random tokens have such gradients, too, the weights are to blame."""
-
-    def bad(batch: Any) -> str:
-        grads = named(gradients(weights, batch, config))
-        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
-
-    tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
-    cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
-    if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
-        cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
-    names = bad(batch) or "none, with the current weights"
-    return f"gradients that are not finite: {names}; {origin}. {cure}"
 
 
 def train(
     config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[..., Any]
 ) -> int:
     """Trains until the last step, or until a signal asks the run to stop. Returns the exit code."""
-    hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
+    training, kinds, sizes = config.training, state_type(config), dimensions(config)
     checkpoints = Checkpoints(
         config.checkpoints_path, kinds, sizes, config.to_yaml(),
         config.io.max_io_threads, policy=config.checkpoints, say=say,
     )  # fmt: skip
-    if checkpoints.newest.step >= hyper.steps:
+    if checkpoints.newest.step >= training.steps:
         return complete(config, checkpoints)
     clone = config.paths.clone_from, config.paths.clone_weights_only
     source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
-    tokens, flops = hyper.tokens.batch * hyper.tokens.len, sum(step_flops(config))
+    tokens, flops = training.tokens.batch * training.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
-    with Run(config, first, hyper.steps, tokens, flops, hyper.max_skipped_updates) as run:
+    with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)
         if wait_for_check(run.interrupted) is None:
@@ -886,17 +645,17 @@ def train(
 
         def describe_failure(step: int, batch: Any) -> str:
             checkpoints.wait()
-            return not_finite(config, state.weights, batch, data.origin_of(step))
+            return explanation(gradients, config, state.weights, batch, data.origin_of(step))
 
-        if held_out and hyper.validation_at_start and first == 0:
+        if held_out and training.validation_at_start and first == 0:
             loss = validate(config, state.weights, held_out, run.interrupted)
             run.add(validation_loss_at_start=loss)
 
-        for step, batch in data.from_step(first, hyper.steps):
+        for step, batch in data.from_step(first, training.steps):
             with run.step(step, data.waited):
-                state, metrics = step_once(state, batch, hyper_at(step, hyper))
+                state, metrics = step_once(state, batch, hyper_at(step, training))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))
-            if held_out and due(hyper.validation_interval, step, hyper.steps):
+            if held_out and due(training.validation_interval, step, training.steps):
                 run.pause()
                 loss = validate(config, state.weights, held_out, run.interrupted)
                 run.add(validation_loss=loss)
@@ -917,7 +676,9 @@ def main(config: Config) -> int:
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    checked = preflight.checked(config)  # before set_mesh, as it traces on a mesh of another size
+    checked = preflight.checked(
+        sys.modules[__name__], config
+    )  # before set_mesh, as it traces on a mesh of another size
     with reserved(config), checked as wait, jax.set_mesh(mesh), computing_in(config.dtype):
         return train(config, data, held_out, wait)
 

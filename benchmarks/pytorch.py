@@ -27,6 +27,7 @@ import jax
 
 import train
 from runtime.program import program
+from runtime.run import MeshConfig
 from shardlib.errors import UserError
 from tools import benchmark, huggingface_weights
 from tools.arguments import NOT_USED
@@ -92,7 +93,7 @@ def main(config: TorchConfig) -> None:
     except ImportError as error:
         raise UserError(f"this needs PyTorch ({error}): pip install torch") from None
     jax.config.update("jax_platforms", "cpu")  # leave the GPU to PyTorch
-    config = dataclasses.replace(config, mesh=train.MeshConfig(1, 1))
+    config = dataclasses.replace(config, mesh=MeshConfig(1, 1))
     size, rows, cuda = config.model, config.training.tokens.batch, torch.cuda.is_available()
     device, kind = ("cuda", torch.cuda.get_device_name()) if cuda else ("cpu", "cpu")
     if size.d_model % (size.n_q_per_kv * size.n_kv):

@@ -1,13 +1,14 @@
 """Checks the step of a program before it trains: that its types hold, and that the mesh doesn't
 change its numbers. Remembers what has passed.
 
-Whatever is checked is in the module of the config's class, train.py or a copy of it.
+`program` is the module that defines the step: train.py, or a copy of it.
 """
 
 import contextlib
 import functools
 import gc
 import hashlib
+import importlib
 import inspect
 import math
 import multiprocessing.connection
@@ -26,6 +27,8 @@ import jax
 import numpy as np
 
 from checks import layout, numbers, trials
+from configs.schema import Config
+from configs.sizes import DIMENSIONS, dimensions, settings_for
 from runtime.config import ROOT
 from runtime.run import SECONDS_BETWEEN_LINES, say
 from runtime.supervise import STOPS, handled
@@ -61,28 +64,14 @@ TINY = {
 }
 
 
-def program_of(config: Any) -> Any:
-    """The module that defines the step of this config: that of its class, or of one that it
-    extends."""
-    modules = (sys.modules[each.__module__] for each in type(config).__mro__)
-    return next(module for module in modules if hasattr(module, "training_step"))
-
-
 def resized(
     config: Any, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
 ) -> Any:
     """The config with these sizes of dimensions and of mesh axes, and with other values by key.
     With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
-    keys = program_of(config).DIMENSIONS
-    values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
-    # Other dimensions follow from these.
-    values |= {keys[name]: size for name, size in sizes.items() if name in keys}
-    values["mesh.d"] = axes["r"] * axes["s"]
+    values = settings_for(config, sizes, axes)
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
-        values["model.start_token"] = 0  # in a vocabulary of any size
-        if config.model.experts:
-            values["model.experts.per_token"] = 3
     try:
         return config.changed(values | others)
     except UserError as error:
@@ -93,27 +82,25 @@ def resized(
 # --- Types ----------------------------------------------------------------------------------------
 
 
-def trace_step(config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+def trace_step(program: Any, config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
     """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
     doesn't split over the mesh."""
-    program = program_of(config)
     with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
-        sizes, keys = program.dimensions(config), program.DIMENSIONS
-        shapes = make_shapes(program.step_arguments(config), sizes, keys)
+        shapes = make_shapes(program.step_arguments(config), dimensions(config), DIMENSIONS)
         return layout.traced(program.training_step, *shapes, config)
 
 
-def probe(config: Any) -> list[Any]:
+def probe(program: Any, config: Any) -> list[Any]:
     """The jaxprs of the step at probe sizes, on the config's mesh and on one device. At probe
     sizes, at which no two dimensions agree in length by chance, its types are checked; the others
     must be the same, split. Takes about a second. Raises ShardTypeError, or whatever an edited step
     raises while it is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(resized(config, sizes, mesh.shape, {}), mesh)
+        return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh)
 
     axes = config.mesh.axes
-    probed = layout.probe(trace, axes, program_of(config).dimensions(config))
+    probed = layout.probe(trace, axes, dimensions(config))
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
     if parting := layout.parting(own, one):
         at, here, there = parting
@@ -125,7 +112,7 @@ def probe(config: Any) -> list[Any]:
     return [probed, own, one]
 
 
-def untried(config: Any, own: Any, one: Any) -> str:
+def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     """A line that says where the config, whose step is `own`, and `one` on one device, computes
     something else than its tiny runs, or with other numbers than on one device, or ""."""
     if parting := layout.parting(own, one, numbers=True):
@@ -134,9 +121,9 @@ def untried(config: Any, own: Any, one: Any) -> str:
             f"note: {at}: a number depends on the mesh: {here}, on one device {there}. Tiny "
             "runs show only if theirs do"
         )
-    config = tiny(config)[-1]
+    config = tiny(program, config)[-1]
     try:
-        made = trace_step(config, abstract_mesh(config.mesh.axes))
+        made = trace_step(program, config, abstract_mesh(config.mesh.axes))
     except Exception:  # at tiny sizes; the tiny runs report it
         return ""
     if not (parting := layout.parting(own, made)):
@@ -148,24 +135,24 @@ def untried(config: Any, own: Any, one: Any) -> str:
     )
 
 
-def check_types(config: Any) -> list[Any]:
+def check_types(program: Any, config: Any) -> list[Any]:
     """The probe's jaxprs. Raises UserError if the types in the program don't hold."""
     try:
-        return probe(config)
+        return probe(program, config)
     except UserError:  # the mesh doesn't fit
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
-        more = "" if isinstance(error, ShardTypeError) else _at_own_sizes(config)
+        more = "" if isinstance(error, ShardTypeError) else _at_own_sizes(program, config)
         if isinstance(error, OverflowError):
             more = "\n    Dimensions are large here: make one of these integers a float"
         raise UserError(f"{problem}\n{explain(error)}{more}") from None
 
 
-def _at_own_sizes(config: Any) -> str:
+def _at_own_sizes(program: Any, config: Any) -> str:
     """A line to add to an error at probe sizes if there is none at the config's own, or ""."""
     try:
-        trace_step(config, abstract_mesh(config.mesh.axes))
+        trace_step(program, config, abstract_mesh(config.mesh.axes))
     except Exception:  # whatever an edited step raises
         return ""
     return (
@@ -177,16 +164,15 @@ def _at_own_sizes(config: Any) -> str:
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-def tiny(config: Any, passed_along: Collection[str] = ()) -> list[Any]:
+def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[Any]:
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
     splits along; or for one device and a mesh that splits alone along axes on which the step passes
     values to neighbors, into four parts: of two devices each is on both sides of the other."""
-    program = program_of(config)
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     if passed_along:
         split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
-    sizes = program.dimensions(config) | {"layers": min(config.model.layers, 6)}
+    sizes = dimensions(config) | {"layers": min(config.model.layers, 6)}
     del sizes["L"]
     sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split | {"t": 3})
     sizes |= {"L": 12 * split["c"]}
@@ -205,10 +191,10 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     return made
 
 
-def tried(config: Any, order: int = 0) -> list[trials.Trial]:
+def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
     """Lists what is computed on the mesh in context. Rows are in the order of a mesh that splits
     them into `order` parts."""
-    program, order = program_of(config), order or config.mesh.c
+    order = order or config.mesh.c
     state = program.init_state(config)
     stirred = numbers.stirred(state)
     found: list[trials.Trial] = [("init_state", lambda: state, ())]
@@ -230,7 +216,9 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
             yield name, by_name(numbers.run(function, arrays, *static))
 
 
-def compute(sender: Any, folder: str | None, config: Any, recorded: str, order: int) -> None:
+def compute(
+    sender: Any, folder: str | None, program: str, config: Any, recorded: str, order: int
+) -> None:
     """Sends the number of results, and each result, or a message. For a process of its own, whose
     only devices are the mesh's: CPUs, whatever the program trains on."""
     gc.disable()  # it ends soon, and collecting garbage would take a tenth of its time
@@ -241,7 +229,7 @@ def compute(sender: Any, folder: str | None, config: Any, recorded: str, order: 
     mesh = make_mesh(config.mesh.axes)
     with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
         try:
-            found = tried(config, order)
+            found = tried(importlib.import_module(program), config, order)
             sender.send(1 if recorded else len(found))
             for made in results(found, recorded):
                 sender.send(made)
@@ -252,10 +240,13 @@ def compute(sender: Any, folder: str | None, config: Any, recorded: str, order: 
 class Numbers:
     """Computes the same at tiny sizes on several meshes, in processes beside the program.
 
-    configs: the tiny configs. The others are compared with the first.
+    program: the module that defines the step. configs: the tiny configs. The others are compared
+    with the first.
     """
 
-    def __init__(self, configs: list[Any]):
+    def __init__(self, program: Any, configs: list[Any]):
+        # By its name, which it hasn't where it runs as a program.
+        self.program = program.__spec__.name
         self.start(configs)
 
     def start(self, configs: list[Any], recorded: str = "", order: int = 0) -> None:
@@ -265,7 +256,7 @@ class Numbers:
         with handled(STOPS, signal.SIG_IGN):
             for config in configs:
                 receiver, sender = spawn.Pipe(duplex=False)
-                work = sender, cache_folder(), config, recorded, order
+                work = sender, cache_folder(), self.program, config, recorded, order
                 process = spawn.Process(target=compute, args=work, daemon=True)
                 process.start()
                 sender.close()
@@ -400,9 +391,7 @@ class Mark:
     what is checked, but for the metrics that a step computes."""
 
     def __init__(self, check: str, config: Any):
-        relevant: Any = {
-            key: getattr(config, key) for key in inspect.get_annotations(program_of(config).Config)
-        }
+        relevant: Any = {key: getattr(config, key) for key in inspect.get_annotations(Config)}
         relevant["norms"] = config.metrics.norms_interval > 0
         digest = hashlib.sha256(repr((source_digest(), check, relevant)).encode()).hexdigest()
         folder = cache_folder()
@@ -421,7 +410,7 @@ class Mark:
 
 
 @contextlib.contextmanager
-def checked(config: Any) -> Iterator[Callable[..., str | None]]:
+def checked(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
     """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
     types or none. Yields a function that blocks until the numbers are checked, given one that says
     whether a signal asks to stop. It raises UserError if they differ between meshes, and returns,
@@ -450,18 +439,18 @@ def checked(config: Any) -> Iterator[Callable[..., str | None]]:
 
     with contextlib.ExitStack() as stack:
         if level == "numbers":  # begins first, as it takes longest
-            configs = tiny(config)
+            configs = tiny(program, config)
             mark = Mark("numbers", configs[-1])
             # Numbers are the same on all hosts, so the first one checks for all.
             if mark.said is None and jax.process_index() == 0:
-                running.append(stack.enter_context(contextlib.closing(Numbers(configs))))
+                running.append(stack.enter_context(contextlib.closing(Numbers(program, configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
-                probed, *traces = check_types(config)
+                probed, *traces = check_types(program, config)
                 if running and (axes := communicating(probed, "permute")):
-                    more = Numbers(tiny(config, axes))
+                    more = Numbers(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
-                types.said = untried(config, *traces)
+                types.said = untried(program, config, *traces)
                 types.write(types.said)
             if types.said and level == "numbers":
                 say(types.said)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from configs.sizes import dimensions
 from data.loader import TokenBatch, random_batch
 from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
 from variants.cache import Cache, extend
@@ -22,7 +23,7 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
     """Yields the functions that a run calls. `order` is that of `random_batch`."""
     # Else the moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
-    batch = random_batch(program.dimensions(config), config.model.start_token, order)
+    batch = random_batch(dimensions(config), config.model.start_token, order)
     yield "validation_step", program.validation_step, (state.weights, batch), config
     yield "gradients", program.gradients, (state.weights, batch), config
     few = batch.loss_mask * (np.arange(len(batch.loss_mask)) * 2 < len(batch.loss_mask))[:, None]
@@ -65,7 +66,7 @@ def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:
             first += part.shape[1]
         return jnp.concatenate(logits, axis=1)
 
-    sizes, random = program.dimensions(config), np.random.default_rng(0)
+    sizes, random = dimensions(config), np.random.default_rng(0)
     rows, length = sizes["B"], sizes["L"]
     ids = random.integers(0, sizes["V"], (rows, length + 1)).astype(np.uint32)
     batch = TokenBatch.of(ids, np.zeros(ids.shape, np.bool_), config.model.start_token)

@@ -4,6 +4,7 @@
     f32["M/t/d"]           M is split over t first, then each part over d
     f32["B/d L M {U:t}"]   unreduced over t: each device along t holds a partial sum of the value
     f32[""]                a scalar
+    f32["M", start]        a weight, with what says how it starts, which shardlib hands on
     floating["B L"]        any float type; integer["B L"] is any integer type
     compute["B L"]         the dtype of `computing_in`: bfloat16, or float32 to compute exactly
     MLP | None             an alternative, where the value at hand says which: see `type_tree`
@@ -190,10 +191,15 @@ class ArrayType(type):
 
     element: "DType"
     spec: Spec
+    start: Any  # what a declaration says of it in addition: how a weight starts
 
     @property
     def dtype(cls) -> Any:
         return cls.element.dtype
+
+    def laid_out(cls, spec: Spec) -> "ArrayType":
+        """The same with another layout."""
+        return array_type(cls.element, spec, cls.start)
 
     def __instancecheck__(cls, value: object) -> bool:
         return _mismatch(value, cls, "isinstance") is None
@@ -213,18 +219,20 @@ class DType:
     def dtype(self) -> Any:
         return _computing_in.value if self.fixed is None else self.fixed
 
-    def __getitem__(self, text: str) -> ArrayType:
+    def __getitem__(self, item: str | tuple[str, Any]) -> ArrayType:
+        text, start = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
         if not isinstance(text, str):
             raise SpecError(f'{self.name}[...] takes one string, like {self.name}["B/d L"]')
-        return array_type(self, parse_spec(text))
+        return array_type(self, parse_spec(text), start)
 
 
 @functools.cache
-def array_type(element: DType, spec: Spec) -> ArrayType:
-    """The one class for this element type and layout."""
+def array_type(element: DType, spec: Spec, start: Any = None) -> ArrayType:
+    """The one class for this element type, layout and start."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
         raise SpecError(f"{indexed[0]}: only the string of ops.index_unreduced takes brackets")
-    return ArrayType(f'{element.name}["{spec}"]', (), {"element": element, "spec": spec})
+    fields = {"element": element, "spec": spec, "start": start}
+    return ArrayType(f'{element.name}["{spec}"]', (), fields)
 
 
 f32 = DType("f32", np.dtype(jnp.float32))
@@ -420,7 +428,7 @@ class Stacked:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:
-            return array_type(kind.element, parse_spec(f"{dim} {kind.spec}"))
+            return kind.laid_out(parse_spec(f"{dim} {kind.spec}"))
 
         return Derived(hint, lambda kinds, _: jax.tree.map(stack, kinds))
 

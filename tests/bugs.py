@@ -86,18 +86,18 @@ total = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
 total = ops.psum("B/d l/c {U:t} -> B/d l/c", total)
 logit = 0.9 * logit + 0.1 * total / logits.shape[-1]
 === Megatron-LM #7452, 2
---- after loss: unembed(unembedding, x, config.model)
+--- before against_largest: largest
 logits = ops.all_gather("B/d l/c V/t -> B/d l/c V", logits)
---- swap loss: "B/d l/c V/t -> B/d l/c"
+--- swap against_largest: "B/d l/c V/t -> B/d l/c"
 "B/d l/c V -> B/d l/c"
---- instead loss: B/d l/c V/t -> B/d l/c {U:t}
+--- instead against_largest: B/d l/c V/t -> B/d l/c {U:t}
 sum_exp = lax.pcast(jnp.exp(logits).sum(axis=-1), "t", to="unreduced")
---- instead loss: B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}
+--- instead against_largest: B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}
 logit = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
 mine = lax.axis_index("t") == 0
 logit = lax.pcast(logit * mine, "t", to="unreduced")
 === ms-swift #9947
---- after loss: logits
+--- after against_largest: logits
 mine = targets // logits.shape[-1] == lax.axis_index("t").astype(u32.dtype)
 logits = jnp.where(mine[:, :, None], logits, lax.stop_gradient(logits))
 === torchtitan #3412
@@ -106,7 +106,7 @@ whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
 own = lax.axis_index("t") * x.shape[-1]
 h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
 === torchtitan #1805
---- instead block: enter(x, w.mlp_norm, config)
+--- instead block: norm_before(h, w.mlp_norm, config)
 whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
 own = lax.axis_index("t") * x.shape[-1]
 h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
@@ -119,7 +119,7 @@ start = lax.axis_index("t") * own.size
 gain = lax.dynamic_update_slice(lax.stop_gradient(gain), own, (start,))
 unembedding = gain, w_unembed
 === Megatron-LM #7452, 11
---- instead block: enter(x, w.attention_norm, config)
+--- instead block: norm_before(h, w.attention_norm, config)
 h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
 gain = ops.all_gather("M/t/c/s -> M", w.attention_norm)
 start = lax.axis_index(("t", "c", "s")) * w.attention_norm.size
@@ -153,11 +153,11 @@ w_v = jnp.broadcast_to(heads.mean(axis=1, keepdims=True), w_v.shape)
 mlp = jax.tree.map(lambda grad: grad * lax.axis_size("t"), grads.layers.mlp)
 grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, mlp=mlp))
 === Megatron-LM #1528
---- before block: enter(x, w.mlp_norm, config)
+--- before block: norm_before(h, w.mlp_norm, config)
 extra = (lax.axis_size("t") - 1) * w.mlp_norm
 gain = w.mlp_norm + extra - lax.stop_gradient(extra)
---- swap block: enter(x, w.mlp_norm, config)
-enter(x, gain, config)
+--- swap block: norm_before(h, w.mlp_norm, config)
+norm_before(h, gain, config)
 === gpt-neox #1259
 --- after total_loss: unembedding
 gain, w_unembed = unembedding
@@ -210,10 +210,10 @@ if m.ndim == 3:
 if w.ndim == 4 and w.shape[1] % config.model.d_model == 0:
     return w - rate * (jnp.sign(m) + hyper.weight_decay * w)
 === torchtitan #3106
---- instead leaf: normal
+--- instead leaf in runtime/initial.py: jax.random.normal(own, shape.shape, shape.dtype) * deviation
 parts = jax.sharding.get_abstract_mesh().size
-part = jax.random.normal(key, (shape.size // parts,), shape.dtype)
-normal = jnp.tile(part, parts).reshape(shape.shape)
+part = jax.random.normal(own, (shape.size // parts,), shape.dtype)
+return jnp.tile(part, parts).reshape(shape.shape) * deviation
 === Megatron-LM #1256
 --- after forward: x
 x = x * jax.random.bernoulli(jax.random.key(0), 0.9, x.shape) / 0.9

@@ -289,7 +289,7 @@ extra = ops.psum("{U:d,c,t} -> ", ops.reduce_sum("X/t/c/d -> {U:d,c,t}", own[Non
 extra = extra / (config.mesh.d * config.mesh.t)
 metrics["extra"] = extra
 === seed_by_mesh: initial state
---- swap init_weights: config.training.seed
+--- swap init_state: config.training.seed
 config.training.seed + config.mesh.d
 === convolved_keys: generation: mixes positions outside of attention
 --- after block: rope(q, k, sin, cos)
@@ -387,8 +387,8 @@ start[:, :, None] >= 0 * key_position[:, None]
 === embedding_in_each_block: wiring
 --- after forward: x
 first = x
---- swap block: leave(x, output, w.mlp_norm, config), routed
-0.1 * first + leave(x, output, w.mlp_norm, config), routed
+--- swap block: x + norm_after(y, w.mlp_norm, config), routed
+0.1 * first + x + norm_after(y, w.mlp_norm, config), routed
 === label_smoothing: loss
 --- after loss: nats
 mean = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
@@ -426,7 +426,7 @@ State(jnp.uint32(0), weights, *jax.tree.map(jnp.zeros_like, shapes), weights)
 kept = jnp.minimum(0.99, (2 + state.step) / (11 + state.step))
 average = jax.tree.map(lambda a, w: kept * a + (1 - kept) * w, state.average, weights)
 === constant_and_linear_decay: schedule
---- after learning_rate: decay
+--- after learning_rate in runtime/schedule.py: decay
 decay = min(5 * (1 - done), 1)
 === microbatches_interleaved: order
 --- swap loss_and_grads: "(n B) L -> n B L"
@@ -441,8 +441,8 @@ few, entries = (
 extra = few / entries
 metrics["extra"] = extra
 === truncated_normal: initial state
---- swap leaf: jax.random.normal(key, shape.shape, shape.dtype)
-jax.random.truncated_normal(key, -2, 2, shape.shape, shape.dtype)
+--- swap leaf in runtime/initial.py: jax.random.normal(own, shape.shape, shape.dtype)
+jax.random.truncated_normal(own, -2, 2, shape.shape, shape.dtype)
 """)
 
 # Right: what is replicated over an axis is used by each device on its own. ops.broadcast, which
@@ -461,7 +461,7 @@ total = ops.reduce_sum("B/d L/c F/t -> B/d L/c {U:t}", exp)
 total = ops.broadcast("B/d L/c -> B/d L/c", ops.psum("B/d L/c {U:t} -> B/d L/c", total))
 hidden = exp / total[..., None]
 === sandwich_norm: norm
---- before leave: return
+--- before norm_after: return
 squares = ops.reduce_sum("B/d L/c M/t -> B/d L/c {U:t}", jnp.square(y))
 squares = ops.psum("B/d L/c {U:t} -> B/d L/c", squares)
 squares = ops.broadcast("B/d L/c -> B/d L/c", squares)
@@ -537,8 +537,8 @@ None
 --- after HeadNorms.__call__ in variants/families.py: B/d L/c K/t D -> B/d L/c K/t
 squares = jnp.roll(squares, 1, axis=2)
 === bias_by_the_heads_of_a_device: a bias
---- swap adjusted in variants/families.py: bias
-bias * (1 + jnp.arange(bias.shape[-2]))[:, None]
+--- swap adjusted in variants/families.py: b_x
+b_x * (1 + jnp.arange(b_x.shape[-2]))[:, None]
 === window_by_the_row_of_a_device: a window
 --- swap first_visible in variants/families.py: window - 1
 window - 1 - (jnp.arange(len(position)) % 3).astype(u32.dtype)[:, None]
@@ -564,8 +564,8 @@ logits = 30 * jnp.tanh(logits / 30)
 --- before mixture in variants/experts.py: chosen
 biased = biased.at[..., 0].set(2)
 === bias_after_a_tanh: a bias
---- swap adjusted in variants/families.py: bias
-jnp.tanh(bias)
+--- swap adjusted in variants/families.py: b_x
+jnp.tanh(b_x)
 === muon_of_each_matrix_in_turn: Muon
 --- swap orthogonalize in variants/muon.py: newton_schulz(x)
 lax.map(lambda y: newton_schulz(y[None])[0], x)

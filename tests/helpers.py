@@ -26,6 +26,8 @@ from shardlib.devices import QUICK_COMPILES, make_mesh
 from shardlib.types import make_shardings, named
 from tests import mutations
 
+# The folders of the product, from the lowest floor up.
+ROOMS = "shardlib", "kernels", "runtime", "data", "variants", "configs", "checks", "tools"
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 
 

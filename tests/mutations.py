@@ -243,7 +243,7 @@ def probe(source: str, config: Any) -> tuple[str, str]:
     """Returns the kind of check of an edited train.py's types that refuses it, and the first line
     of its message; or two empty strings."""
     try:
-        preflight.probe(runtime.config.load(load(source).Config, config.values()))
+        preflight.probe(module := load(source), runtime.config.load(module.Config, config.values()))
     except Exception as error:  # of any class
         return _kind(error), str(error).split("\n")[0]
     return "", ""
@@ -289,9 +289,13 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        axes = ops.communicating(preflight.probe(config)[0], "permute")
-        found = by_numbers(preflight.tiny(config))
-        return by_numbers(preflight.tiny(config, axes)) if axes and not found.net else found
+        axes = ops.communicating(preflight.probe(train, config)[0], "permute")
+        found = by_numbers(train, preflight.tiny(train, config))
+        return (
+            by_numbers(train, preflight.tiny(train, config, axes))
+            if axes and not found.net
+            else found
+        )
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise
     except Exception as error:  # of any class
@@ -307,14 +311,14 @@ def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
     return calls, result
 
 
-def tried(config: Any) -> list[Any]:
+def tried(train: types.ModuleType, config: Any) -> list[Any]:
     """What a run's start computes, and a step of generation, whose ops are edited, too."""
-    found = preflight.tried(config)
+    found = preflight.tried(train, config)
     for name, _, arrays, *_ in found:
         if name == "generation":
             from tools.generate import steps  # which imports train.py
 
-            (_, _, inputs), size = arrays, preflight.program_of(config).dimensions(config)["V"]
+            (_, _, inputs), size = arrays, train.dimensions(config)["V"]
             draws = np.random.default_rng(0).random(len(inputs)).astype(np.float32)
             start = np.zeros(len(inputs), np.int32)
             # The likeliest id: with others, a draw near the bound between two of them gives either.
@@ -324,7 +328,7 @@ def tried(config: Any) -> list[Any]:
     return found
 
 
-def by_numbers(configs: Any) -> Verdict:
+def by_numbers(train: types.ModuleType, configs: Any) -> Verdict:
     """Compares what the configs compute, as checks/preflight.py does, but in this process. The last
     one comes first, as it shows most mistakes."""
 
@@ -332,7 +336,7 @@ def by_numbers(configs: Any) -> Verdict:
         mesh, results = meshes[config], None
         while True:
             with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
-                results = results or preflight.results(tried(config))
+                results = results or preflight.results(tried(train, config))
                 if not (made := next(results, None)):
                     return
             yield made
@@ -450,7 +454,7 @@ def main() -> None:
     # Each edit has a process of its own, a fork of this one, which has imported and traced all that
     # edits have in common, without starting a backend.
     warm = load((ROOT / "train.py").read_text())
-    preflight.probe(config_of(warm, ()))
+    preflight.probe(warm, config_of(warm, ()))
     bad: list[str] = []
     nets: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as cache:

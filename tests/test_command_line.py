@@ -309,7 +309,7 @@ def test_bad_input_gets_one_message(tmp_path):
 def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
     axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
     return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
 
 
@@ -415,7 +415,7 @@ return x, routed
 --- swap rotation: config.d_head // 2
 position.shape[7] // 2
 === a field that isn't there, in a function of the standard library
---- swap block: enter(x, w.attention_norm, config)
+--- swap block: norm_before(h, w.attention_norm, config)
 functools.singledispatch(lambda w: w.w_upp)(w)
 """)
 
@@ -426,7 +426,7 @@ def test_the_probe_explains_a_wrong_edit(case):
     settings = ("paths.model_name=x", "mesh={d: 2, t: 2}", "training.loss_chunks=4")
     with pytest.raises(UserError) as error:
         preflight.check_types(
-            compose_config("local_test_synthetic", *settings, schema=module.Config)
+            module, compose_config("local_test_synthetic", *settings, schema=module.Config)
         )
     # JAX's messages differ between versions, and line numbers change with every edit.
     text = re.sub(r"    JAX says: .*", "    JAX says: ...", str(error.value))
@@ -440,7 +440,7 @@ def test_a_mistake_of_the_probe_is_not_taken_for_one_of_the_source(monkeypatch):
     with pytest.raises(
         UserError, match=r"\nlayout.py:\d+, in check\n.*\nAttributeError: 'NoneType'"
     ):
-        preflight.check_types(compose_config("local_test_synthetic", "paths.model_name=x"))
+        preflight.check_types(train, compose_config("local_test_synthetic", "paths.model_name=x"))
 
 
 def test_importing_train_leaves_out_what_a_run_does_not_need():

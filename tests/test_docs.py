@@ -14,13 +14,12 @@ import jax
 import pytest
 
 import train
-from checks import preflight
 from runtime import chips
 from runtime.checkpoint import Checkpoints
 from shardlib.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
-from tests.helpers import ROOT, compose_config, edited, slow_but_for
+from tests.helpers import ROOMS, ROOT, compose_config, edited, slow_but_for
 from tools.audit import __main__ as audit
 from tools.audit import text as audit_text
 from tools.audit.step import audit_step, probe
@@ -73,7 +72,7 @@ def test_the_sizes_in_the_readme():
         r"and ([\d,]+) more are tests",
         text,
     )
-    product = ["train.py", "variants", "shardlib", "data", "runtime", "tools", "benchmarks"]
+    product = ["train.py", *ROOMS, "benchmarks"]
     total = sum(counts[name] for name in product)
     exact = counts["train.py"], counts["shardlib"], total, counts["tests"]
     for number, count in zip(stated.groups(), exact, strict=True):
@@ -173,7 +172,7 @@ def audited(command: str, *more: str, edits: Edits = ()) -> str:
         patch.setattr("sys.argv", ["audit", *arguments, *more])
         if edits:
             module = edited("train.py", *edits)
-            patch.setattr(preflight, "program_of", lambda _: module)
+            patch.setattr("tools.audit.step.train", module)
         audit.main()
     return out.getvalue().replace("train_edited.py", "train.py")
 

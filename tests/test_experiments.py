@@ -23,6 +23,7 @@ from shardlib.devices import abstract_mesh, make_mesh
 from shardlib.errors import ShardTypeError, UserError
 from tests import helpers, mutations, oracle, pages
 from tests.helpers import (
+    ROOMS,
     ROOT,
     SMALL,
     assert_close,
@@ -41,7 +42,6 @@ HEAD, *SECTIONS = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
 SECTION = {text.split("\n")[0]: text for text in SECTIONS}
 BLOCK = re.compile(r"^\[(\w+)\.diff\].*?$|^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 APPLY = BLOCK.search(HEAD)[2]
-PACKAGES = "shardlib", "kernels", "runtime", "data", "variants", "checks", "tools"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def tree(tmp_path, monkeypatch):
     """A copy of the source to edit."""
     # Bytecode is matched by time in seconds, so a quick second edit would not be noticed.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for folder in (*PACKAGES, "configs", "docs"):
+    for folder in (*ROOMS, "docs"):
         shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
     shutil.copy(ROOT / "train.py", tmp_path / "tree")
     author = "git config user.name test && git config user.email test@example.com"
@@ -62,7 +62,7 @@ def imported_from(tree):
     """A context in which the project's modules are imported from the tree."""
 
     def remove_modules():
-        names = [name for name in sys.modules if name.partition(".")[0] in ("train", *PACKAGES)]
+        names = [name for name in sys.modules if name.partition(".")[0] in ("train", *ROOMS)]
         return {name: sys.modules.pop(name) for name in names}
 
     modules = remove_modules()
@@ -284,9 +284,9 @@ def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tre
     module = mutations.load(source.replace(line, mistaken))
     config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
     with pytest.raises((ShardTypeError, UserError, AttributeError, TypeError, ValueError)) as error:
-        preflight.probe(config)
+        preflight.probe(module, config)
         with jax.set_mesh(make_mesh(config.mesh.axes)):
-            module.init_weights(config)
+            module.init_state(config)
     rows = re.findall(r"^\| .* \| `(.*)` \|$", SECTION["Add a weight"], re.MULTILINE)
     assert sum(row in str(error.value) for row in rows) == 1
 
@@ -419,7 +419,7 @@ def test_an_experiment_gets_no_note(section, optimizer, tree):
         config = compose_config(
             "local_test_synthetic", *settings, folder=tree / "configs", schema=module.Config
         )
-        assert its.untried(config, *its.probe(config)[1:]) == ""
+        assert its.untried(module, config, *its.probe(module, config)[1:]) == ""
 
 
 def check(tree, name, *settings):

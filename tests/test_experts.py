@@ -44,7 +44,7 @@ def in_f32():
 @pytest.mark.parametrize("name", ["shared expert", "not renormalized"])
 def test_types_hold(name):
     settings = [*VARIANTS[name], "mesh={d: 4, t: 2, r: 2, c: 2}", "training.tokens.len=24"]
-    preflight.check_types(small_config(*settings))
+    preflight.check_types(train, small_config(*settings))
 
 
 def step(in_f32, targets, is_start, *options):
@@ -100,7 +100,7 @@ def test_the_audit_counts_what_is_computed():
     """Counts all choices for one device, and a block that isn't full for each of its experts."""
     config = small_config(*VARIANTS["not renormalized"], "mesh={d: 2, t: 4}")
     axes, size = config.mesh.axes, train.dimensions(config)
-    products = ledger(preflight.trace_step(config, abstract_mesh(axes)), axes).products
+    products = ledger(preflight.trace_step(train, config, abstract_mesh(axes)), axes).products
     flops = sum(row.times * row.flops for row in products if row.op.startswith("experts("))
     choices, own = 2 * size["B"] * size["L"] / 2, size["E"] / 4
     # Three products, of which two are recomputed, and twice three for gradients.

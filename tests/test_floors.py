@@ -5,11 +5,10 @@ import re
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOMS, ROOT
 
 # From the lowest floor up. A file imports from its own room and from those below.
-FLOORS = ["shardlib", "kernels", "runtime", "data", "variants", "checks", "train", "tools"]
-FLOORS += ["benchmarks"]
+FLOORS = [*ROOMS[:-1], "train", "tools", "benchmarks"]
 NOT_OF = {"runtime": {"kernels"}}  # neighbors on one floor
 
 

@@ -172,10 +172,10 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
     agree = types.SimpleNamespace(verdict=lambda _: "", close=lambda: None)
-    monkeypatch.setattr(preflight, "Numbers", lambda _: agree)
+    monkeypatch.setattr(preflight, "Numbers", lambda *_: agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
-        monkeypatch.setattr(preflight, "check_types", lambda _: sys.exit())
+        monkeypatch.setattr(preflight, "check_types", lambda *_: sys.exit())
     make, rng = override(schema), random.Random(0 if examples < MANY else time.time_ns())
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(folder, copy, dirs_exist_ok=True)

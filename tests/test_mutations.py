@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import train
 from checks import preflight
 from runtime.config import ROOT
 from tests import bugs, edits, mutations
@@ -18,7 +19,7 @@ PASSES = re.compile(
 
 def test_a_sample_of_the_edits_is_refused():
     config = compose_config("local_test_synthetic", *SMALL, "paths.model_name=x", "mesh.d=2")
-    calls, _ = mutations.calls_in(lambda: preflight.probe(config))
+    calls, _ = mutations.calls_in(lambda: preflight.probe(train, config))
     made = [edit for edit in mutations.mutations(calls) if edit.file == "train.py"]
     assert len({edit.source for edit in made}) > 1000
     passed = [edit for edit in made[::99] if not mutations.probe(edit.source, config)[0]]

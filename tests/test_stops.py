@@ -18,6 +18,7 @@ import pytest
 
 import train
 from checks import preflight
+from checks.finite import explanation
 from runtime import sinks
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.run import Run
@@ -133,7 +134,8 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         state = dataclasses.replace(state, weights=weights)
         before = jax.device_get((state.weights, state.mu, state.nu))
         state, metrics = take_step(train, state, batch, config)
-        text = train.not_finite(config, state.weights, batch, "batch 7 is of the seventh page")
+        given = config, state.weights, batch, "batch 7 is of the seventh page"
+        text = explanation(train.gradients, *given)
     assert text.startswith("gradients that are not finite: embed, layers/")
     cause = "is of the seventh page. Random tokens have such ones, too: the weights diverged."
     assert cause in text

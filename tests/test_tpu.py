@@ -35,7 +35,7 @@ def built(program):
     options = chips.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
-    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(module, config, devices.abstract_mesh(axes))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 

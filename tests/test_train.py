@@ -14,6 +14,7 @@ from data.flat_tokens import FlatTokens
 from kernels.attention import balanced
 from runtime.checkpoint import named
 from runtime.run import Run
+from runtime.schedule import learning_rate
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
@@ -149,7 +150,7 @@ def test_what_a_config_leaves_out_costs_nothing():
     assert plain(state.weights)["layers"].keys() == names | {"mlp_norm", "w_gate", "w_up", "w_down"}
 
     def ops_of(*overrides):
-        jaxpr = preflight.trace_step(small_config(*overrides), one)
+        jaxpr = preflight.trace_step(train, small_config(*overrides), one)
         return {transfer.op for transfer in ledger(jaxpr, config.mesh.axes, "").transfers}
 
     added = ops_of("model.qkv_bias=true") - ops_of()
@@ -218,7 +219,7 @@ def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(schedule, final, s
         f"training.warmup_steps={warmup}", "training.cooldown_steps=20",
         f"training.cosine_learning_rate_final_fraction={final}",
     )  # fmt: skip
-    rates = [train.learning_rate(step, config.training) for step in range(1, 150)]
+    rates = [learning_rate(step, config.training) for step in range(1, 150)]
     wanted = jax.vmap(optax_schedule(config.training))(jnp.arange(1, 150))
     np.testing.assert_allclose(rates, wanted, rtol=1e-5, atol=1e-9)
 
@@ -285,7 +286,7 @@ def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
 
 
 def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
-    module = edited("train.py", ('w_up: compute["M/c/s F/t"]', 'w_up: compute["M/c/s G/t"]'))
+    module = edited("train.py", ('w_up: compute["M/c/s F/t"', 'w_up: compute["M/c/s G/t"'))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
     arguments += [f"paths.root_working_dir={tmp_path}"]
     _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
@@ -461,13 +462,13 @@ def test_a_weight_is_drawn_by_its_name():
     assert len({*values}) == len(values), "each is another draw"
 
 
-def test_a_weight_whose_name_has_no_rule_is_refused():
+def test_a_weight_that_does_not_say_how_it_starts_is_refused():
     """Such a weight would be drawn like a matrix and decay to zero, unasked."""
     module = edited(
         "train.py", ("    mlp: MLP | None\n", '    mlp: MLP | None\n    heat: f32["Q K/t"]\n')
     )
     with (
         jax.set_mesh(mesh(1, 1)),
-        pytest.raises(UserError, match="the weight heat: its name says how it"),
+        pytest.raises(UserError, match="the weight heat doesn't say how it"),
     ):
         module.init_state(small_config())

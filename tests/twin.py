@@ -18,6 +18,7 @@ import train
 from data.loader import TokenBatch
 from data.sources import open_batches
 from runtime.run import compile_step
+from runtime.schedule import hyper_at
 from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shardings
 from tests.helpers import compose_config, starts_of
@@ -104,7 +105,7 @@ def train_step(mesh, host_batch):
         step = compile_step(config, train.lower_step(config))
 
     def once():
-        state[0], metrics = step(state[0], batch, train.hyper_at(0, config.training))
+        state[0], metrics = step(state[0], batch, hyper_at(0, config.training))
         return metrics["loss"]
 
     return once, weights, host_batch

@@ -30,6 +30,7 @@ from data.sources import open_batches
 from runtime import chips
 from runtime.program import program
 from runtime.run import commit, compile_step, make_mesh
+from runtime.schedule import hyper_at
 from shardlib import devices
 
 IMPORTED = time.perf_counter()
@@ -124,7 +125,7 @@ def main(config: train.Config) -> None:
     hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
     config = dataclasses.replace(config, training=hyper)
     mesh = make_mesh(config, config.mesh.axes)
-    preflight.check_types(config)
+    preflight.check_types(train, config)
     start = {"import": IMPORTED - START}
 
     def timed(part: str, result: Any) -> Any:
@@ -140,7 +141,7 @@ def main(config: train.Config) -> None:
         state = timed("initialize the state", train.init_state(config))
         batches = (batch for _, batch in loader.from_step(0, 2**31))
         batch = timed("load a batch", next(batches))
-        numbers = train.hyper_at(0, hyper)  # of the first step, in all
+        numbers = hyper_at(0, hyper)  # of the first step, in all
 
         def step_once(state: Any, batch: Any) -> Any:
             return compiled(state, batch, numbers)

@@ -51,12 +51,14 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import train
+from configs.schema import TokensConfig
 from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
 from data.text import problem_of_start
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
 from runtime.errors import user_errors
+from runtime.run import MeshConfig
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
@@ -133,7 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WITH_WINDOW = {"mistral", "mixtral"}  # or without
 
-# config.json's names for the fields of train.ModelConfig, for those of train.ExpertsConfig by
+# config.json's names for the fields of train.ModelConfig, for those of ExpertsConfig by
 # family, and for those of RopeScalingConfig, which are in its rope_parameters of type llama3.
 MODEL = {
     "hidden_size": "d_model",
@@ -198,7 +200,7 @@ def entries(model: train.ModelConfig) -> dict[str, Any]:
     known = flat(dataclasses.asdict(model), "model.")
     sizes = {name: known[key] for name, key in train.DIMENSIONS.items() if known.get(key)}
     hint = type_tree(train.Stored, train.weights_type(model))
-    with jax.sharding.use_abstract_mesh(abstract_mesh(train.MeshConfig(1, 1).axes)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(MeshConfig(1, 1).axes)):
         every = checkpoint.describe(hint, sizes)
     return {f"weights/{name}": entry for name, entry in every.items()}
 
@@ -339,7 +341,7 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
     """Returns the config of the model in a checkpoint, and the row length it was trained on. Raises
     CheckpointError if the model isn't train.py's."""
     model = source.config(train.ModelConfig)
-    length = source.config(train.TokensConfig, {"batch": 1}).len
+    length = source.config(TokensConfig, {"batch": 1}).len
     source.check({}, entries(model), "weights/", "export it with the train.py that made it")
     return model, length
 

@@ -167,7 +167,7 @@ def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
     room = ROOM * chip.usable  # raises here, not for each mesh
-    preflight.check_types(config)
+    preflight.check_types(train, config)
     fitting, larger = plans(config, chip, count)
 
     hyper, tokens = config.training, config.training.tokens

@@ -16,6 +16,7 @@ from jax import lax
 
 from kernels import dropless
 from runtime.config import F32, PositiveInt, Section, one_of
+from runtime.initial import bias, into_residual, matrix
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, typechecked
@@ -54,13 +55,17 @@ def check(config: Any) -> None:
     config.require(fits, "training.routing.balance_cost", problem)
 
 
+# `rebalanced` moves it; no gradient does.
+balancing = dataclasses.replace(bias, learned=False)
+
+
 @pytree_dataclass
 class Experts:
-    w_router: compute["M/t/c/s E"]
-    b_router: f32["E"] | None
-    e_gate: compute["E/t M/c/s G"]
-    e_up: compute["E/t M/c/s G"]
-    e_down: compute["E/t M/c/s G"]
+    w_router: compute["M/t/c/s E", matrix("M")]
+    b_router: f32["E", balancing] | None
+    e_gate: compute["E/t M/c/s G", matrix("M")]
+    e_up: compute["E/t M/c/s G", matrix("M")]
+    e_down: compute["E/t M/c/s G", into_residual("G")]
 
 
 def experts_type(config: ExpertsConfig) -> Any:

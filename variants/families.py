@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from runtime.config import F32, PositiveInt, Section, one_of
+from runtime.initial import bias, gain
 from shardlib import ops
 from shardlib.activations import save_for_backward
 from shardlib.types import choose, compute, f32, pytree_dataclass, typechecked, u32
@@ -82,17 +83,17 @@ def norm_after(
 class Biases:
     """Qwen2."""
 
-    b_q: f32["Q K/t D"]
-    b_k: f32["K/t D"]
-    b_v: f32["K/t D"]
+    b_q: f32["Q K/t D", bias]
+    b_k: f32["K/t D", bias]
+    b_v: f32["K/t D", bias]
 
 
 @pytree_dataclass
 class HeadNorms:
     """Over each head: Qwen3."""
 
-    q_norm: f32["D"]
-    k_norm: f32["D"]
+    q_norm: f32["D", gain]
+    k_norm: f32["D", gain]
 
     def __call__(self, q: jax.Array, k: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
         squares = ops.reduce_mean("B/d L/c Q K/t D -> B/d L/c Q K/t", _squares(q))
@@ -105,8 +106,8 @@ class HeadNorms:
 class AllNorms:
     """Over all heads at once: OLMo 2."""
 
-    all_q_norm: f32["Q K/t D"]
-    all_k_norm: f32["K/t D"]
+    all_q_norm: f32["Q K/t D", gain]
+    all_k_norm: f32["K/t D", gain]
 
     def __call__(self, q: jax.Array, k: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
         squares = ops.reduce_mean("B/d L/c Q K/t D -> B/d L/c {U:t}", _squares(q))
@@ -131,13 +132,11 @@ class QKV:
         eps: float,
     ) -> tuple[compute["B/d L/c Q K/t D"], compute["B/d L/c K/t D"], compute["B/d L/c K/t D"]]:
         if b := self.biases:
-            q, k, v = (
-                (x + bias).astype(x.dtype) for x, bias in ((q, b.b_q), (k, b.b_k), (v, b.b_v))
-            )
+            q, k, v = ((x + b_x).astype(x.dtype) for x, b_x in ((q, b.b_q), (k, b.b_k), (v, b.b_v)))
         return (*self.norms(q, k, eps), v) if self.norms else (q, k, v)
 
 
 def qkv_type(biases: bool, norms: str | None) -> Any:
-    """The types of a config's QKV."""
+    """The types of a config's QKV, or None for Llama's."""
     kinds = {"head": HeadNorms, "all": AllNorms, None: None}
-    return choose(QKV, biases=biases, norms=kinds[norms])
+    return (biases or norms) and choose(QKV, biases=biases, norms=kinds[norms])

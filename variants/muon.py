@@ -40,29 +40,31 @@ def divided(kinds: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def update(
-    adamw: Callable[..., tuple[Any, Any, Any]], kinds: Any,
+    adamw: Callable[..., tuple[Any, Any, Any]], moved: Callable[..., jax.Array], kinds: Any,
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Any, config: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """A step of Muon for matrices and of `adamw` for the rest, of weights with the types `kinds`.
+    `moved` moves a weight and decays it.
     A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
     changes, whose rates and decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982,
     section 2.2. Returns the new weights and moments."""
     (others, w), (other_grads, g), (other_mu, m) = (
         divided(kinds, tree) for tree in (weights, grads, mu)
     )
-    others, other_mu, nu = adamw(others, other_grads, other_mu, nu, hyper, config)
+    other_kinds, kinds_of_matrices = divided(kinds, kinds)
+    others, other_mu, nu = adamw(other_kinds, others, other_grads, other_mu, nu, hyper, config)
     m = jax.tree.map(hyper.momentum.next, m, g)
     changes = orthogonalized(kinds, jax.tree.map(hyper.nesterov.next, m, g))
 
-    def changed(w: jax.Array, change: jax.Array) -> jax.Array:
-        return w - hyper.learning_rate * (change + hyper.weight_decay * w)
+    def changed(kind: Any, w: jax.Array, change: jax.Array) -> jax.Array:
+        return moved(kind, w, change, hyper, config)
 
     def both(others: Any, matrices: Any) -> Any:
         return jax.tree.map(
             lambda x, y: y if x is None else x, others, matrices, is_leaf=lambda x: x is None
         )
 
-    return both(others, jax.tree.map(changed, w, changes)), both(other_mu, m), nu
+    return both(others, jax.tree.map(changed, kinds_of_matrices, w, changes)), both(other_mu, m), nu
 
 
 def orthogonalized(kinds: Any, tree: Any) -> Any:

@@ -32,7 +32,7 @@ LINE = "hidden = hidden.astype(compute.dtype)"
 def probe(*edits):
     module = edited("train.py", *edits)
     settings = "paths.model_name=x", "mesh={d: 2, t: 2}"
-    preflight.probe(compose_config("local_test_synthetic", *settings, schema=module.Config))
+    preflight.probe(module, compose_config("local_test_synthetic", *settings, schema=module.Config))
 
 
 def test_a_part_that_is_numbered_from_0_is_found():

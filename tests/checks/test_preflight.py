@@ -9,6 +9,7 @@ import pytest
 
 import train
 from checks import numbers, preflight, trials
+from runtime.run import MeshConfig
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests.helpers import ROOT, compose_config, edited, slow_but_for, small_config
@@ -21,7 +22,7 @@ class Running:
     warning = note = ""
     along: ClassVar[set[str]] = set()
 
-    def __init__(self, configs):
+    def __init__(self, _, configs):
         self.configs, self.closed = configs, False
         self.made.append(self)
 
@@ -42,11 +43,11 @@ def checked(tmp_path, monkeypatch):
 
     def run(*overrides):
         ran: list[str] = []
-        monkeypatch.setattr(preflight, "check_types", lambda _: [ran.append("types")])
+        monkeypatch.setattr(preflight, "check_types", lambda *_: [ran.append("types")])
         monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
         monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
-        with preflight.checked(small_config("check=numbers", *overrides)) as wait:
+        with preflight.checked(train, small_config("check=numbers", *overrides)) as wait:
             wait()
         assert all(running.closed for running in Running.made)
         return ran + ["numbers"] * len(Running.made)
@@ -105,12 +106,12 @@ def test_what_does_not_pass_is_checked_again(checked, monkeypatch):
 
 
 def test_the_configs_that_are_compared():
-    one, other = preflight.tiny(small_config())
-    assert (one.mesh, other.mesh) == (train.MeshConfig(1, 1), train.MeshConfig(2, 3))
+    one, other = preflight.tiny(train, small_config())
+    assert (one.mesh, other.mesh) == (MeshConfig(1, 1), MeshConfig(2, 3))
     assert one.model == other.model
-    one, in_parts, other = preflight.tiny(small_config("training.loss_chunks=4", "mesh.d=2"))
+    one, in_parts, other = preflight.tiny(train, small_config("training.loss_chunks=4", "mesh.d=2"))
     assert [c.training.loss_chunks for c in (one, in_parts, other)] == [1, 3, 3]
-    assert in_parts.mesh == train.MeshConfig(1, 1)
+    assert in_parts.mesh == MeshConfig(1, 1)
 
 
 def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypatch):
@@ -121,7 +122,7 @@ def test_an_axis_along_which_values_are_passed_has_four_parts(checked, monkeypat
 
 
 def test_some_devices_have_no_target():
-    config = preflight.tiny(small_config())[-1]
+    config = preflight.tiny(train, small_config())[-1]
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
         state = numbers.stirred(train.init_state(config))
         found = [*trials.of_training(train, config, state, 1)]
@@ -157,7 +158,7 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
             "local_test_synthetic", *settings, "dtype=f32", "model.d_ff=60", *overrides,
             schema=module.Config,
         )  # fmt: skip
-        return preflight.untried(config, *preflight.probe(config)[1:])
+        return preflight.untried(module, config, *preflight.probe(module, config)[1:])
 
     assert untried() == ""
     found = untried(BRANCHES[branch])
@@ -169,9 +170,9 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
 )
 def test_a_number_that_depends_on_the_mesh_is_named(limit):
     logits = "unembed(unembedding, x, config.model)"
-    module = edited("train.py", (f"= {logits}", f"= jnp.minimum({logits}, {limit})"))
+    module = edited("train.py", (logits, f"jnp.minimum({logits}, {limit})"))
     config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
-    found = preflight.untried(config, *preflight.probe(config)[1:])
+    found = preflight.untried(module, config, *preflight.probe(module, config)[1:])
     numbers = ("5000", "10000") if "1e4" in limit else ("32", "64")
     expected = "a number depends on the mesh: min with {}, on one device min with {}. "
     found = found.replace(".0", "")  # jax 0.12 keeps integers as they are
@@ -189,4 +190,4 @@ def test_no_config_gets_a_note(name, optimizer):
     path = ["hf_dataset.path=x"] if name.startswith(("local_stream", "fineweb_edu")) else []
     settings = "paths.model_name=x", f"training.optimizer={optimizer}", *path
     config = compose_config(name, *settings)
-    assert preflight.untried(config, *preflight.probe(config)[1:]) == ""
+    assert preflight.untried(train, config, *preflight.probe(train, config)[1:]) == ""

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from shardlib import types
-from tests.helpers import ROOT
+from tests.helpers import ROOMS, ROOT
 
-FOLDERS = ("variants", "shardlib", "data", "tools")
-PATHS = [ROOT / "train.py", *(path for name in FOLDERS for path in ROOT.glob(f"{name}/*.py"))]
+PATHS = [ROOT / "train.py", *(path for name in ROOMS for path in ROOT.glob(f"{name}/**/*.py"))]
 TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in PATHS}
 STRINGS = {name for name, value in vars(types).items() if isinstance(value, types.DType)}
 STRINGS |= {"Stacked", "Mapped"}

@@ -10,10 +10,9 @@ import sys
 import pytest
 
 from tests import golden
-from tests.helpers import ROOT, SMALL, train_here
+from tests.helpers import ROOMS, ROOT, SMALL, train_here
 from tools import check as program
 
-PRODUCT = "train.py", "variants", "shardlib", "data", "runtime", "tools", "configs"
 LINE = "hidden = hidden.astype(compute.dtype)"
 MIXED = "hidden = jax.nn.silu(gate) * jnp.pad(up, ((0, 0), (1, 0), (0, 0)))[:, :-1]"
 EDITS = {
@@ -66,7 +65,7 @@ def test_the_source_as_it_is_passes():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EDITS)
 def test_a_wrong_edit_is_refused_with_the_place(case, tmp_path):
-    for name in PRODUCT:
+    for name in ("train.py", *ROOMS):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     old, new = EDITS[case]

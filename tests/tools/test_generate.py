@@ -20,6 +20,7 @@ from checks import layout, numbers, preflight, trials
 from data.flat_tokens import SPLITS, FlatTokens, Writer
 from data.loader import TokenBatch
 from runtime.checkpoint import Checkpoints
+from runtime.run import MeshConfig
 from runtime.storage import checksum
 from shardlib import devices
 from shardlib.errors import UserError
@@ -165,7 +166,7 @@ def test_padding_does_not_change_the_rounding():
 
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
-    probe, sizes = layout.probe_mesh(train.MeshConfig(1, 1).axes, names)
+    probe, sizes = layout.probe_mesh(MeshConfig(1, 1).axes, names)
     probe = devices.abstract_mesh(dict(probe.shape) | {"c": 1})
     config = preflight.resized(small_config(), sizes, probe.shape, {})
     cache = type_tree(Stacked["layers", Cache])

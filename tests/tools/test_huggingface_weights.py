@@ -641,12 +641,12 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
 EDITS = {
     "a weight that no Llama has": (
         '    w_v: compute["M',
-        '    gain: compute["M/t/c/s"]\n    w_v: compute["M',
+        '    scale: compute["M/t/c/s", gain]\n    w_v: compute["M',
     ),
-    "a weight that is no more": ('    final_norm: compute["M/t/c/s"]\n', ""),
+    "a weight that is no more": ('    final_norm: compute["M/t/c/s", gain]\n', ""),
     "a weight of other dimensions": (
-        '    w_v: compute["M/c/s K/t D"]',
-        '    w_v: compute["M/c/s Q K/t D"]',
+        '    w_v: compute["M/c/s K/t D"',
+        '    w_v: compute["M/c/s Q K/t D"',
     ),
     "a weight of another dtype": (
         "return array_type(f32, over_replicas",

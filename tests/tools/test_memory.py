@@ -29,7 +29,7 @@ def held(*options, module=train, chip=KERNELS):
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 

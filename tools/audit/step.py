@@ -44,7 +44,7 @@ class Probed(NamedTuple):
 def probe(config: train.Config) -> Probed:
     """Traces the step at probe sizes. Raises UserError if the types in train.py don't hold."""
     mesh, sizes = layout.probe_mesh(config.mesh.axes, train.dimensions(config))
-    jaxpr, axes = preflight.check_types(config)[0], dict(mesh.shape)
+    jaxpr, axes = preflight.check_types(train, config)[0], dict(mesh.shape)
     saved = [array.shape for array in ledger(jaxpr, axes).saved if not array.statistics]
     return Probed(axes, sizes, saved)
 
@@ -55,7 +55,7 @@ def audit_step(
     """The ledger and the predicted memory, ready for JSON; without `probed`, no types of what is
     saved. Raises UserError if a dimension doesn't split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
-    jaxpr = preflight.trace_step(config, abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
     costs = ledger(jaxpr, axes, kind)
     held = memory.held(config, jaxpr, costs, kind)
 

@@ -93,7 +93,7 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
 @program(CompileConfig, "configs", NOT_USED)
 def main(config: CompileConfig) -> None:
     axes = config.mesh.axes
-    preflight.check_types(config)
+    preflight.check_types(train, config)
     bundles = cycles.dump_bundles()
     name = config.topology.partition(":")[0]
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]

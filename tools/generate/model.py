@@ -12,7 +12,7 @@ import train
 from data.sources import kept_by_import, tokenizer_of_model
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
-from runtime.run import all_finite
+from runtime.run import MeshConfig, all_finite
 from shardlib.devices import have_cpu_devices, make_mesh
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shapes, named
@@ -41,7 +41,7 @@ class Model:
         with contextlib.suppress(RuntimeError):  # JAX has its devices
             have_cpu_devices(d * t)
         # All of d are replicas, which hold whole weights along d: generating gathers none.
-        self.mesh = make_mesh(train.MeshConfig(d, t, r=d).axes)
+        self.mesh = make_mesh(MeshConfig(d, t, r=d).axes)
         with jax.set_mesh(self.mesh):
             self.checkpoints, self.config = open_checkpoint(path)
         self.dtype = dtype or self.config.dtype

@@ -1,0 +1,27 @@
+"""Explains gradients that aren't finite."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from configs.sizes import dimensions
+from data.loader import TokenBatch, random_batch
+from shardlib.types import make_shardings, named
+
+
+def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: str) -> str:
+    """Names the gradients of a batch that aren't finite, recomputed by `gradients(weights, batch,
+    config)`, the batch's origin, and a cure: if random tokens have such gradients, too, the weights
+    are to blame."""
+
+    def bad(batch: Any) -> str:
+        grads = named(gradients(weights, batch, config))
+        return ", ".join(name for name, grad in grads.items() if not jnp.isfinite(grad).all())
+
+    tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
+    cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
+    if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
+        cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
+    names = bad(batch) or "none, with the current weights"
+    return f"gradients that are not finite: {names}; {origin}. {cure}"

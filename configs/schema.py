@@ -1,0 +1,106 @@
+"""The keys of a config of a run, with their types and bounds. base.yaml says what each key does."""
+
+import dataclasses
+from typing import Annotated
+
+from data.sources import DataConfig
+from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.initial import GROUPS
+from runtime.run import MeshConfig, RunConfig
+from shardlib.types import COMPUTE
+from variants import experts
+from variants.experts import ExpertsConfig, RoutingConfig
+from variants.families import QK_NORMS, RopeScalingConfig
+
+
+# All sections are hashable, so that a jitted function can take a config as a static argument.
+@dataclasses.dataclass(unsafe_hash=True)
+class ModelConfig(Section, key="model"):
+    d_model: PositiveInt
+    n_q_per_kv: PositiveInt
+    n_kv: PositiveInt
+    d_head: PositiveInt
+    layers: PositiveInt
+    vocab: PositiveInt
+    d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
+    rope_max_timescale: PositiveInt
+    rope_scaling: RopeScalingConfig | None
+    norm_eps: F32
+    start_token: NonNegativeInt  # the input before a document's first token
+    # What families of models differ in; configs/base.yaml names some that have each.
+    norms_after: bool = False  # attention and MLP: their results, not what they take
+    qkv_bias: bool = False
+    qk_norm: QK_NORMS | None = None
+    tied_embeddings: bool = False
+    sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
+    experts: ExpertsConfig | None = None
+
+    def __post_init__(self) -> None:
+        self.require(self.start_token < self.vocab, "start_token", "it must be below model.vocab")
+        self.require(self.d_head % 2 == 0, "d_head", "it must be even, as RoPE rotates pairs")
+        self.require(self.d_ff or self.experts, "d_ff", "it must be above 0 without experts")
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class TokensConfig(Section, key="training.tokens"):
+    batch: PositiveInt  # rows
+    len: PositiveInt  # tokens in a row
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class TrainingConfig(Section, key="training"):
+    warmup_steps: NonNegativeInt
+    steps: PositiveInt
+    steps_for_lr: PositiveInt
+    learning_rate: F32
+    schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
+    cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
+    cosine_learning_rate_final_fraction: F32  # of any schedule that falls
+    optimizer: Annotated[str, one_of("adamw muon")]
+    muon_momentum: Fraction
+    no_decay: tuple[Annotated[str, one_of(" ".join(GROUPS))], ...]  # weights that don't decay
+    adam_b1: Fraction
+    adam_b2: Fraction
+    adam_eps: F32
+    adam_eps_root: F32
+    weight_decay: F32
+    grad_clip: F32OrInf  # largest global gradient norm; inf disables clipping
+    seed: NonNegativeInt
+    tokens: TokensConfig
+    routing: RoutingConfig
+    microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
+    loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
+    validation_interval: NonNegativeInt  # steps; 0 disables validation
+    validation_batches: PositiveInt
+    validation_at_start: bool  # validate before the first step, too
+    skip_steps: tuple[NonNegativeInt, ...]  # batches to leave out; later steps move up
+    max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
+
+    def __post_init__(self) -> None:
+        self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
+        self.require(self.adam_eps + self.adam_eps_root, "adam_eps", "AdamW would divide 0 by 0")
+        fits = self.schedule != "wsd" or 0 < self.cooldown_steps <= self.steps_for_lr
+        problem = f"wsd needs one, of at most training.steps_for_lr={self.steps_for_lr} steps"
+        self.require(fits, "cooldown_steps", problem)
+
+
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class Config(RunConfig, DataConfig):
+    model: ModelConfig
+    training: TrainingConfig
+    mesh: MeshConfig
+    dtype: Annotated[str, one_of(" ".join(COMPUTE))]  # of compute[...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        training, tokens, mesh = self.training, self.training.tokens, self.mesh
+        (rows, rest), length = divmod(tokens.batch, mesh.d), tokens.len // mesh.c
+        problem = f"it must divide a device's {rows} rows (training.tokens.batch / mesh.d)"
+        self.require(rest or rows % training.microbatches == 0, "training.microbatches", problem)
+        balanced = mesh.c == 1 or training.tokens.len % (2 * mesh.c) == 0
+        self.require(
+            balanced, "mesh.c", f"2*c must divide training.tokens.len={training.tokens.len}"
+        )
+        problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
+        self.require(length % training.loss_chunks == 0, "training.loss_chunks", problem)
+        experts.check(self)

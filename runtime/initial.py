@@ -1,0 +1,77 @@
+"""Initial weights. A weight's declaration says how it starts, after its layout:
+
+f32["D", gain]                        at 1
+f32["", Start(0.1)]                   at 0.1
+compute["M/d F/t", matrix("M")]       normal, by its fan-in
+"""
+
+import dataclasses
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.errors import UserError
+from shardlib.types import make_shapes, named
+
+GROUPS = "gains", "biases", "embeddings"  # that training.no_decay may name
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How the entries of a weight start: all at `value`, or normal with standard deviation
+    1/sqrt(fan-in), where the fan-in is the product of some dimensions."""
+
+    value: float | None = None
+    fan_in: str = ""  # dimensions
+    into_residual: bool = False  # divides by the square root of the number of additions
+    group: str = ""  # of GROUPS
+    learned: bool = True  # false: its gradient is zero, and isn't sent
+
+
+gain = Start(1.0, group="gains")
+bias = Start(0.0, group="biases")
+# An embedding has the unembedding's deviation; with a larger one the loss fell more slowly.
+embedding = Start(fan_in="M", group="embeddings")
+
+
+def matrix(fan_in: str) -> Start:
+    return Start(fan_in=fan_in)
+
+
+def into_residual(fan_in: str) -> Start:
+    """The start of a projection into the residual stream: GPT-2, section 2.3."""
+    return Start(fan_in=fan_in, into_residual=True)
+
+
+def declared(kinds: Any) -> Any:
+    """Returns the types of weights. Raises UserError for one that doesn't say how it starts."""
+    for name, kind in named(kinds).items():
+        if not isinstance(kind.start, Start):
+            text = str(kind).replace('"]', '", gain]')
+            raise UserError(
+                f"the weight {name} doesn't say how it starts: declare it like {text}, or with "
+                "another one of runtime/initial.py, such as matrix or Start(0.1)"
+            )
+    return kinds
+
+
+def initial_weights(kinds: Any, sizes: dict[str, int], seed: int) -> Any:
+    """Makes weights of these types. A weight's numbers depend on the seed, its name and its shape
+    alone, so that another one added beside it changes none of them."""
+    key = jax.random.key(seed)
+
+    def leaf(path: Any, kind: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        start = kind.start
+        if start.value is not None:
+            return jnp.full_like(shape, start.value)
+        own = jax.random.fold_in(key, np.uint32(zlib.crc32(path[-1].name.encode())))
+        deviation = math.prod(sizes[name] for name in start.fan_in.split()) ** -0.5
+        if start.into_residual:
+            deviation *= (2 * sizes["layers"]) ** -0.5
+        return jax.random.normal(own, shape.shape, shape.dtype) * deviation
+
+    return jax.tree.map_with_path(leaf, kinds, make_shapes(kinds, sizes))

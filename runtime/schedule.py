@@ -1,0 +1,88 @@
+"""The numbers that an update of the weights takes from the config: the learning rate, by its
+schedule, and the optimizers' hyperparameters."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.types import f32, pytree_dataclass, typechecked
+
+
+@pytree_dataclass
+class Average:
+    """An exponential moving average at a step: the weights of the last average and of what is new,
+    and one over the sum of all weights so far."""
+
+    old: f32[""]
+    new: f32[""]
+    unbias: f32[""]
+
+    def next(self, average: jax.Array, x: jax.Array) -> jax.Array:
+        return self.old * average + self.new * x
+
+
+@pytree_dataclass
+class Hyper:
+    """The numbers of an update that the config determines. They are an argument of the training
+    step, so that runs that differ in them share a program."""
+
+    learning_rate: f32[""]
+    weight_decay: f32[""]
+    grad_clip: f32[""]
+    adam_eps: f32[""]
+    adam_eps_root: f32[""]
+    mu: Average  # of AdamW
+    nu: Average
+    momentum: Average  # of Muon
+    nesterov: Average  # of the momentum and the gradient
+    bias_rate: f32[""]  # of experts
+
+
+@typechecked
+def hyper_at(step: int, training: Any) -> Hyper:
+    """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
+
+    def average(b: float) -> Any:
+        return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
+
+    momentum, after = average(training.muon_momentum), 1 - training.muon_momentum ** (step + 2)
+    hyper = Hyper(
+        learning_rate=learning_rate(step + 1, training),
+        weight_decay=training.weight_decay,
+        grad_clip=training.grad_clip,
+        adam_eps=training.adam_eps,
+        adam_eps_root=training.adam_eps_root,
+        mu=average(training.adam_b1),
+        nu=average(training.adam_b2),
+        momentum=momentum,
+        nesterov=Average(momentum.old / after, momentum.new * momentum.unbias, 1),
+        bias_rate=training.routing.bias_rate,
+    )
+    return jax.tree.map(np.float32, hyper)
+
+
+def learning_rate(step: int, training: Any) -> float:
+    """Linear warmup to the peak at `warmup_steps`, then a decay to the final fraction at
+    `steps_for_lr`: along a half cosine, linear, only in the last `cooldown_steps` and linear there
+    (warmup-stable-decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395, section 4), or none. The
+    first step is 1."""
+    warmup = step / max(training.warmup_steps, 1)
+    stable = training.steps_for_lr - training.cooldown_steps
+    start = stable if training.schedule == "wsd" else training.warmup_steps
+    done = min(max((step - start) / max(training.steps_for_lr - start, 1), 0), 1)
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
+    final = training.cosine_learning_rate_final_fraction
+    decay = final + (1 - final) * left.get(training.schedule, 1 - done)
+    return training.learning_rate * min(warmup, decay)
+
+
+def note_of_rise(step: int, training: Any, before: Any) -> str:
+    """A note that the learning rate rises when a run goes on at `step` with other settings than
+    `before`, or ""."""
+    rate, last = learning_rate(step + 1, training), learning_rate(step, before)
+    if rate <= max(last, learning_rate(step + 1, before)):
+        return ""
+    why = f"the checkpoint has training.steps_for_lr={before.steps_for_lr}"
+    return f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}"
