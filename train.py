@@ -1,6 +1,6 @@
 """Pretrains a Llama-style decoder, sharded over a mesh of up to four axes. This file holds the
-entire training step of a dense model with AdamW: config, model, loss, optimizer, step and loop.
-What other families, experts and Muon add is in variants/.
+entire training step of a dense model with AdamW: weights, model, loss, optimizer and step, and the
+loop around it. What other families, experts and Muon add is in variants/.
 
     python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
 
@@ -37,8 +37,9 @@ backward pass, and its collectives follow from those written here:
     einsum_unreduced, reduce_sum,
     index_unreduced, attention       nothing          nothing
 
-A gathered value counts as varying, so what is computed from it needs no all-reduce in the backward
-pass. Over an axis of size 1 nothing is sent. What the backward pass recomputes, it gathers again.
+JAX treats a gathered value as different on each device, so gradients stay partial until the
+gather's reduce-scatter adds them. Over an axis of size 1 nothing is sent. What the backward pass
+recomputes, it gathers again.
 `python -m tools.audit` lists all collectives, with their bytes. The batch's fields, all "B/d L/c",
 are inputs, targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 """
@@ -100,8 +101,7 @@ from variants.experts import Experts, Routing
 
 # --- Model ----------------------------------------------------------------------------------------
 
-
-# Each weight has its layout, and how it starts: see runtime/initial.py.
+# Each weight declares its layout, and how it starts: see runtime/initial.py.
 
 
 @pytree_dataclass
@@ -485,7 +485,7 @@ def moved(
 ) -> jax.Array:
     """Moves a weight against `change`, and decays it. As is customary, the decay is scaled by the
     learning rate."""
-    decay = 0 if kind.start.group in config.training.no_decay else hyper.weight_decay
+    decay = 0 if kind.start.role in config.training.no_decay else hyper.weight_decay
     return weight - hyper.learning_rate * (change + decay * weight)
 
 
@@ -676,10 +676,9 @@ def main(config: Config) -> int:
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    checked = preflight.checked(
-        sys.modules[__name__], config
-    )  # before set_mesh, as it traces on a mesh of another size
-    with reserved(config), checked as wait, jax.set_mesh(mesh), computing_in(config.dtype):
+    # Not under set_mesh, as they trace on meshes of other sizes.
+    checks = preflight.begun(sys.modules[__name__], config)
+    with reserved(config), checks as wait, jax.set_mesh(mesh), computing_in(config.dtype):
         return train(config, data, held_out, wait)
 
 

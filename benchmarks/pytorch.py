@@ -61,22 +61,24 @@ def make_step(config: TorchConfig, model: Any) -> Any:
     """Returns a stateless step for `time_steps`, which returns an event that marks its end."""
     import torch
 
-    device, hyper = model.device.type, config.training
+    device, training = model.device.type, config.training
     optimizer = torch.optim.AdamW(
-        model.parameters(), hyper.learning_rate, (hyper.adam_b1, hyper.adam_b2), hyper.adam_eps,
-        hyper.weight_decay, fused=True,
+        model.parameters(), training.learning_rate, (training.adam_b1, training.adam_b2),
+        training.adam_eps, training.weight_decay, fused=True,
     )  # fmt: skip
 
     @torch.compile(disable=not config.compile)
     def loss(tokens: Any) -> Any:
         with torch.autocast(device, torch.bfloat16):
             x = model.get_input_embeddings()(tokens).bfloat16()
-            return model(inputs_embeds=x, labels=tokens, use_cache=False).loss / hyper.microbatches
+            return (
+                model(inputs_embeds=x, labels=tokens, use_cache=False).loss / training.microbatches
+            )
 
     def step(_: None, batch: Any) -> tuple[None, Any]:
-        for tokens in batch.chunk(hyper.microbatches):
+        for tokens in batch.chunk(training.microbatches):
             loss(tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), hyper.grad_clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         end = torch.get_device_module(device).Event()

@@ -216,7 +216,7 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
             yield name, by_name(numbers.run(function, arrays, *static))
 
 
-def compute(
+def run_tiny(
     sender: Any, folder: str | None, program: str, config: Any, recorded: str, order: int
 ) -> None:
     """Sends the number of results, and each result, or a message. For a process of its own, whose
@@ -237,7 +237,7 @@ def compute(
             sender.send(explain(error))
 
 
-class Numbers:
+class TinyRuns:
     """Computes the same at tiny sizes on several meshes, in processes beside the program.
 
     program: the module that defines the step. configs: the tiny configs. The others are compared
@@ -257,7 +257,7 @@ class Numbers:
             for config in configs:
                 receiver, sender = spawn.Pipe(duplex=False)
                 work = sender, cache_folder(), self.program, config, recorded, order
-                process = spawn.Process(target=compute, args=work, daemon=True)
+                process = spawn.Process(target=run_tiny, args=work, daemon=True)
                 process.start()
                 sender.close()
                 self.running[receiver] = process
@@ -310,8 +310,7 @@ class Numbers:
 
     def _explain(self, function: str, config: Any, differ: list[str]) -> str:
         def shown(config: Any) -> str:
-            hyper = config.training
-            parts = {"microbatches": hyper.microbatches, "loss_chunks": hyper.loss_chunks}
+            parts = {key.partition(".")[2]: operator.attrgetter(key)(config) for key in PARTS}
             sizes = config.mesh.axes | parts
             return show_axes(sizes) if max(sizes.values()) > 1 else "one device"
 
@@ -410,7 +409,7 @@ class Mark:
 
 
 @contextlib.contextmanager
-def checked(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
+def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
     """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
     types or none. Yields a function that blocks until the numbers are checked, given one that says
     whether a signal asks to stop. It raises UserError if they differ between meshes, and returns,
@@ -420,7 +419,7 @@ def checked(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
     if level != "numbers":
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
     types = Mark("types", config)
-    running: list[Numbers] = []
+    running: list[TinyRuns] = []
     mark = None
 
     def wait(interrupted: Callable[[], bool] = lambda: False) -> str | None:
@@ -443,12 +442,12 @@ def checked(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
             mark = Mark("numbers", configs[-1])
             # Numbers are the same on all hosts, so the first one checks for all.
             if mark.said is None and jax.process_index() == 0:
-                running.append(stack.enter_context(contextlib.closing(Numbers(program, configs))))
+                running.append(stack.enter_context(contextlib.closing(TinyRuns(program, configs))))
         if level != "none":
             if types.said is None or running:  # numbers need the trace
                 probed, *traces = check_types(program, config)
                 if running and (axes := communicating(probed, "permute")):
-                    more = Numbers(program, tiny(program, config, axes))
+                    more = TinyRuns(program, tiny(program, config, axes))
                     running.append(stack.enter_context(contextlib.closing(more)))
                 types.said = untried(program, config, *traces)
                 types.write(types.said)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from data.sources import DataConfig
 from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
-from runtime.initial import GROUPS
+from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
 from shardlib.types import COMPUTE
 from variants import experts
@@ -58,7 +58,7 @@ class TrainingConfig(Section, key="training"):
     cosine_learning_rate_final_fraction: F32  # of any schedule that falls
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
-    no_decay: tuple[Annotated[str, one_of(" ".join(GROUPS))], ...]  # weights that don't decay
+    no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]  # weights that don't decay
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: F32

@@ -155,13 +155,13 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches |
     for the mesh in context. The config needs the sections model, training and io besides a source;
     `sizes` has the lengths of the dimensions B, L and V."""
     rows, length, vocab = (sizes[dimension] for dimension in "BLV")
-    open_split, hyper, threads = config.source().open, config.training, config.io.max_io_threads
+    open_split, training, threads = config.source().open, config.training, config.io.max_io_threads
     spec = BatchSpec(rows, length, vocab, config.model.start_token, io_threads=threads)
-    train = open_split(dataclasses.replace(spec, skip=hyper.skip_steps), "train")
+    train = open_split(dataclasses.replace(spec, skip=training.skip_steps), "train")
     say_problem_of_start(config.source().tokenizer_used(remote=True) or "", spec.start_token)
-    if not (hyper.validation_interval or hyper.validation_at_start):
+    if not (training.validation_interval or training.validation_at_start):
         return train, None
-    held_out, taken = open_split(spec, "validation"), hyper.validation_batches * rows
+    held_out, taken = open_split(spec, "validation"), training.validation_batches * rows
     if held_out.count and taken > held_out.count:
         times = f"{taken / held_out.count:.1f} times"
         say(f"note: a validation takes each of {held_out.count} rows {times}: there are no more")

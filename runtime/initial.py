@@ -17,7 +17,7 @@ import numpy as np
 from shardlib.errors import UserError
 from shardlib.types import make_shapes, named
 
-GROUPS = "gains", "biases", "embeddings"  # that training.no_decay may name
+ROLES = "gains", "biases", "embeddings"  # that training.no_decay may name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Start:
     value: float | None = None
     fan_in: str = ""  # dimensions
     into_residual: bool = False  # divides by the square root of the number of additions
-    group: str = ""  # of GROUPS
+    role: str = ""  # of ROLES
     learned: bool = True  # false: its gradient is zero, and isn't sent
 
 
-gain = Start(1.0, group="gains")
-bias = Start(0.0, group="biases")
+gain = Start(1.0, role="gains")
+bias = Start(0.0, role="biases")
 # An embedding has the unembedding's deviation; with a larger one the loss fell more slowly.
-embedding = Start(fan_in="M", group="embeddings")
+embedding = Start(fan_in="M", role="embeddings")
 
 
 def matrix(fan_in: str) -> Start:

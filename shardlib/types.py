@@ -617,7 +617,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
 # --- Checked functions ----------------------------------------------------------------------------
 
 
-class _Checked:
+class _Signature:
     """Checks the annotated arguments and result of a function."""
 
     def __init__(self, fn: Callable[..., Any]):
@@ -653,14 +653,14 @@ def typechecked(fn: F) -> F:
     Ignores annotations without array types. Calls raise ShardTypeError; decorating raises SpecError
     for an annotation that could not be checked.
     """
-    checked = _Checked(fn)
+    signature = _Signature(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with scope():
-            checked.bind(args, kwargs)
+            signature.bind(args, kwargs)
             result = fn(*args, **kwargs)
-            checked.check_result(result)
+            signature.check_result(result)
         return result
 
     return typing.cast(F, wrapper)
@@ -677,8 +677,8 @@ def typed_shard_map(fn: F) -> F:
     their annotation pass through unchanged. Raises ShardTypeError for an argument or result that
     doesn't match its type, and for a result that varies along an axis its type isn't split over.
     """
-    checked = _Checked(fn)
-    if "return" not in checked.hints:
+    signature = _Signature(fn)
+    if "return" not in signature.hints:
         raise SpecError(f"{fn.__name__} needs a result annotated with array types")
 
     @functools.wraps(fn)
@@ -690,8 +690,8 @@ def typed_shard_map(fn: F) -> F:
                 "another shard_map"
             )
         with scope():
-            bound = checked.bind(args, kwargs)
-            arrays = {name: x for name, x in bound.arguments.items() if name in checked.hints}
+            bound = signature.bind(args, kwargs)
+            arrays = {name: x for name, x in bound.arguments.items() if name in signature.hints}
 
             def local(arrays: dict[str, Any]) -> Any:
                 bound.arguments.update(arrays)
@@ -705,14 +705,14 @@ def typed_shard_map(fn: F) -> F:
                         "up: reduce it with ops.psum or ops.psum_scatter first\n"
                         f"    JAX says: {str(error).partition('. Please file')[0]}"
                     ).with_traceback(error.__traceback__) from None
-                for path, kind, leaf in checked.check_result(result):
+                for path, kind, leaf in signature.check_result(result):
                     check_replicated(path, kind, leaf)
                 return result
 
-            kinds = {name: type_tree(checked.hints[name], x) for name, x in arrays.items()}
-            known = {checked.hints[name]: kind for name, kind in kinds.items()}
+            kinds = {name: type_tree(signature.hints[name], x) for name, x in arrays.items()}
+            known = {signature.hints[name]: kind for name, kind in kinds.items()}
             in_specs = make_partition_specs(kinds)
-            out_specs = _result_specs(checked.hints["return"], known)
+            out_specs = _result_specs(signature.hints["return"], known)
             mapped = jax.shard_map(local, in_specs=(in_specs,), out_specs=out_specs)
             # JAX handles unreduced values only under jit, so a call outside jit gets its own.
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays))

@@ -172,7 +172,7 @@ def test_a_program_with_a_config(module, examples, folder, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
     monkeypatch.setattr(train, "train", lambda *_: None)
     agree = types.SimpleNamespace(verdict=lambda _: "", close=lambda: None)
-    monkeypatch.setattr(preflight, "Numbers", lambda *_: agree)
+    monkeypatch.setattr(preflight, "TinyRuns", lambda *_: agree)
     monkeypatch.setattr(program, "_sweep", lambda *_: None)
     if examples < MANY:  # tracing takes a second, and more follows
         monkeypatch.setattr(preflight, "check_types", lambda *_: sys.exit())

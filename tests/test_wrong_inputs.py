@@ -171,7 +171,7 @@ def test_the_name_of_a_config(case, folder, capsys, monkeypatch):
 
 
 def nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(preflight, "checked", lambda *_: contextlib.nullcontext(str))
+    monkeypatch.setattr(preflight, "begun", lambda *_: contextlib.nullcontext(str))
     monkeypatch.setattr(train, "lower_step", lambda _: None)
     monkeypatch.setattr(Run, "compile", lambda *_: None)
 

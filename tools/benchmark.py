@@ -122,8 +122,9 @@ def show(
 
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
-    hyper = dataclasses.replace(config.training, validation_interval=0)  # needs no validation split
-    config = dataclasses.replace(config, training=hyper)
+    # Without a validation split.
+    training = dataclasses.replace(config.training, validation_interval=0)
+    config = dataclasses.replace(config, training=training)
     mesh = make_mesh(config, config.mesh.axes)
     preflight.check_types(train, config)
     start = {"import": IMPORTED - START}
@@ -141,7 +142,7 @@ def main(config: train.Config) -> None:
         state = timed("initialize the state", train.init_state(config))
         batches = (batch for _, batch in loader.from_step(0, 2**31))
         batch = timed("load a batch", next(batches))
-        numbers = hyper_at(0, hyper)  # of the first step, in all
+        numbers = hyper_at(0, training)  # of the first step, in all
 
         def step_once(state: Any, batch: Any) -> Any:
             return compiled(state, batch, numbers)

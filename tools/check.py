@@ -20,7 +20,7 @@ from tools.arguments import NOT_USED
 def main(config: train.Config) -> int:
     config.require(config.check != "none", "check", "choose what to check: numbers or types")
     jax.config.update("jax_compilation_cache_dir", None)  # so that nothing is remembered
-    with preflight.checked(train, config) as wait_for_check:
+    with preflight.begun(train, config) as wait_for_check:
         if wait_for_check():
             return 1
     numbers = ", and two meshes give the same numbers" * (config.check == "numbers")

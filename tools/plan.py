@@ -170,7 +170,7 @@ def main(config: PlanConfig) -> None:
     preflight.check_types(train, config)
     fitting, larger = plans(config, chip, count)
 
-    hyper, tokens = config.training, config.training.tokens
+    training, tokens = config.training, config.training.tokens
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(config.mesh.axes)):
         weights = make_shapes(train.state_type(config).weights, train.dimensions(config))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
@@ -179,13 +179,13 @@ def main(config: PlanConfig) -> None:
     for share in 1, 0.5:
         seconds = fitting[0].seconds / share
         speed = f"{tokens.batch * tokens.len / seconds:,.0f} tokens/s"
-        days = f"{hyper.steps:,} steps in {hyper.steps * seconds / 86400:.3g} days"
+        days = f"{training.steps:,} steps in {training.steps * seconds / 86400:.3g} days"
         print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
     shown = fitting[:SHOWN]
     cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
     print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
     if any(CHUNKS in plan.layout for plan in shown):
-        print(f"\nRows that change {CHUNKS}={hyper.loss_chunks} don't fit with it.")
+        print(f"\nRows that change {CHUNKS}={training.loss_chunks} don't fit with it.")
     if larger:
         print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
         print(*larger[:NEAREST], sep="\n")

@@ -49,8 +49,8 @@ class RoutingConfig(Section, key="training.routing"):
 
 def check(config: Any) -> None:
     """Raises UserError if a config's experts don't fit its training."""
-    hyper = config.training
-    fits = not config.model.experts or hyper.microbatches == 1 or not hyper.routing.balance_cost
+    alone, free = config.training.microbatches == 1, not config.training.routing.balance_cost
+    fits = not config.model.experts or alone or free
     problem = "it needs training.microbatches=1, as it isn't a sum over them"
     config.require(fits, "training.routing.balance_cost", problem)
 

@@ -51,7 +51,7 @@ def _squares(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(f32.dtype))
 
 
-def _sum_over_t(means: jax.Array) -> jax.Array:
+def _mean_over_t(means: jax.Array) -> jax.Array:
     """The mean of all squares, from what each device adds to it."""
     means = ops.psum("B/d L/c {U:t} -> B/d L/c", means)
     return ops.broadcast("B/d L/c -> B/d L/c", means)
@@ -72,7 +72,7 @@ def norm_after(
     gain = ops.all_gather("M/t/c/s -> M/t", gain)
     y = save_for_backward(y)
     squares = ops.reduce_mean("B/d L/c M/t -> B/d L/c {U:t}", _squares(y))
-    return _normed(y, _sum_over_t(squares), gain, eps)
+    return _normed(y, _mean_over_t(squares), gain, eps)
 
 
 # --- Queries, keys and values ---------------------------------------------------------------------
@@ -111,9 +111,9 @@ class AllNorms:
 
     def __call__(self, q: jax.Array, k: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
         squares = ops.reduce_mean("B/d L/c Q K/t D -> B/d L/c {U:t}", _squares(q))
-        q = _normed(q, _sum_over_t(squares), self.all_q_norm, eps)
+        q = _normed(q, _mean_over_t(squares), self.all_q_norm, eps)
         squares = ops.reduce_mean("B/d L/c K/t D -> B/d L/c {U:t}", _squares(k))
-        return q, _normed(k, _sum_over_t(squares), self.all_k_norm, eps)
+        return q, _normed(k, _mean_over_t(squares), self.all_k_norm, eps)
 
 
 @pytree_dataclass

@@ -36,7 +36,7 @@ class Running:
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Returns a function that runs the checks of a config, and returns which did run."""
-    monkeypatch.setattr(preflight, "Numbers", Running)
+    monkeypatch.setattr(preflight, "TinyRuns", Running)
     # Each call stands for a start of the program.
     monkeypatch.setattr(preflight, "source_digest", preflight.source_digest.__wrapped__)
     monkeypatch.setattr(preflight, "cache_folder", lambda: str(tmp_path / "cache"))
@@ -47,7 +47,7 @@ def checked(tmp_path, monkeypatch):
         monkeypatch.setattr(preflight, "untried", lambda *_: Running.note)
         monkeypatch.setattr(preflight, "communicating", lambda *_: Running.along)
         Running.made.clear()
-        with preflight.checked(train, small_config("check=numbers", *overrides)) as wait:
+        with preflight.begun(train, small_config("check=numbers", *overrides)) as wait:
             wait()
         assert all(running.closed for running in Running.made)
         return ran + ["numbers"] * len(Running.made)

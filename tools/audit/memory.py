@@ -51,8 +51,8 @@ SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "log
 def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dict[str, int]:
     """The bytes that a device of the kind `chip` holds at the peak, by term, in a training step
     with this jaxpr and ledger."""
-    axes, sizes, hyper = config.mesh.axes, train.dimensions(config), config.training
-    parts, state = hyper.microbatches, train.state_type(config)
+    axes, sizes, training = config.mesh.axes, train.dimensions(config), config.training
+    parts, state = training.microbatches, train.state_type(config)
     whole = axes | {"s": 1, "c": 1}  # for what is gathered
     kinds = train.weights_type(config.model)
 
@@ -77,7 +77,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
     }
     in_loss = {
         "gathered weights": unembedding,
-        LOGITS: logits // parts // hyper.loss_chunks,
+        LOGITS: logits // parts // training.loss_chunks,
     }
     return {
         "weights": weights,

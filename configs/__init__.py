@@ -1,0 +1,1 @@
+"""Configs as YAML files, and their schema."""
