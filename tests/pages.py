@@ -47,8 +47,8 @@ def outputs(page: str) -> Iterator[Output]:
 
 def key(line: str) -> str:
     """The line without the widths of its columns, and without the numbers of source lines whose
-    function is named next to them, as in `train.py:316 block`."""
-    line = re.sub(r"(\.py):\d+(?=,?( in)? [a-z_][\w.]*([,:]|  |$))", r"\1", line.strip())
+    function is named next to them, as in `train.py:316 block`. Pages have ### in their place."""
+    line = re.sub(r"(\.py):[\d#]+(?=,?( in)? [a-z_][\w.]*([,:]|  |$))", r"\1", line.strip())
     return " ".join(line.split())
 
 
@@ -73,7 +73,7 @@ def current(line: str, printed: list[str], first: int = 0) -> int | None:
     source lines alone, the one with the same number, or else the first."""
 
     def split(text: str) -> tuple[str, list[str]]:
-        return re.sub(r"\.py:\d+", ".py", key(text)), re.findall(r"\.py:\d+", text)
+        return re.sub(r"\.py:[\d#]+", ".py", key(text)), re.findall(r"\.py:\d+", text)
 
     def likeness(index: int) -> tuple[float, bool, int]:
         text, numbers = split(printed[index])
@@ -94,7 +94,8 @@ def updated(text: str, printed: list[str]) -> str:
         else:
             indent = line[: len(line) - len(line.lstrip())]
             index = current(line, printed, first)
-            group.append(line if index is None else indent + printed[index])
+            now = line if index is None else indent + printed[index]
+            group.append(re.sub(r"\.py:\d+ ", ".py:### ", now))
             first = first if index is None else index + 1
     return "".join(f"{line}\n" for line in lines[:-1])
 

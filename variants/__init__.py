@@ -1,1 +1,1 @@
-"""Variants of the step, which a dense run with AdamW never executes."""
+"""What a dense Llama with AdamW doesn't run: other families, experts, Muon, and a cache."""
