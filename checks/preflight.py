@@ -29,7 +29,7 @@ import numpy as np
 from checks import layout, numbers, trials
 from configs.schema import Config
 from configs.sizes import DIMENSIONS, dimensions, settings_for
-from runtime.config import ROOT
+from runtime.config import sources
 from runtime.run import SECONDS_BETWEEN_LINES, say
 from runtime.supervise import STOPS, handled
 from shardlib.devices import (
@@ -374,7 +374,7 @@ def source_digest() -> str:
     exist, such as some of PyTorch's."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
     files = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    files |= {str(file) for pattern in ("*.py", "[!.]*/*.py") for file in ROOT.glob(pattern)}
+    files |= {*map(str, sources())}
     texts = [
         pathlib.Path(file).read_bytes()
         for file in sorted(files)

@@ -16,7 +16,7 @@ from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.errors import LIBRARIES
-from shardlib.ops import Call, define_op, einsum, varying
+from shardlib.ops import Call, alike, define_op, einsum
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
 LIBRARIES.append(__file__)  # its lines are those of its calls
@@ -89,8 +89,7 @@ def attention(
     fits = [*others, call.result] == [*wanted, queries]
     call.require(fits, f"for these queries the string is `{right}`")
     call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
-    axes = {axis for x in (q, k, v) for axis in jax.typeof(x).manual_axis_type.varying}
-    q, k, v = (varying(x, tuple(axes)) for x in (q, k, v))  # as kernels have one type for all
+    q, k, v = alike(q, k, v)  # as kernels have one type for all
     if recall := recalling.value:
         k, v, key_position = recall(k, v, key_position)
         return plain_attention(q, k, v, start, position, key_position)

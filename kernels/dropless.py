@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from shardlib.ops import Call, define_op, einsum, varying
+from shardlib.ops import Call, define_op, einsum
 from shardlib.types import Dim, Spec
 
 ROWS = 512  # tokens of an expert that are computed at a time
@@ -48,15 +48,12 @@ def experts(
     call.require(fits, f"for these tokens and experts the string is `{right}`")
     same = x.dtype == w_gate.dtype == w_up.dtype == w_down.dtype
     call.require(same, "tokens and weights have different dtypes")
-    axes = {axis for x in (x, w_gate) for axis in jax.typeof(x).manual_axis_type.varying}
-    x, chosen, score, *weights = (
-        varying(x, tuple(axes)) for x in (x, chosen, score, w_gate, w_up, w_down)
-    )
+    x, chosen, score, *weights = alike(x, chosen, score, w_gate, w_up, w_down)
     if number.axes:  # a device's own experts count from 0
         chosen = chosen - lax.axis_index(number.axes) * w_gate.shape[0]
     flat = (rearrange(x, "... last -> (...) last") for x in (x, chosen, score))
     y = by_expert(*flat, *weights).reshape(x.shape)
-    return lax.pcast(y, number.axes, to="unreduced") if number.axes else y
+    return unreduced(y, number.axes)
 
 
 class Block(NamedTuple):

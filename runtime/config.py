@@ -181,6 +181,11 @@ def plain(text: str) -> dict[str, Any]:
     return values
 
 
+def sources() -> list[pathlib.Path]:
+    """The Python files of this repository."""
+    return [file for folder in ("", "[!.]*/", "[!.]*/*/") for file in ROOT.glob(f"{folder}*.py")]
+
+
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens a config to a dict with dotted keys."""
     values: dict[str, Any] = {}

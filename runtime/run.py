@@ -38,6 +38,7 @@ from runtime.config import (
     Section,
     flat,
     one_of,
+    sources,
 )
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
@@ -174,8 +175,8 @@ def check_hosts_agree(config: RunConfig) -> None:
     with its own, or wait for the others without end."""
     own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__}
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
-    files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]
-    own |= {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
+    hashes = (hashlib.sha256(file.read_bytes()).hexdigest() for file in sources())
+    own |= zip((str(file.relative_to(ROOT)) for file in sources()), hashes, strict=True)
     hosts = [*map(json.loads, of_all_hosts(json.dumps(own)))]
     for name in sorted(set().union(*hosts)):
         each = [str(host.get(name)) for host in hosts]

@@ -163,7 +163,13 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts each array to varying along all axes along which one of them varies."""
+    axes = {axis for x in arrays for axis in jax.typeof(x).manual_axis_type.varying}
+    return tuple(varying(x, tuple(axes)) for x in arrays)
+
+
+def unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
     return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
 
@@ -401,7 +407,7 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
     """
     positions, removed = _removed(call)
     axes = _summed_axes(call, removed, call.operands[0].unreduced)
-    return _unreduced(jnp.sum(x, axis=positions), axes)
+    return unreduced(jnp.sum(x, axis=positions), axes)
 
 
 @define_op
@@ -414,7 +420,7 @@ def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
     axes = _summed_axes(call, removed, call.operands[0].unreduced)
     count = math.prod(x.shape[i] for i in positions)
     count *= math.prod(mesh_shape()[axis] for dim in removed for axis in dim.axes)
-    return _unreduced(jnp.sum(x, axis=positions) / float(count), axes)
+    return unreduced(jnp.sum(x, axis=positions) / float(count), axes)
 
 
 @define_op
@@ -474,7 +480,7 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
     letters = {name: chr(ord("a") + i) for i, name in enumerate(seen)}
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
-    return _unreduced(einsum(subscripts, *operands, dtype=dtype and dtype.dtype), axes)
+    return unreduced(einsum(subscripts, *operands, dtype=dtype and dtype.dtype), axes)
 
 
 def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
@@ -486,9 +492,7 @@ def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Arra
     wide = narrow_on_cpu(operands[0]) and (not batch or left[0] in batch)
     if dtype in (None, narrow) and not wide:
         return jnp.einsum(subscripts, *operands)
-    axes = {axis for x in operands for axis in jax.typeof(x).manual_axis_type.varying}
-    operands = tuple(varying(x, tuple(axes)) for x in operands)
-    return widening_einsum(subscripts, dtype or narrow, *operands)
+    return widening_einsum(subscripts, dtype or narrow, *alike(*operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -564,13 +568,13 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     if ids.dims == shared:
         local = jnp.expand_dims(local, tuple(range(len(shared), table.ndim)))
         here = local == lax.broadcasted_iota(jnp.int32, table.shape, len(shared))
-        return _unreduced(jnp.where(here, table, 0).sum(len(shared)), axes)
+        return unreduced(jnp.where(here, table, 0).sum(len(shared)), axes)
     lookup = functools.partial(jnp.take, axis=0, mode="fill", fill_value=0)
     local = jnp.where((local >= 0) & (local < size), local, size)
     wide = table.astype(jnp.float32)  # so that the backward pass's scatter adds up in f32
     for _ in shared:
         lookup = jax.vmap(lookup)
-    return _unreduced(lookup(wide, local).astype(table.dtype), axes)
+    return unreduced(lookup(wide, local).astype(table.dtype), axes)
 
 
 @jax.named_scope("sum_of_squares")
@@ -604,7 +608,7 @@ def sums_of_squares(hint: Any, tree: Any, each: str) -> dict[str, jax.Array]:
 
 def _total(over: tuple[str, ...], x: jax.Array) -> jax.Array:
     axes = tuple(axis for axis in mesh_shape() if axis in several(over))
-    return lax.psum(_unreduced(x, axes), axes) if axes else x
+    return lax.psum(unreduced(x, axes), axes) if axes else x
 
 
 def _squares(

@@ -76,8 +76,7 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             n = math.prod(axes[axis] for axis in over)
             kind = COLLECTIVES[name]
             elements = max(array.size for array in arrays)
-            share = {"all-reduce": 2 * (n - 1) / n, "permute": 1}.get(kind, (n - 1) / n)
-            size = elements * arrays[0].dtype.itemsize * share
+            size = elements * arrays[0].dtype.itemsize * share_received(kind, n)
             row = (line, op, kind, over, phase(path), *runs, elements, size)
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
@@ -87,6 +86,13 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
     bodies = [e.params["jaxpr"] for e in used.eqns if e.primitive.name == "shard_map"]
     saved = [array for body in bodies for array in _saved(body, chip)]
     return Ledger(transfers, products, saved, _kernel_bytes(used, chip))
+
+
+def share_received(kind: str, count: int) -> float:
+    """The share of the whole array that each of `count` devices receives in a collective, with a
+    ring: what the other devices hold."""
+    others = (count - 1) / count
+    return {"all-reduce": 2 * others, "permute": 1, "collective-permute": 1}.get(kind, others)
 
 
 def live(jaxpr: Any) -> Any:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from runtime import chips
 from runtime.hlo import Instruction, parse
+from tools.audit.ledger import share_received
 from tools.compile.cycles import group_size, inside, size
 from tools.tables import show, table
 
@@ -126,8 +127,7 @@ def first(shape: str) -> tuple[str, list[int]]:
 def received(kind: str, shape: str, count: int) -> float:
     """The bytes that each of `count` devices receives, given the shape of a collective's result."""
     whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
-    shares = {"all-reduce": 2 * (count - 1) / count, "collective-permute": 1}
-    return whole * shares.get(kind, (count - 1) / count)
+    return whole * share_received(kind, count)
 
 
 def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> Kernel | None:
