@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from shardlib.ops import Call, define_op, einsum
+from shardlib.ops import Call, alike, define_op, einsum, unreduced
 from shardlib.types import Dim, Spec
 
 ROWS = 512  # tokens of an expert that are computed at a time
