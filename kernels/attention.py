@@ -16,7 +16,8 @@ from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.errors import LIBRARIES
-from shardlib.ops import Call, alike, define_op, einsum
+from shardlib.local import alike, einsum
+from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
 LIBRARIES.append(__file__)  # its lines are those of its calls

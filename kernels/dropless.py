@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from shardlib.ops import Call, alike, define_op, einsum, unreduced
+from shardlib.local import alike, einsum, unreduced
+from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec
 
 ROWS = 512  # tokens of an expert that are computed at a time

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
+from shardlib.local import einsum, gather, scatter, unreduced, varying
 from shardlib.types import (
     Dim,
     DType,
@@ -156,31 +157,6 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
     return op
 
 
-def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Casts `x` to varying along `axes`; communicates nothing. See the docstring of types.py."""
-    kind = jax.typeof(x).manual_axis_type
-    missing = tuple(a for a in several(axes) if a not in kind.varying and a not in kind.unreduced)
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Casts each array to varying along all axes along which one of them varies."""
-    axes = {axis for x in arrays for axis in jax.typeof(x).manual_axis_type.varying}
-    return tuple(varying(x, tuple(axes)) for x in arrays)
-
-
-def unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
-    return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
-
-
-def narrow_on_cpu(x: jax.Array) -> bool:
-    """Returns whether x is bf16 and traced for CPUs, where XLA needs other forms of some ops to be
-    fast. f32 is for comparisons, so there all devices run the same forms."""
-    device = jax.sharding.get_abstract_mesh().abstract_device  # None where a step is only traced
-    return x.dtype == jnp.bfloat16 and device is not None and device.platform == "cpu"
-
-
 def _names(spec: Spec) -> list[str]:
     return [dim.name for dim in spec.dims]
 
@@ -218,11 +194,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     call.require(not given.owed and not wanted.owed, "reduce it before the gather")
     call.require(given != wanted, "it gathers nothing")
     for i, axes in _one_to_one(call, given, wanted):
-        x = varying(x, axes)
-        if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
-            x = lax.collapse(jnp.moveaxis(lax.all_gather(x, axes), 0, i), i, i + 2)
-        else:
-            x = lax.all_gather(x, axes, axis=i, tiled=True)
+        x = gather(varying(x, axes), axes, i)
     return x
 
 
@@ -340,12 +312,7 @@ def psum_scatter(call: Call, x: jax.Array) -> jax.Array:
         f"{', '.join(axes) or 'nothing'}" + ("" if axes else ": for that, use ops.psum"),
     )
     for i, split in scattered:
-        size, count = x.shape[i], math.prod(mesh_shape()[axis] for axis in split)
-        if i and narrow_on_cpu(x) and size % count == 0:  # as in all_gather
-            parts = x.reshape(*x.shape[:i], count, size // count, *x.shape[i + 1 :])
-            x = lax.psum_scatter(jnp.moveaxis(parts, i, 0), split)
-        else:
-            x = lax.psum_scatter(x, split, scatter_dimension=i, tiled=True)
+        x = scatter(x, split, i)
     return x
 
 
@@ -481,49 +448,6 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
     terms = ["".join(letters[name] for name in _names(spec)) for spec in (*call.operands, wanted)]
     subscripts = ",".join(terms[:-1]) + "->" + terms[-1]
     return unreduced(einsum(subscripts, *operands, dtype=dtype and dtype.dtype), axes)
-
-
-def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
-    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one, which is
-    then rounded: XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
-    narrow, (left, *others) = operands[0].dtype, subscripts.replace("->", ",").split(",")
-    batch = {*left}.intersection(*others)
-    # XLA has no such matmul where the left operand's batch dimensions come after another one.
-    wide = narrow_on_cpu(operands[0]) and (not batch or left[0] in batch)
-    if dtype in (None, narrow) and not wide:
-        return jnp.einsum(subscripts, *operands)
-    return widening_einsum(subscripts, dtype or narrow, *alike(*operands))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` that accumulates in `dtype`, bf16 in f32, and returns it; backward products stay
-    narrow."""
-    wide = jnp.float32 if dtype == jnp.bfloat16 else dtype
-    return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)
-
-
-def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
-    return widening_einsum(subscripts, dtype, *operands), operands
-
-
-def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
-    gradient = gradient.astype(operands[0].dtype)
-    terms = subscripts.replace("->", ",").split(",")
-    alone = any(sum(name in term for term in terms) == 1 for name in "".join(terms))
-    if alone or not narrow_on_cpu(gradient):
-        return jax.vjp(functools.partial(jnp.einsum, subscripts), *operands)[1](gradient)
-    # The gradient of an operand is an einsum of the other operands and of the result's gradient.
-    factors = [*zip(terms, (*operands, gradient), strict=True)]
-
-    def product(i: int) -> jax.Array:
-        others, arrays = zip(*factors[:i], *factors[i + 1 :], strict=True)
-        return einsum(f"{','.join(others)}->{terms[i]}", *arrays)
-
-    return tuple(map(product, range(len(operands))))
-
-
-widening_einsum.defvjp(_widening_forward, _widening_backward)
 
 
 @define_op

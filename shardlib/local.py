@@ -1,0 +1,101 @@
+"""What an op does on each device: casts between JAX's kinds of values, which send nothing, and the
+forms of collectives and matmuls that are fast there. f32 is for comparisons, so in f32 all devices
+run the same forms."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.types import mesh_shape, several
+
+# --- Casts ----------------------------------------------------------------------------------------
+
+
+def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Casts `x` to varying along `axes`; communicates nothing. See the docstring of types.py."""
+    kind = jax.typeof(x).manual_axis_type
+    missing = tuple(a for a in several(axes) if a not in kind.varying and a not in kind.unreduced)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts each array to varying along all axes along which one of them varies."""
+    axes = {axis for x in arrays for axis in jax.typeof(x).manual_axis_type.varying}
+    return tuple(varying(x, tuple(axes)) for x in arrays)
+
+
+def unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Casts `x`, partial sums over `axes`, to unreduced over them; communicates nothing."""
+    return lax.pcast(varying(x, axes), axes, to="unreduced") if axes else x
+
+
+# --- Forms ----------------------------------------------------------------------------------------
+
+
+def narrow_on_cpu(x: jax.Array) -> bool:
+    """Returns whether x is bf16 and traced for CPUs, where XLA needs other forms to be fast."""
+    device = jax.sharding.get_abstract_mesh().abstract_device  # None where a step is only traced
+    return x.dtype == jnp.bfloat16 and device is not None and device.platform == "cpu"
+
+
+def gather(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:
+    """Gathers dimension i over the axes."""
+    if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
+        return lax.collapse(jnp.moveaxis(lax.all_gather(x, axes), 0, i), i, i + 2)
+    return lax.all_gather(x, axes, axis=i, tiled=True)
+
+
+def scatter(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:
+    """Adds up partial sums over the axes, and splits dimension i of the total over them."""
+    size, count = x.shape[i], math.prod(mesh_shape()[axis] for axis in axes)
+    if i and narrow_on_cpu(x) and size % count == 0:  # as in `gather`
+        parts = x.reshape(*x.shape[:i], count, size // count, *x.shape[i + 1 :])
+        return lax.psum_scatter(jnp.moveaxis(parts, i, 0), axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=i, tiled=True)
+
+
+def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
+    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one, which is
+    then rounded: XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
+    narrow, (left, *others) = operands[0].dtype, subscripts.replace("->", ",").split(",")
+    batch = {*left}.intersection(*others)
+    # XLA has no such matmul where the left operand's batch dimensions come after another one.
+    wide = narrow_on_cpu(operands[0]) and (not batch or left[0] in batch)
+    if dtype in (None, narrow) and not wide:
+        return jnp.einsum(subscripts, *operands)
+    return widening_einsum(subscripts, dtype or narrow, *alike(*operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
+    """`jnp.einsum` that accumulates in `dtype`, bf16 in f32, and returns it; backward products stay
+    narrow."""
+    wide = jnp.float32 if dtype == jnp.bfloat16 else dtype
+    return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)
+
+
+def _widening_forward(subscripts: str, dtype: Any, *operands: jax.Array) -> tuple[Any, Any]:
+    return widening_einsum(subscripts, dtype, *operands), operands
+
+
+def _widening_backward(subscripts: str, _: Any, operands: Any, gradient: jax.Array) -> Any:
+    gradient = gradient.astype(operands[0].dtype)
+    terms = subscripts.replace("->", ",").split(",")
+    alone = any(sum(name in term for term in terms) == 1 for name in "".join(terms))
+    if alone or not narrow_on_cpu(gradient):
+        return jax.vjp(functools.partial(jnp.einsum, subscripts), *operands)[1](gradient)
+    # The gradient of an operand is an einsum of the other operands and of the result's gradient.
+    factors = [*zip(terms, (*operands, gradient), strict=True)]
+
+    def product(i: int) -> jax.Array:
+        others, arrays = zip(*factors[:i], *factors[i + 1 :], strict=True)
+        return einsum(f"{','.join(others)}->{terms[i]}", *arrays)
+
+    return tuple(map(product, range(len(operands))))
+
+
+widening_einsum.defvjp(_widening_forward, _widening_backward)
