@@ -22,17 +22,17 @@ class ModelConfig(Section, key="model"):
     d_head: PositiveInt
     layers: PositiveInt
     vocab: PositiveInt
-    d_ff: NonNegativeInt  # with experts: of a shared expert, which all tokens take; 0: none
+    d_ff: NonNegativeInt
     rope_max_timescale: PositiveInt
     rope_scaling: RopeScalingConfig | None
     norm_eps: F32
-    start_token: NonNegativeInt  # the input before a document's first token
-    # What families of models differ in; configs/base.yaml names some that have each.
-    norms_after: bool = False  # attention and MLP: their results, not what they take
+    start_token: NonNegativeInt
+    # What families of models differ in.
+    norms_after: bool = False
     qkv_bias: bool = False
     qk_norm: QK_NORMS | None = None
     tied_embeddings: bool = False
-    sliding_window: PositiveInt | None = None  # the last tokens that a token sees; None: all
+    sliding_window: PositiveInt | None = None
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
@@ -43,8 +43,8 @@ class ModelConfig(Section, key="model"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class TokensConfig(Section, key="training.tokens"):
-    batch: PositiveInt  # rows
-    len: PositiveInt  # tokens in a row
+    batch: PositiveInt
+    len: PositiveInt
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -53,28 +53,28 @@ class TrainingConfig(Section, key="training"):
     steps: PositiveInt
     steps_for_lr: PositiveInt
     learning_rate: F32
-    schedule: Annotated[str, one_of("cosine linear wsd constant")]  # see `learning_rate`
-    cooldown_steps: NonNegativeInt  # of wsd, the last ones, in which the rate falls
-    cosine_learning_rate_final_fraction: F32  # of any schedule that falls
+    schedule: Annotated[str, one_of("cosine linear wsd constant")]
+    cooldown_steps: NonNegativeInt
+    cosine_learning_rate_final_fraction: F32
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
-    no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]  # weights that don't decay
+    no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]
     adam_b1: Fraction
     adam_b2: Fraction
     adam_eps: F32
     adam_eps_root: F32
     weight_decay: F32
-    grad_clip: F32OrInf  # largest global gradient norm; inf disables clipping
+    grad_clip: F32OrInf
     seed: NonNegativeInt
     tokens: TokensConfig
     routing: RoutingConfig
-    microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
-    loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
-    validation_interval: NonNegativeInt  # steps; 0 disables validation
+    microbatches: PositiveInt
+    loss_chunks: PositiveInt
+    validation_interval: NonNegativeInt
     validation_batches: PositiveInt
-    validation_at_start: bool  # validate before the first step, too
-    skip_steps: tuple[NonNegativeInt, ...]  # batches to leave out; later steps move up
-    max_skipped_updates: NonNegativeInt  # consecutive non-finite updates before the run stops
+    validation_at_start: bool
+    skip_steps: tuple[NonNegativeInt, ...]
+    max_skipped_updates: NonNegativeInt
 
     def __post_init__(self) -> None:
         self.require(self.grad_clip > 0, "grad_clip", "it must be above 0; inf disables clipping")
@@ -89,7 +89,7 @@ class Config(RunConfig, DataConfig):
     model: ModelConfig
     training: TrainingConfig
     mesh: MeshConfig
-    dtype: Annotated[str, one_of(" ".join(COMPUTE))]  # of compute[...]
+    dtype: Annotated[str, one_of(" ".join(COMPUTE))]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,10 +53,10 @@ class CheckpointError(UserError):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class CheckpointsConfig(Section, key="checkpoints"):
-    root: Path  # folder or bucket for all runs; empty: paths.root_working_dir
-    keep_last: NonNegativeInt  # how many of the last checkpoints to keep; 0: all
-    keep_every: NonNegativeInt  # also keep those whose step is a multiple of this; 0: none
-    stop_on_error: bool  # whether a checkpoint that can't be written stops the run or only warns
+    root: Path
+    keep_last: NonNegativeInt
+    keep_every: NonNegativeInt
+    stop_on_error: bool
 
 
 KEEP_ALL = CheckpointsConfig(root="", keep_last=0, keep_every=0, stop_on_error=True)

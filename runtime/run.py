@@ -57,8 +57,8 @@ all_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jax.numpy.isfinite(x).a
 @dataclasses.dataclass(unsafe_hash=True)
 class PathsConfig(Section, key="paths"):
     root_working_dir: Path
-    clone_from: Kept  # checkpoint, or folder of checkpoints, that a new run starts from; "": none
-    clone_weights_only: bool  # true: weights only, from step 0; false: the whole state
+    clone_from: Kept
+    clone_weights_only: bool
     model_name: Name
 
     def __post_init__(self) -> None:
@@ -81,8 +81,8 @@ class IoConfig(Section, key="io"):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MetricsConfig(Section, key="metrics"):
-    to: tuple[Annotated[str, one_of(" ".join(SINKS))], ...]  # in addition to metrics.jsonl
-    norms_interval: NonNegativeInt  # steps between logs of each tensor's norms; 0 disables
+    to: tuple[Annotated[str, one_of(" ".join(SINKS))], ...]
+    norms_interval: NonNegativeInt
 
 
 @dataclasses.dataclass(unsafe_hash=True, kw_only=True)
@@ -92,19 +92,19 @@ class RunConfig(Section):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    check: Annotated[str, one_of("numbers types none")]  # before the first step
-    checkpoint_interval: NonNegativeInt  # steps; 0: only at the end
+    check: Annotated[str, one_of("numbers types none")]
+    checkpoint_interval: NonNegativeInt
     checkpoints: CheckpointsConfig
-    hang_timeout_seconds: Seconds  # before a step counts as hung; 0 disables
-    hang_ends: bool  # a hung step ends the run; false: it is only reported
-    profile: bool  # trace a few steps into profile/
-    hlo_svg: bool  # draw the compiled step
-    compiler_options: bool  # pass chips.COMPILER_OPTIONS to the compiler
-    deterministic: bool  # on GPUs: only kernels whose results are the same each time
+    hang_timeout_seconds: Seconds
+    hang_ends: bool
+    profile: bool
+    hlo_svg: bool
+    compiler_options: bool
+    deterministic: bool
     num_hosts: PositiveInt
-    coordinator: str  # address:port of the first host; "": JAX detects the cluster
-    process_id: NonNegativeInt  # of this host, from 0; only used with a coordinator
-    heartbeat_timeout_seconds: PositiveInt  # of silence before a host counts as lost
+    coordinator: str
+    process_id: NonNegativeInt
+    heartbeat_timeout_seconds: PositiveInt
     simulate_devices: bool
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ axis_group("d", "r", "s")  # data parallelism: replicas, and the shards of each
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig(Section, key="mesh"):
-    d: PositiveInt  # the group of r and s
+    d: PositiveInt
     t: PositiveInt
     r: PositiveInt = 1
     c: PositiveInt = 1

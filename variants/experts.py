@@ -26,10 +26,10 @@ from shardlib.types import Stacked, choose, compute, f32, pytree_dataclass, type
 class ExpertsConfig(Section, key="model.experts"):
     count: PositiveInt
     per_token: PositiveInt
-    d_ff: PositiveInt  # of each expert
+    d_ff: PositiveInt
     score: Annotated[str, one_of("softmax sigmoid")] = "softmax"
-    renormalize: bool = True  # makes the scores of a token's experts add up to one
-    bias: bool = True  # added to the scores for the choice alone
+    renormalize: bool = True
+    bias: bool = True
 
     def __post_init__(self) -> None:
         problem = f"there are only {self.count} experts"
@@ -42,7 +42,7 @@ class ExpertsConfig(Section, key="model.experts"):
 class RoutingConfig(Section, key="training.routing"):
     """Settings of experts that only training needs."""
 
-    bias_rate: F32  # a step's change of the bias of an expert
+    bias_rate: F32
     balance_cost: F32
     z_cost: F32
 
