@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh
 
 from checks.jaxprs import equations, op_of
 from shardlib.devices import abstract_mesh
-from shardlib.errors import ShardTypeError
+from shardlib.errors import BEHIND_OPS, ShardTypeError
 from shardlib.ops import COLLECTIVES, SCOPE, axes_of, phase
 from shardlib.types import Dim
+
+BEHIND_OPS.append(__file__)
 
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),

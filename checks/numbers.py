@@ -23,10 +23,10 @@ from jax import lax
 
 from checks.layout import PRIMES
 from shardlib import ops
-from shardlib.errors import LIBRARIES, caller
+from shardlib.errors import BEHIND_OPS, caller
 from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
 
-LIBRARIES.append(__file__)  # lines of ops are those of their calls
+BEHIND_OPS.append(__file__)  # lines of ops are those of their calls
 
 TOLERANCE = 3e-5  # of an array's largest entry
 # An array's scale is at least this share of the largest entry in its part of the tree. One that is

@@ -15,12 +15,12 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
-from shardlib.errors import LIBRARIES
+from shardlib.errors import BEHIND_OPS
 from shardlib.local import alike, einsum
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec, floating, integer, typechecked
 
-LIBRARIES.append(__file__)  # its lines are those of its calls
+BEHIND_OPS.append(__file__)  # its lines are those of its calls
 
 # Queries whose scores are in memory at a time, in rows of up to LONG keys; of longer rows fewer.
 BLOCK, LONG = 512, 8192

@@ -26,15 +26,16 @@ class SpecError(ShardTypeError):
     """A type string that can't be read."""
 
 
-# Files and folders of code that isn't the user's; shardlib comes first.
-LIBRARIES = [
-    *(os.path.dirname(__file__), os.path.dirname(jax.__file__), "<frozen "),
+# Files and folders of ours whose lines aren't shown in place of the user's.
+BEHIND_OPS = [os.path.dirname(__file__)]
+_LIBRARIES = (
+    *(os.path.dirname(jax.__file__), "<frozen "),
     *map(sysconfig.get_path, ("stdlib", "platlib", "purelib")),
-]
+)
 
 
 def is_users(file: str) -> bool:
-    return not file.startswith((*LIBRARIES,))
+    return not file.startswith((*BEHIND_OPS, *_LIBRARIES))
 
 
 def source_line(trace: Any) -> str:
@@ -74,7 +75,6 @@ def explain(error: Exception) -> str:
             message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
         # No line of the user's: a bug of ours, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
-            ours = [f for f in frames if not f.filename.startswith((*LIBRARIES[1:],))]
-            own = ours[-1:]
+            own = [f for f in frames if not f.filename.startswith(_LIBRARIES)][-1:]
     lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)
     return "\n".join([*dict.fromkeys(lines), message])

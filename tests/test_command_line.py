@@ -358,18 +358,18 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
 # length, which fits; JAX or Python reports the others.
 WRONG_EDITS = edits.listed("""
 === a layer's gain gathered in the wrong order
---- swap enter: ops.all_gather("M/t/c/s -> M", gain)
+--- swap norm_before: ops.all_gather("M/t/c/s -> M", gain)
 ops.all_gather("M/c/s/t -> M", gain)
 === a weight gathered along the wrong axis
 --- swap swiglu: ops.all_gather("M/c/s F/t -> M F/t", w.w_up)
 ops.all_gather("M/c/s F/t -> M/c/s F", w.w_up)
 === a sum that is never paid
---- instead leave: B/d L/c M {U:t} -> B/d L/c M/t
+--- instead block: ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
 === a sum that is paid in full and not scattered
---- instead leave: B/d L/c M {U:t} -> B/d L/c M/t
+--- instead block: ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
 y = ops.psum("B/d L/c M {U:t} -> B/d L/c M", y)
 === an owed sum in a logarithm
---- instead loss: sum_exp
+--- instead against_largest: sum_exp
 === a loss that is not summed over the batch
 --- swap loss: ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
 ops.reduce_sum("B/d l/c -> {U:d,c}", nats)
@@ -377,7 +377,7 @@ ops.reduce_sum("B/d l/c -> {U:d,c}", nats)
 --- swap block: ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
 ops.all_gather("K/d M/t D -> K/d M D", w.w_k.swapaxes(0, 1)).swapaxes(0, 1)
 === more decay by the length of a part
---- after training_step: update(state.weights, grads, state.mu, state.nu, hyper, config)
+--- after training_step: update(*given, hyper, config)
 wide = config.model.d_model
 weights = jax.tree.map(lambda w: 0.9 * w if w.shape[-1] == wide else w, weights)
 === a gain used without its gather
@@ -385,10 +385,10 @@ weights = jax.tree.map(lambda w: 0.9 * w if w.shape[-1] == wide else w, weights)
 x, routed = lax.scan(block, x, weights.layers)
 return x * weights.final_norm, routed
 === a chunk of the sequence that meets all of it
---- swap loss: (jnp.log(sum_exp) - logit) * loss_mask
-(jnp.log(sum_exp) - logit) * batch.loss_mask
+--- swap loss: (log_sum - logit) * loss_mask
+(log_sum - logit) * batch.loss_mask
 === a gradient that JAX doesn't have
---- swap loss: lax.stop_gradient(logits)
+--- swap against_largest: lax.stop_gradient(logits)
 logits
 === a gradient that JAX finds missing only backward
 --- instead swiglu: hidden
