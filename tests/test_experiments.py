@@ -272,10 +272,12 @@ def test_a_temperature_is_the_oracles(tree):
 @pytest.mark.parametrize(
     "line, mistaken",
     [
-        ('    heat_norm: compute["Q K/t"]', "    # "),
-        ("heat_norm", "heat"),
-        ('heat_norm: compute["Q K/t"]', 'heat_norm: compute["Q K"]'),
-        ("w.heat_norm[:, :, None]", "w.heat_norm"),
+        ('    heat: f32["Q K/t", gain]', "    # "),
+        ('f32["Q K/t", gain]', 'f32["Q K/t"]'),
+        ('f32["Q K/t", gain]', 'f32["Q K", gain]'),
+        ('f32["Q K/t", gain]', 'f32["Q K/t H", gain]'),
+        ("w.heat[:, :, None]", "w.heat"),
+        (".heat[:, :, None]).astype(q.dtype)", ".heat[:, :, None])"),
     ],
 )
 def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tree):
