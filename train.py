@@ -637,6 +637,8 @@ def train(
     tokens, flops = training.tokens.batch * training.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
+    if training.optimizer == "muon":
+        say(muon.note(kinds.weights))
     with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)

@@ -51,10 +51,10 @@ def declared(kinds: Any) -> Any:
     """Returns the types of weights. Raises UserError for one that doesn't say how it starts."""
     for name, kind in named(kinds).items():
         if not isinstance(kind.start, Start):
-            text = str(kind).replace('"]', '", gain]')
             raise UserError(
-                f"the weight {name} doesn't say how it starts: declare it like {text}, or with "
-                "another one of runtime/initial.py, such as matrix or Start(0.1)"
+                f"the weight {name} doesn't say how it starts: declare it like "
+                f'{kind.element.name}["...", gain], or with another one of runtime/initial.py, '
+                'such as matrix("M") or Start(0.1)'
             )
     return kinds
 

@@ -58,11 +58,11 @@ def tree(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def imported_from(tree):
-    """A context in which the project's modules are imported from the tree."""
+def imported_from(tree, rooms=ROOMS):
+    """A context in which train.py and the modules of these rooms are imported from the tree."""
 
     def remove_modules():
-        names = [name for name in sys.modules if name.partition(".")[0] in ("train", *ROOMS)]
+        names = [name for name in sys.modules if name.partition(".")[0] in ("train", *rooms)]
         return {name: sys.modules.pop(name) for name in names}
 
     modules = remove_modules()
@@ -265,17 +265,19 @@ def test_a_term_of_the_loss_is_the_oracles(tree):
 def test_a_temperature_is_the_oracles(tree):
     apply("temperature", tree)
     queries = "all_queries[:, :, q], position, max_timescale)"
-    warm = (queries, f'{queries} * layer["heat_norm"][q][:, None]')
+    warm = (queries, f'{queries} * layer["heat"][q][:, None]')
     assert_equals(edited("tests/oracle.py", warm), *loss_and_grads(tree))
 
 
 @pytest.mark.parametrize(
     "line, mistaken",
     [
-        ('    heat_norm: compute["Q K/t"]', "    # "),
-        ("heat_norm", "heat"),
-        ('heat_norm: compute["Q K/t"]', 'heat_norm: compute["Q K"]'),
-        ("w.heat_norm[:, :, None]", "w.heat_norm"),
+        ('    heat: f32["Q K/t", gain]', "    # "),
+        ('f32["Q K/t", gain]', 'f32["Q K/t"]'),
+        ('f32["Q K/t", gain]', 'f32["Q K", gain]'),
+        ('f32["Q K/t", gain]', 'f32["Q K/t H", gain]'),
+        ("w.heat[:, :, None]", "w.heat"),
+        (".heat[:, :, None]).astype(q.dtype)", ".heat[:, :, None])"),
     ],
 )
 def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tree):
@@ -529,12 +531,13 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
     run = tmp_path / "run"
     with imported_from(tree):
         module = importlib.import_module("train")
-        generate = importlib.import_module("tools.generate")
+        model = importlib.import_module("tools.generate.model")
+        generate = importlib.import_module("tools.generate.__main__")
         sources = importlib.import_module("data.sources")
         in_f32 = importlib.import_module("shardlib.types").computing_in("f32")
         train_here(capsys, monkeypatch, *arguments, program=module.main)
         with jax.set_mesh(helpers.mesh(1, 1)), in_f32:
-            checkpoints, config = generate.open_checkpoint(str(run / "checkpoints"))
+            checkpoints, config = model.open_checkpoint(str(run / "checkpoints"))
             _, held_out = sources.open_batches(config, module.dimensions(config))
             losses = [
                 float(module.validate(config, checkpoints.restore(part), held_out))
@@ -544,7 +547,7 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
         weights.export_weights(str(run / "checkpoints"), str(tmp_path / "exported"), "float32")
         (folder,) = (run / "checkpoints").glob("0*")
         average = zarr.open_group(folder, mode="r")["average/embed"][()]
-        monkeypatch.setattr(generate.Checkpoints, "restore", lambda self, part: sys.exit(part))
+        monkeypatch.setattr(model.Checkpoints, "restore", lambda self, part: sys.exit(part))
         command = str(run / "checkpoints"), "--prompt", "a", "--tokenizer", "bytes_utf8"
         _, part = train_here(capsys, monkeypatch, *command, program=generate.main)
     assert part == "average"
@@ -633,12 +636,8 @@ def test_gemma_3_is_the_oracles(tree, gemma_oracle):
 def gemma_modules(tree):
     """train.py and tools/generate/steps.py with the edit, in f32, and a config."""
     apply_all("Gemma 3", tree)
-    families = mutations.load((tree / "variants/families.py").read_text()).__name__
-    source = (tree / "train.py").read_text().replace("experts, families, muon", "experts, muon")
-    source = source.replace("from variants.families import", f"from {families} import")
-    module = mutations.load(f"import {families} as families\n{source}")
-    source = (tree / "tools/generate/steps.py").read_text()
-    tool = mutations.load(source.replace("import train\n", f"import {module.__name__} as train\n"))
+    with imported_from(tree, ("configs", "variants", "tools")):
+        module, tool = map(importlib.import_module, ("train", "tools.generate.steps"))
     overrides = *SMALL, "model.vocab=48", "paths.model_name=x", *GEMMA
     config = compose_config("local_test_synthetic", *overrides, schema=module.Config)
     return module, tool, config

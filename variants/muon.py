@@ -1,7 +1,7 @@
 """Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
 It updates the matrices of layers, in place of AdamW, which updates the rest. train.py asks it for
-`update`, and for what has no second moment.
+`update`, for what has no second moment, and for a `note` of it.
 """
 
 import math
@@ -37,6 +37,11 @@ def divided(kinds: Any, tree: Any) -> tuple[Any, Any]:
         )
 
     return those(False), those(True)
+
+
+def note(kinds: Any) -> str:
+    """Names the weights that AdamW updates, as their layouts aren't in MATRICES."""
+    return f"AdamW updates {', '.join(named(divided(kinds, kinds)[0]))}; Muon the rest"
 
 
 def update(
