@@ -828,7 +828,7 @@ def step_flops(config: Config) -> tuple[int, int]:
 def validate(
     config: Config, weights: Stored, data: Batches, interrupted: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """The mean loss of all targets in the validation split's first batches, the same ones each
+    """The mean loss of all targets in the validation set's first batches, the same ones each
     time. None if a signal interrupts it, between two batches."""
     nats = targets = 0.0
     for number, batch in data.from_step(0, config.training.validation_batches):
@@ -881,7 +881,7 @@ def not_finite(config: Config, weights: Stored, batch: TokenBatch, origin: str) 
 
 
 def train(
-    config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[..., Any]
+    config: Config, data: Batches, held_out: dict[str, Batches], wait_for_check: Callable[..., Any]
 ) -> int:
     """Trains until the last step, or until a signal asks the run to stop. Returns the exit code."""
     hyper, kinds, sizes = config.training, state_type(config), dimensions(config)
@@ -907,18 +907,21 @@ def train(
             checkpoints.wait()
             return not_finite(config, state.weights, batch, data.origin_of(step))
 
-        if held_out and hyper.validation_at_start and first == 0:
-            loss = validate(config, state.weights, held_out, run.interrupted)
-            run.add(validation_loss_at_start=loss)
+        def add_validation(when: str = "") -> None:
+            for name, each in held_out.items():
+                loss = validate(config, state.weights, each, run.interrupted)
+                run.add_validation(loss, each.bytes_per_token, name, when)
+
+        if hyper.validation_at_start and first == 0:
+            add_validation("_at_start")
 
         for step, batch in data.from_step(first, hyper.steps):
             with run.step(step, data.waited):
                 state, metrics = step_once(state, batch, hyper_at(step, hyper))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))
-            if held_out and due(hyper.validation_interval, step, hyper.steps):
+            if due(hyper.validation_interval, step, hyper.steps):
                 run.pause()
-                loss = validate(config, state.weights, held_out, run.interrupted)
-                run.add(validation_loss=loss)
+                add_validation()
                 run.flush()
             if run.saves_after(step):
                 run.flush(state)  # raises if NaN would get into a checkpoint
