@@ -1,6 +1,7 @@
 """`.bin` files: they give the rows of the same tokens in zarr, and what isn't whole is refused."""
 
 import os
+import re
 import struct
 
 import jax
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 
 from data.bins import Bins
-from data.flat_tokens import FlatTokens, Writer
+from data.flat_tokens import FlatTokens, Writer, encode
 from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_loader import config_of
-from tests.helpers import axes
+from tests.helpers import SMALL, axes, rows, train_here
 
 END, VOCAB = 300, 1000
 RANDOM = np.random.default_rng(0)
@@ -33,14 +34,16 @@ def write_shards(folder, shards, magic=20240520, version=1, kind="<u2", cut=0):
     return str(folder)
 
 
-def write_megatron(file, documents, kind="<u2", code=8):
-    """Writes a file and its index, as megatron/core/datasets/indexed_dataset.py does."""
+def write_megatron(file, documents, kind="<u2", code=8, of_document=1):
+    """Writes a file and its index, as megatron/core/datasets/indexed_dataset.py does, of so many
+    sequences of a document."""
     ids = np.concatenate(documents).astype(kind)
     lengths = np.array([len(document) for document in documents])
     places = (np.cumsum(lengths) - lengths) * ids.itemsize
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+    firsts = np.append(np.arange(0, len(lengths), of_document), len(lengths))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(firsts))
     index += lengths.astype("<i4").tobytes() + places.astype("<i8").tobytes()
-    index += np.arange(len(lengths) + 1).astype("<i8").tobytes()
+    index += firsts.astype("<i8").tobytes()
     file.write_bytes(ids.tobytes())
     file.with_suffix(".idx").write_bytes(index)
     return str(file)
@@ -168,3 +171,41 @@ def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path):
     message = str(error.value).replace(str(tmp_path), "...")
     assert "\n" not in message
     golden.check("datasets.txt", f".bin: {case}", message)
+
+
+def test_a_checkpoint_records_the_files_and_their_order(tmp_path):
+    """But not their folder, as a dataset may move."""
+
+    def made_of(*shards, folder="x"):
+        path = write_shards(tmp_path / folder, shards)
+        return opened(path, end_token=END).made_of["tokens"]
+
+    first, second = np.split(TOKENS, [600])
+    before = made_of(first, second)
+    assert made_of(first, second, folder="y") == before
+    assert made_of(second, first) != before
+    os.rename(tmp_path / "y/train_000000.bin", tmp_path / "y/train_000002.bin")
+    assert opened(f"{tmp_path}/y", end_token=END).made_of["tokens"] != before
+
+
+def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):
+    """Both have the same tokens, one of them in zarr that knows its bytes: 3 for a token."""
+    run = ["--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}"]
+    run += ["paths.model_name=run", "model.vocab=1000", "training.steps=2"]
+    run += [f"flat_tokens.filespec={plain(tmp_path)}", f"flat_tokens.end_token={END}"]
+    with Writer(f"{tmp_path}/x.zarr", "validation") as writer:
+        for document in DOCUMENTS:
+            encoded = encode(document, np.zeros(1, int))
+            writer.extend(encoded, np.array([len(document)]), 3 * len(document))
+    sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {tmp_path}/u2.bin}}"
+    run += [sets, "training.validation_interval=2", "training.validation_at_start=true"]
+    out, message = train_here(capsys, monkeypatch, *run, "training.validation_batches=3")
+    assert not message
+    first, last = rows(tmp_path / "run")
+    for row, when in (first, "_at_start"), (last, ""):
+        loss = row[f"validation_loss{when}/a.b"]
+        assert 6 < loss < 8 and row[f"validation_loss{when}/c"] == loss
+        assert row[f"validation_bits_per_byte{when}/a.b"] == loss / np.log(2) / 3
+        assert f"validation_bits_per_byte{when}/c" not in row
+    shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
+    assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
