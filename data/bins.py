@@ -34,8 +34,7 @@ def mapped(file: str, kind: str) -> np.ndarray:
     if len(header) == 256 and not header[3:].any():  # a text has no 506 zeros
         magic, version, count = header[:3].tolist()
         if (magic, version) not in HEADERS:
-            known = " or ".join(f"{magic} and {version}" for magic, version in HEADERS)
-            raise ValueError(f"its header has the numbers {magic} and {version}, not {known}")
+            raise ValueError(f"its header has {magic} and {version}, none of {[*HEADERS]}")
         kind, begin = HEADERS[magic, version], header.nbytes
     else:
         low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
@@ -71,6 +70,9 @@ class Bins:
                 raise FlatTokensError(f"{file} can't be read: {problem}") from None
             self.firsts.append(self.firsts[-1] + len(ids))
             self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
+        others = [file for file in self.files if "train" not in file]
+        if len(others) < len(self.files) and any("val" in file for file in others):
+            raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
 
     @checked

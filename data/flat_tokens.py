@@ -142,9 +142,9 @@ class Writer:
             raise FlatTokensError(f"{self.name} has no sequences; a split needs at least one")
         self.flush()
         with storage.opening(self.name, "written"):
-            if self.text_bytes:
-                self.group.attrs["bytes"] = self.text_bytes
-            self.group.attrs["max_token_id"] = self.max_token_id  # last: this marks it complete
+            known = {"bytes": self.text_bytes} if self.text_bytes else {}
+            # Last: this marks it complete.
+            self.group.update_attributes(known | {"max_token_id": self.max_token_id})
 
 
 def tokenizer_of(path: str) -> str | None:
@@ -183,9 +183,8 @@ class FlatTokens:
             raise FlatTokensError(f"{path} has no split {split}")
         # Earlier versions of the converter could shift ids.
         match root.attrs.get("conversion"):
-            case {"settings": {"tokenizer": name, "id_offset": int(offset)}} if offset:
-                problem = f"has the ids of {name} plus {offset}"
-                raise FlatTokensError(f"{path} {problem}: convert it again")
+            case {"settings": {"tokenizer": name, "id_offset": int(n)}} if n:
+                raise FlatTokensError(f"{path} has the ids of {name} plus {n}: convert it again")
         for name, dtype in ARRAYS.items():
             if name not in arrays:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")

@@ -70,8 +70,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
         if bool(self.mixture) == bool(self.filespec):
-            several = "flat_tokens.mixture=[{filespec: DATASET, weight: 0.7}, ...]"
-            raise UserError(f"set one of flat_tokens.filespec=DATASET and {several}, not both")
+            raise UserError("set one of flat_tokens.filespec and mixture, the other to null or []")
         paths = *(x.filespec for x in self.datasets), *self.validation.values()
         if (self.end_token, self.bin_dtype) != (None, "uint16") and not any(map(bin_files, paths)):
             raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")
@@ -85,8 +84,7 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             cure = "name files to validate on, as in 'flat_tokens.validation={web: val.bin}'"
             raise FlatTokensError(f"{path} has no validation split: {cure}")
         if not self.sequence_packing:
-            problem = "doesn't list its documents, as flat_tokens.sequence_packing=false needs"
-            raise FlatTokensError(f"{path} {problem}: convert it with tools.bins")
+            raise FlatTokensError(f"{path}: sequence_packing=false needs zarr; convert it first")
         return Bins(path, self.end_token, self.bin_dtype, vocab)
 
     @property
@@ -327,6 +325,7 @@ class Shuffled:
         # By sequence, the token before it, if the block before it was read.
         self.ends = {0: FILL}
         spec.check_vocabulary(f"{data.name} has ids up to", data.max_token_id)
+        spec.check_vocabulary("flat_tokens.end_token is", config.end_token or 0)
         count = data.token_count // self.length if config.sequence_packing else data.sequence_count
         if spec.rows % config.streams:
             problem = f"doesn't divide training.tokens.batch={spec.rows}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import struct
 
 import jax
@@ -153,6 +154,10 @@ REFUSED = {
     "an id beyond the vocabulary": (plain, {"vocab": 999}),
     "an id of 32 bits beyond the vocabulary": (
         lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"), {"vocab": 999},
+    ),
+    "an end token beyond the vocabulary": (plain, {"end_token": VOCAB}),
+    "a folder with files for validation": (
+        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")), {},
     ),
     "Megatron-LM's": (lambda folder: write_megatron(folder / "x.bin", DOCUMENTS), {}),
     "a document per row": (plain, {"sequence_packing": False}),
