@@ -214,3 +214,16 @@ def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):
         assert f"validation_bits_per_byte{when}/c" not in row
     shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
     assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
+
+
+def test_opening_at_any_step_reads_one_buffer_per_stream(tmp_path, monkeypatch):
+    """Each of the at most two buffers, if the batch spans them, has 3 blocks of 7 rows."""
+    lengths, read = [], Bins.read_encoded
+
+    def recorded(self, low, high):
+        lengths.append(high - low)
+        return read(self, low, high)
+
+    monkeypatch.setattr(Bins, "read_encoded", recorded)
+    list(opened(plain(tmp_path), streams=2, end_token=END).from_step(10_000, 10_001))
+    assert 8 * 12 <= sum(lengths) <= 2 * 2 * 3 * (7 * 12 + 1)
