@@ -587,7 +587,7 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 def validate(
     config: Config, weights: Stored, data: Batches, interrupted: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """The mean loss of all targets in the validation split's first batches, the same ones each
+    """The mean loss of all targets in the validation set's first batches, the same ones each
     time. None if a signal interrupts it, between two batches."""
     nats = targets = 0.0
     for number, batch in data.from_step(0, config.training.validation_batches):
@@ -621,7 +621,7 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
 
 
 def train(
-    config: Config, data: Batches, held_out: Batches | None, wait_for_check: Callable[..., Any]
+    config: Config, data: Batches, held_out: dict[str, Batches], wait_for_check: Callable[..., Any]
 ) -> int:
     """Trains until the last step, or until a signal asks the run to stop. Returns the exit code."""
     training, kinds, sizes = config.training, state_type(config), dimensions(config)
@@ -649,18 +649,21 @@ def train(
             checkpoints.wait()
             return explanation(gradients, config, state.weights, batch, data.origin_of(step))
 
-        if held_out and training.validation_at_start and first == 0:
-            loss = validate(config, state.weights, held_out, run.interrupted)
-            run.add(validation_loss_at_start=loss)
+        def add_validation(when: str = "") -> None:
+            for name, each in held_out.items():
+                loss = validate(config, state.weights, each, run.interrupted)
+                run.add_validation(loss, each.bytes_per_token, name, when)
+
+        if training.validation_at_start and first == 0:
+            add_validation("_at_start")
 
         for step, batch in data.from_step(first, training.steps):
             with run.step(step, data.waited):
                 state, metrics = step_once(state, batch, hyper_at(step, training))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))
-            if held_out and due(training.validation_interval, step, training.steps):
+            if due(training.validation_interval, step, training.steps):
                 run.pause()
-                loss = validate(config, state.weights, held_out, run.interrupted)
-                run.add(validation_loss=loss)
+                add_validation()
                 run.flush()
             if run.saves_after(step):
                 run.flush(state)  # raises if NaN would get into a checkpoint

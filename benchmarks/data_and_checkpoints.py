@@ -6,7 +6,8 @@ bound that it can't exceed by much.
 - The bound of a conversion is the tokenizer alone, on the same texts in memory: source files of the
   Python standard library, which the conversion reads from eight parquet files. The tokenizer is a
   byte-level BPE with as many ids as the config's model, trained on these sources.
-- That of the config's shuffled batches is a plain read of the same chunks, one after another.
+- That of the config's shuffled batches is a plain read of the same chunks, one after another, or of
+  the same tokens in a .bin file, in which an id ends documents, of the file.
 - That of a save until it is on disk, and of a restore from there, are plain files of the same
   bytes, one per device's part. The state is that of the config's model before the first step.
 
@@ -27,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 import pyarrow.parquet
 import tokenizers
 import zarr
@@ -38,6 +40,7 @@ from runtime.checkpoint import Checkpoints
 from runtime.program import program
 from runtime.run import make_mesh
 from tools.arguments import NOT_USED
+from tools.bins import to_bin
 from tools.huggingface_to_flat_tokens import ConvertConfig, convert, python_stdlib
 from tools.tables import show, table
 
@@ -69,14 +72,23 @@ def data(config: train.Config, folder: pathlib.Path, texts: list[str], bpe: Any)
     yield "the tokenizer alone"
     yield sum(len(x) for i in range(0, len(texts), 256) for x in encode(texts[i : i + 256]))
 
+    binary = str(folder / "text.bin")
+    to_bin(f"{output}/train", binary, None, header=False)
+    chunks: Any = zarr.open_group(output)["train/encoded_tokens"]
     sizes, fixed = train.dimensions(config), {"training.validation_interval": 0}
-    loader, _ = open_batches(config.changed({"flat_tokens.filespec": output} | fixed), sizes)
-    tokens: Any = zarr.open_group(output)["train/encoded_tokens"]
-    steps = tokens.size // (sizes["B"] * sizes["L"])
-    yield "shuffled batches, tokens"
-    yield sum(jax.block_until_ready(batch).inputs.size for _, batch in loader.from_step(0, steps))
-    yield "a plain read"
-    yield sum(tokens[i : i + CHUNK].size for i in range(0, tokens.size, CHUNK))
+    steps = chunks.size // (sizes["B"] * sizes["L"])
+    for kind, given in ("zarr", {}), (".bin", {"flat_tokens.end_token": 0}):
+        path = output if kind == "zarr" else binary
+        changed = config.changed({"flat_tokens.filespec": path} | given | fixed)
+        loader, _ = open_batches(changed, sizes)
+        batches = (batch for _, batch in loader.from_step(0, steps))
+        yield f"shuffled batches of {kind}, tokens"
+        yield sum(jax.block_until_ready(batch).inputs.size for batch in batches)
+        yield f"a plain read of {kind}"
+        if kind == "zarr":
+            yield sum(chunks[i : i + CHUNK].size for i in range(0, chunks.size, CHUNK))
+        else:
+            yield np.fromfile(binary, np.uint16).size
 
 
 def checkpoint(config: train.Config, folder: pathlib.Path, state: train.State) -> Iterator[Any]:

@@ -18,11 +18,13 @@ from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
+COUNTS = ("tokens", "sequences", "max_token_id", "bytes")  # of what a writer has written
 MAX_ID = 2**30 - 2
 NO_TOKEN = 2**31 - 1  # no token's id
 FILL = 2 * NO_TOKEN  # the value of entries that were not written, and of padding
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
+Encoded = UInt32[np.ndarray, " tokens"]
 # Ids, and for each whether a sequence starts with it.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
@@ -36,9 +38,7 @@ class FlatTokensError(UserError):
 
 
 @checked
-def encode(
-    ids: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " sequences"]
-) -> UInt32[np.ndarray, " tokens"]:
+def encode(ids: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " sequences"]) -> Encoded:
     """Returns the encoded tokens: 2*id+1 if a sequence starts with the token, else 2*id."""
     encoded = np.left_shift(ids, 1, dtype=np.uint32, casting="unsafe")
     encoded[starts] += np.uint32(1)
@@ -62,7 +62,7 @@ class Writer:
     the last flush if `written` is what that `flush` returned.
     """
 
-    def __init__(self, path: str, split: str, written: dict[str, int] | None = None):
+    def __init__(self, path: str, split: str, written: dict[str, Any] | None = None):
         self.name = f"{path}/{split}"
         there = storage.names(self.name)
         if there and not any(name.startswith((".z", "zarr.json")) for name in there):
@@ -80,10 +80,10 @@ class Writer:
                 for name, dtype in ARRAYS.items():
                     fill = FILL if dtype == "uint32" else 0
                     group.create_array(name, dtype=dtype, fill_value=fill, **new)
-                written = {"tokens": 0, "sequences": 0, "max_token_id": 0}
+                written = dict.fromkeys(COUNTS, 0)
             self.group = root[split]
             self.token_count, self.sequence_count = written["tokens"], written["sequences"]
-            self.max_token_id = written["max_token_id"]
+            self.max_token_id, self.text_bytes = written["max_token_id"], written.get("bytes")
             self.tokens, self.starts = (self.group[name] for name in ARRAYS)
             # Truncates to the last flush; the caller appends the rest again.
             self.tokens.resize((self.token_count,))
@@ -97,27 +97,27 @@ class Writer:
         if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
             raise FlatTokensError("a sequence must be a list of one or more integer ids")
         if len(invalid := ids[(ids < 0) | (ids > MAX_ID)]):
-            raise FlatTokensError(
-                f"sequence {self.sequence_count} has the id {invalid[0]}: ids must be from 0 to "
-                "2**30 - 2"
-            )
+            problem = f"sequence {self.sequence_count} has the id {invalid[0]}"
+            raise FlatTokensError(f"{problem}: ids must be from 0 to 2**30 - 2")
         self.extend(encode(ids, np.zeros(1, np.intp)), np.array([len(ids)]))
 
     @checked
     def extend(
-        self, tokens: UInt32[np.ndarray, " tokens"], lengths: Int64[np.ndarray, " sequences"]
+        self, tokens: Encoded, lengths: Int64[np.ndarray, " sequences"], text_bytes: int = 0
     ) -> None:
-        """Adds encoded sequences, given end to end, and the length of each, which is at least 1."""
+        """Adds encoded sequences, given end to end, the length of each, which is at least 1, and
+        how many bytes of UTF-8 their texts have, if that is known of all sequences."""
         self.pending.append((tokens, self.token_count + np.cumsum(lengths)))
         self.token_count += len(tokens)
         self.sequence_count += len(lengths)
+        self.text_bytes = None if self.text_bytes is None else self.text_bytes + text_bytes
         self.max_token_id = max(self.max_token_id, int(tokens.max(initial=0)) >> 1)
         # Not more often: resizing an array takes as long as writing several chunks, and appending
         # rewrites the last chunk.
         if self.token_count - self.tokens.shape[0] >= 16 * CHUNK:
             self.flush()
 
-    def flush(self) -> dict[str, int]:
+    def flush(self) -> dict[str, Any]:
         """Writes all pending sequences. Returns the counts from which a new Writer can continue."""
         if self.pending:
             tokens, ends = zip(*self.pending, strict=True)
@@ -125,11 +125,8 @@ class Writer:
                 self.tokens.append(np.concatenate(tokens))
                 self.starts.append(np.concatenate(ends).astype(np.uint64))
             self.pending = []
-        return {
-            "tokens": self.token_count,
-            "sequences": self.sequence_count,
-            "max_token_id": self.max_token_id,
-        }
+        counts = self.token_count, self.sequence_count, self.max_token_id, self.text_bytes
+        return dict(zip(COUNTS, counts, strict=True))
 
     def __enter__(self) -> "Writer":
         return self
@@ -145,7 +142,9 @@ class Writer:
             raise FlatTokensError(f"{self.name} has no sequences; a split needs at least one")
         self.flush()
         with storage.opening(self.name, "written"):
-            self.group.attrs["max_token_id"] = self.max_token_id  # last: this marks it complete
+            known = {"bytes": self.text_bytes} if self.text_bytes else {}
+            # Last: this marks it complete.
+            self.group.update_attributes(known | {"max_token_id": self.max_token_id})
 
 
 def tokenizer_of(path: str) -> str | None:
@@ -184,10 +183,8 @@ class FlatTokens:
             raise FlatTokensError(f"{path} has no split {split}")
         # Earlier versions of the converter could shift ids.
         match root.attrs.get("conversion"):
-            case {"settings": {"tokenizer": name, "id_offset": int(offset)}} if offset:
-                raise FlatTokensError(
-                    f"{path} has the ids of {name} plus {offset}: convert it again"
-                )
+            case {"settings": {"tokenizer": name, "id_offset": int(n)}} if n:
+                raise FlatTokensError(f"{path} has the ids of {name} plus {n}: convert it again")
         for name, dtype in ARRAYS.items():
             if name not in arrays:
                 raise FlatTokensError(f"{self.name} has no one-dimensional {dtype} array {name}")
@@ -199,13 +196,15 @@ class FlatTokens:
         largest: Any = self.group.attrs["max_token_id"]
         if type(largest) is not int or not 0 <= largest <= MAX_ID:
             raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
-        self.max_token_id = largest
-        self.token_count: int = self.tokens.shape[0]
-        self.sequence_count: int = self.seq_starts.shape[0] - 1
+        self.max_token_id, size = largest, self.group.attrs.get("bytes")
+        # What rows were made from, as a checkpoint records it: nothing else is quick to look at.
+        self.token_count = self.rows_from = self.tokens.shape[0]
+        self.sequence_count = self.seq_starts.shape[0] - 1
         if not 1 <= self.sequence_count <= self.token_count:
             raise FlatTokensError(f"{self.name} has no sequences, or more of them than tokens")
         if self._load(self.seq_starts, slice(-1, None))[0] != self.token_count:
             raise FlatTokensError(f"{self.name}: seq_starts doesn't end with the token count")
+        self.bytes_per_token = size / self.token_count if type(size) is int and size > 0 else 0.0
 
     def _load(self, array: zarr.Array, part: slice) -> np.ndarray:
         try:
@@ -220,16 +219,12 @@ class FlatTokens:
         if (largest := int(encoded.max(initial=0)) >> 1) <= self.max_token_id < self.no_token:
             return encoded  # as nearly always: none is missing or too large
         if len(missing := np.flatnonzero(encoded >> 1 == self.no_token)):
-            index = start + int(missing[0])
-            raise FlatTokensError(
-                f"{self.name}/encoded_tokens: there is no token {index}: chunk "
-                f"{index // self.tokens.chunks[0]} is missing, or has the fill value"
-            )
+            at = start + int(missing[0])
+            why = f"chunk {at // self.tokens.chunks[0]} is missing, or has the fill value"
+            raise FlatTokensError(f"{self.name}/encoded_tokens: there is no token {at}: {why}")
         if largest > self.max_token_id:
-            index = start + int(np.argmax(encoded))
-            raise FlatTokensError(
-                f"{self.name}: token {index} is {largest}, above max_token_id={self.max_token_id}"
-            )
+            problem = f"token {start + int(np.argmax(encoded))} is {largest}"
+            raise FlatTokensError(f"{self.name}: {problem}, above max_token_id={self.max_token_id}")
         return encoded
 
     def read(self, start: int, stop: int) -> Decoded:
@@ -243,32 +238,24 @@ class FlatTokens:
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
         if not (grows := starts[1:] > starts[:-1]).all():
-            index = first + 1 + int(np.argmin(grows))
-            raise FlatTokensError(
-                f"{self.name}/seq_starts: entry {index}, in chunk "
-                f"{index // self.seq_starts.chunks[0]}, is not larger than the entry before it"
-            )
+            at = first + 1 + int(np.argmin(grows))
+            entry = f"entry {at}, in chunk {at // self.seq_starts.chunks[0]}, is not larger than"
+            raise FlatTokensError(f"{self.name}/seq_starts: {entry} the entry before it")
         if starts[-1] > self.token_count:
-            raise FlatTokensError(
-                f"{self.name}/seq_starts: entry {last} is {starts[-1]}, more than the token count"
-            )
+            problem = f"entry {last} is {starts[-1]}, more than the token count"
+            raise FlatTokensError(f"{self.name}/seq_starts: {problem}")
         return starts.astype(np.int64)
 
     def validate(self) -> None:
         """Reads the whole split. Raises FlatTokensError for the first rule that is broken."""
-        starts, largest = self.starts(0, self.sequence_count), 0
+        listed, marked, largest = self.starts(0, self.sequence_count)[:-1], [], 0
         for low in range(0, self.token_count, 8 * CHUNK):
-            high = min(low + 8 * CHUNK, self.token_count)
-            ids, is_start = self.read(low, high)
+            ids, is_start = self.read(low, min(low + 8 * CHUNK, self.token_count))
+            marked.append(low + np.flatnonzero(is_start))
             largest = max(largest, int(ids.max()))
-            marked = low + np.flatnonzero(is_start)
-            listed = starts[(starts >= low) & (starts < high)]
-            if len(differ := np.setxor1d(marked, listed)):
-                raise FlatTokensError(
-                    f"{self.name}: token {differ[0]} is a start in only one of encoded_tokens and "
-                    "seq_starts"
-                )
+        if len(differ := np.setxor1d(np.concatenate(marked), listed)):
+            where = "only one of encoded_tokens and seq_starts"
+            raise FlatTokensError(f"{self.name}: token {differ[0]} is a start in {where}")
         if largest != self.max_token_id:
-            raise FlatTokensError(
-                f"{self.name}: max_token_id is {self.max_token_id}, but the largest id is {largest}"
-            )
+            problem = f"max_token_id is {self.max_token_id}, but the largest id is {largest}"
+            raise FlatTokensError(f"{self.name}: {problem}")

@@ -29,15 +29,19 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Bool, Int64, UInt32
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from data import flat_tokens
+from data.bins import Bins, bin_files
 from data.flat_tokens import FILL, NO_TOKEN, FlatTokens, FlatTokensError, checked, tokenizer_of
 from data.text import ahead, difference
 from kernels.attention import balanced
-from runtime.config import NOT_EMPTY, Kept, NonNegativeInt, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, Section, one_of
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
+
+# By name, which metrics have in theirs. Hydra takes null, and not {}, for a section to be given.
+NamedPaths = Annotated[dict[Name, Kept], BeforeValidator(lambda given: given or {})]
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -57,22 +61,42 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     seed: NonNegativeInt
     sequence_packing: bool
     other_rows: bool = False  # lets a run go on whose checkpoint chose its rows otherwise
+    # Of .bin files: the id after which a document starts, and the type of ids without a header.
+    end_token: NonNegativeInt | None = None
+    bin_dtype: Annotated[str, one_of("uint16 uint32")] = "uint16"
+    # To validate on these instead of the split `validation` of the datasets to train on.
+    validation: NamedPaths = dataclasses.field(default_factory=dict, hash=False)
 
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
         if bool(self.mixture) == bool(self.filespec):
-            raise UserError(
-                "set one of flat_tokens.filespec=DATASET and flat_tokens.mixture="
-                "[{filespec: DATASET, weight: 0.7}, ...], and leave the other one null or []"
-            )
+            raise UserError("set one of flat_tokens.filespec and mixture, the other to null or []")
+        paths = *(x.filespec for x in self.datasets), *self.validation.values()
+        if (self.end_token, self.bin_dtype) != (None, "uint16") and not any(map(bin_files, paths)):
+            raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")
         return Mixture(self, spec, split)
+
+    def open_split(self, path: str, split: str, vocab: int) -> FlatTokens | Bins:
+        """Opens a split of one of the datasets, whose ids must be below `vocab`."""
+        if not bin_files(path):
+            return FlatTokens(path, split)
+        if split == "validation" and path not in self.validation.values():
+            cure = "name files to validate on, as in 'flat_tokens.validation={web: val.bin}'"
+            raise FlatTokensError(f"{path} has no validation split: {cure}")
+        if not self.sequence_packing:
+            raise FlatTokensError(f"{path}: sequence_packing=false needs zarr; convert it first")
+        return Bins(path, self.end_token, self.bin_dtype, vocab)
+
+    @property
+    def datasets(self) -> tuple[WeightedDataset, ...]:
+        """Those to train on."""
+        return self.mixture or (WeightedDataset(self.filespec or "", 1),)
 
     def tokenizer_used(self, remote: bool = False) -> str | None:
         """Returns the tokenizer that a dataset names, if any. Opens no remote dataset unless told
         to, as the config may be that of somebody else's checkpoint."""
-        paths = [self.filespec or "", *(dataset.filespec for dataset in self.mixture)]
-        wanted = (path for path in paths if path and (remote or "://" not in path))
-        return next(filter(None, map(tokenizer_of, wanted)), None)
+        paths = [x.filespec for x in self.datasets if remote or "://" not in x.filespec]
+        return next(filter(None, map(tokenizer_of, paths)), None)
 
 
 @pytree_dataclass
@@ -229,7 +253,8 @@ class Batches(abc.ABC):
     waited = 0.0  # seconds that the caller waited for the last batch
     # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
     position: Any = None
-    made_of: Any = None  # the number of tokens of each dataset of flat tokens, and their tokenizer
+    made_of: Any = None  # of flat tokens: each dataset's `rows_from`, and their tokenizer
+    bytes_per_token: float | None = None  # of the split's text as UTF-8, if known, on average
 
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
@@ -295,21 +320,20 @@ class Shuffled:
 
     def __init__(self, path: str, config: FlatTokensConfig, spec: BatchSpec, split: str):
         self.config, self.rows, self.length = config, spec.rows, spec.length
-        self.data = data = FlatTokens(path, split)
-        self.threads = ThreadPoolExecutor(spec.io_threads)
+        data: Any = config.open_split(path, split, spec.vocab)
+        self.data, self.threads = data, ThreadPoolExecutor(spec.io_threads)
         # By sequence, the token before it, if the block before it was read.
         self.ends = {0: FILL}
         spec.check_vocabulary(f"{data.name} has ids up to", data.max_token_id)
+        spec.check_vocabulary("flat_tokens.end_token is", config.end_token or 0)
         count = data.token_count // self.length if config.sequence_packing else data.sequence_count
         if spec.rows % config.streams:
-            raise FlatTokensError(
-                f"flat_tokens.streams={config.streams} doesn't divide "
-                f"training.tokens.batch={spec.rows}"
-            )
+            problem = f"doesn't divide training.tokens.batch={spec.rows}"
+            raise FlatTokensError(f"flat_tokens.streams={config.streams} {problem}")
         if count < spec.rows:
+            few = f"too few for training.tokens.batch={spec.rows}: lower it, or add text"
             raise FlatTokensError(
-                f"{data.name} has {count} sequences of {self.length} tokens, "
-                f"too few for training.tokens.batch={spec.rows}: lower it, or add text"
+                f"{data.name} has {count} sequences of {self.length} tokens, {few}"
             )
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
@@ -377,21 +401,20 @@ class Mixture(Batches):
 
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
-        mixture = config.mixture or (WeightedDataset(config.filespec or "", 1),)
-        paths = [dataset.filespec for dataset in mixture]
+        paths = *(x.filespec for x in config.datasets), *config.validation.values()
         first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [""]
         for other in others:
             if problem := difference(first, other):
-                raise FlatTokensError(
-                    f"flat_tokens.mixture has datasets of different tokenizers, {first} and "
-                    f"{other}: {problem}. Convert them with the same one"
-                )
-        self.datasets = [Shuffled(path, config, spec, split) for path in paths]
-        self.count = self.datasets[0].count if len(paths) == 1 else None
-        tokens = [dataset.data.token_count for dataset in self.datasets]
-        self.made_of = {"tokens": tokens, "tokenizer": first or None}
+                both = f"flat_tokens has datasets of different tokenizers, {first} and {other}"
+                raise FlatTokensError(f"{both}: {problem}. Convert them with the same one")
+        self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
+        data = [dataset.data for dataset in self.datasets]
+        self.count = self.datasets[0].count if len(data) == 1 else None
+        self.made_of = {"tokens": [x.rows_from for x in data], "tokenizer": first or None}
         # As the decimals say, so that the counts of a long run are exact.
-        weights = [Fraction(str(dataset.weight)) for dataset in mixture]
+        weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]
+        sizes = [x.bytes_per_token * w for x, w in zip(data, weights, strict=True)]
+        self.bytes_per_token = float(sum(sizes) / sum(weights)) if all(sizes) else None
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
     def counts(self, rows: int) -> list[int]:

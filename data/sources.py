@@ -93,15 +93,14 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) ->
     isn't that of a checkpoint's model."""
     ours = tokenizer_of_model(checkpoint)
     if ours and used and (problem := text.difference(ours, used)):
-        raise UserError(
-            f"the tokenizer of the model in {checkpoint.path} is {ours}, the dataset's is {used}: "
-            f"{problem}. Tokenize the dataset with the model's, or accept that with {cure}"
-        )
+        both = f"in {checkpoint.path} is {ours}, the dataset's is {used}: {problem}"
+        cure = f"Tokenize the dataset with the model's, or accept that with {cure}"
+        raise UserError(f"the tokenizer of the model {both}. {cure}")
 
 
-# Settings of a source that choose no row of a step. A dataset may have moved: its tokenizer, and
-# its files or tokens, are compared instead of its name.
-NOT_ROWS = {"filespec", "other_rows", "path", "tokenizer", "num_workers", "validation_split"}
+# How settings of a source begin that choose no row of a step. A dataset may have moved: its
+# tokenizer, and its files or tokens, are compared instead of its name.
+NOT_ROWS = ("filespec", "other_rows", "path", "tokenizer", "num_workers", "validation")
 
 
 def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
@@ -115,7 +114,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
 
     def rows(settings: Any) -> dict[str, Any]:
         source, training = next(filter(settings.get, SOURCES), ""), settings["training"]
-        chosen = {k: x for k, x in (settings.get(source) or {}).items() if k not in NOT_ROWS}
+        given = (settings.get(source) or {}).items()
+        chosen = {key: x for key, x in given if not key.startswith(NOT_ROWS)}
         chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
         # Of the batches to skip those before the next step's: each moved the later ones up by one.
         numbers = enumerate(sorted({*training.get("skip_steps", ())}))
@@ -131,11 +131,10 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     for key in before:  # what the user has set comes first
         if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
-            raise UserError(
-                f"{checkpoint.path} was written with {what}={before[key]}, now {now[key]}: in this "
-                "epoch rows that were used would come again, or others never. Keep the earlier "
-                f"value{cure}, or clone the run's weights into a new one"
-            )
+            both = f"was written with {what}={before[key]}, now {now[key]}"
+            problem = "in this epoch rows that were used would come again, or others never"
+            cure = f"Keep the earlier value{cure}, or clone the run's weights into a new one"
+            raise UserError(f"{checkpoint.path} {both}: {problem}. {cure}")
 
 
 def say_problem_of_start(name: str, start: int) -> None:
@@ -150,19 +149,24 @@ def say_problem_of_start(name: str, start: int) -> None:
             say(f"note: {problem}; no tokenizer will go with an export")
 
 
-def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, Batches | None]:
-    """Returns the batches of the training split and, if the run validates, of the validation split,
-    for the mesh in context. The config needs the sections model, training and io besides a source;
-    `sizes` has the lengths of the dimensions B, L and V."""
+def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str, Batches]]:
+    """Returns the batches to train on and, if the run validates, those of each validation set by
+    its name, for the mesh in context. The config needs the sections model, training and io besides
+    a source; `sizes` has the lengths of the dimensions B, L and V."""
     rows, length, vocab = (sizes[dimension] for dimension in "BLV")
-    open_split, training, threads = config.source().open, config.training, config.io.max_io_threads
+    source, training, threads = config.source(), config.training, config.io.max_io_threads
     spec = BatchSpec(rows, length, vocab, config.model.start_token, io_threads=threads)
-    train = open_split(dataclasses.replace(spec, skip=training.skip_steps), "train")
-    say_problem_of_start(config.source().tokenizer_used(remote=True) or "", spec.start_token)
+    train = source.open(dataclasses.replace(spec, skip=training.skip_steps), "train")
+    say_problem_of_start(source.tokenizer_used(remote=True) or "", spec.start_token)
     if not (training.validation_interval or training.validation_at_start):
-        return train, None
-    held_out, taken = open_split(spec, "validation"), training.validation_batches * rows
-    if held_out.count and taken > held_out.count:
-        times = f"{taken / held_out.count:.1f} times"
-        say(f"note: a validation takes each of {held_out.count} rows {times}: there are no more")
-    return train, held_out
+        return train, {}
+    # Those that flat tokens name, or a single one without a name.
+    named = getattr(source, "validation", {}).items()
+    alone = {name: dataclasses.replace(source, filespec=x, mixture=()) for name, x in named}
+    sets = {n: each.open(spec, "validation") for n, each in (alone or {"": source}).items()}
+    taken = training.validation_batches * rows
+    for name, data in sets.items():
+        if data.count and taken > data.count:
+            number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
+            say(f"note: a validation takes each of {number} {times:.1f} times: there are no more")
+    return train, sets

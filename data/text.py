@@ -53,6 +53,7 @@ class Unit(NamedTuple):
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
     lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
+    sizes: Int64[np.ndarray, " documents"]  # of their texts in UTF-8, in bytes
     position: dict[str, Any]  # after this unit
 
 
@@ -97,10 +98,8 @@ class Tokenizer:
         self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
-            raise UserError(
-                f"end_token=true: tokenizer={name} names no end-of-text token; choose a folder or "
-                "repository whose tokenizer_config.json has an eos_token"
-            )
+            cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
+            raise UserError(f"end_token=true: tokenizer={name} names no end-of-text token; {cure}")
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
             # Called from several threads; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -227,10 +226,8 @@ def field_rows(whole: Any, field: str) -> list[Any]:
         return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
     if isinstance(rows, list) and all(isinstance(row, dict | str) for row in rows):
         return rows
-    raise ValueError(
-        f"load_dataset.field={field} holds neither a list of objects nor columns of one length in "
-        f"{reprlib.repr(whole)}"
-    )
+    problem = "holds neither a list of objects nor columns of one length"
+    raise ValueError(f"load_dataset.field={field} {problem} in {reprlib.repr(whole)}")
 
 
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -367,10 +364,9 @@ class Source:
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
-            raise UserError(
-                f"load_dataset.{name} doesn't apply: a column of files is streamed as it stands. "
-                "Leave it out; train_split and validation_split choose splits"
-            )
+            problem = "doesn't apply: a column of files is streamed as it stands. Leave it out"
+            cure = "train_split and validation_split choose splits"
+            raise UserError(f"load_dataset.{name} {problem}; {cure}")
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
@@ -473,12 +469,12 @@ class Source:
             except UserError:
                 raise
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}, row {number + 1} or a later one, isn't {error.encoding}: "
-                    f"{error.reason}. Save it as UTF-8 or, if it isn't parquet or Arrow, convert "
-                    "it with +load_dataset.encoding=latin-1, or whatever it is, or with "
-                    "+load_dataset.encoding_errors=replace"
-                ) from None
+                problem = f"row {number + 1} or a later one, isn't {error.encoding}: {error.reason}"
+                cure = "Save it as UTF-8 or, if it isn't parquet or Arrow, convert it with "
+                cure += (
+                    "+load_dataset.encoding=latin-1, or whatever it is, or encoding_errors=replace"
+                )
+                raise UserError(f"{name}, {problem}. {cure}") from None
             except Exception as error:  # the libraries below raise errors of many types
                 cure = "" if getattr(error, "errno", None) else ". Correct the file, or take it out"
                 problem = " ".join(str(error).split()).rstrip(".")
@@ -495,10 +491,9 @@ class Source:
                 return value
         if value is None or self.skip_not_text:
             return ""
-        raise UserError(
-            f"{place}: column={self.column} is {reprlib.repr(value)}, which is no text. Correct "
-            "the row, or set skip_not_text=true to leave out such rows"
-        )
+        problem = f"column={self.column} is {reprlib.repr(value)}, which is no text"
+        cure = "Correct the row, or set skip_not_text=true to leave out such rows"
+        raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:
         from datasets import config
@@ -528,10 +523,10 @@ class Source:
             before = position.get("source", {})
             pairs = [(key, before.get(key), found.get(key)) for key in {**found, **before}]
             if differ := [f"{key} {then}, now {now}" for key, then, now in pairs if then != now]:
+                problem = f"has changed since the part before was read: {'; '.join(differ)}"
+                cure = "delete an unfinished conversion, or clone a run's weights into a new one"
                 raise UserError(
-                    f"the split {self.split} has changed since the part before was read: "
-                    f"{'; '.join(differ)}. Restore it, or begin anew: delete an unfinished "
-                    "conversion, or clone a run's weights into a new one"
+                    f"the split {self.split} {problem}. Restore it, or begin anew: {cure}"
                 )
         # Each host has shards of its own, if there are enough; else it reads all, and skips some.
         by = "shards" if dataset.num_shards >= hosts else "examples"
@@ -559,7 +554,8 @@ def units(
     opened = tokenizer(source.tokenizer, source.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
-        return Unit(*opened(texts), after)
+        sizes = np.array([len(text.encode()) for text in texts], np.int64)
+        return Unit(*opened(texts), sizes, after)
 
     upcoming: deque[Future[Unit]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -573,6 +569,4 @@ def units(
 
 def cores() -> int:
     """Returns the number of cores that this process may use, or, on macOS, of all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

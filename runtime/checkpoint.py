@@ -16,6 +16,7 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import jax
@@ -109,6 +110,10 @@ class Checkpoint:
         """Writes the description of the checkpoint, on the first host."""
         about = {"format": FORMAT, "step": self.step, "config": config, "arrays": arrays}
         storage.write_group(self.path, about)
+        # A zarr library lists what is in a folder only if it is a group.
+        folders = {str(folder) for name in arrays for folder in PurePosixPath(name).parents}
+        for folder in sorted(folders - {"."} | {"records"}):
+            storage.write_group(f"{self.path}/{folder}", {})
         for array in self.writable(arrays).values():
             array.update_attributes({})  # writes its zarr.json, for other programs
 

@@ -337,7 +337,7 @@ class Run:
         self.stop, self.stopping = Stop(), False
         self.unlogged = ""  # why metrics can't be written any more
         self.row: dict[str, Any] = {}  # the last step's, until it is written
-        self.extra: Row = {}  # what `add` adds to it
+        self.extra: Row = {}  # what `add_validation` adds to it
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
         self.skipped = 0  # consecutive skipped updates
@@ -390,9 +390,17 @@ class Run:
         self.row = {"step": step, **values, "data_wait_seconds": self.waited}
         self.explain = explain
 
-    def add(self, **values: float | None) -> None:
-        """Adds values to the next row that is written, but None."""
-        self.extra |= {name: float(x) for name, x in values.items() if x is not None}
+    def add_validation(
+        self, loss: float | None, bytes_per_token: float | None, name: str = "", when: str = ""
+    ) -> None:
+        """Adds the loss of a validation set, in nats per token, to the next row that is written,
+        and the same in bits per byte, if the set's bytes are known. None isn't added."""
+        ends = when + (name and f"/{name}")
+        if loss is not None:
+            self.extra[f"validation_loss{ends}"] = loss
+            if bytes_per_token:
+                bits = loss / math.log(2) / bytes_per_token
+                self.extra[f"validation_bits_per_byte{ends}"] = bits
 
     def pause(self) -> None:
         """Blocks until the last step is done. The time from here to the next step counts for
@@ -502,13 +510,13 @@ class Run:
         """Prints a progress line for the first and last step and each validation, and otherwise
         every SECONDS_BETWEEN_LINES."""
         step, now = row["step"], time.perf_counter()
-        always = "validation_loss" in row or step + 1 == self.steps
+        losses = [name for name in row if name.startswith(("loss", "validation_loss"))]
+        always = len(losses) > 1 or step + 1 == self.steps
         if not always and now - self.printed < SECONDS_BETWEEN_LINES:
             return
         self.printed = now
         typical = statistics.median(self.seconds[-20:])
         left = datetime.timedelta(seconds=round(typical * (self.steps - step - 1)))
-        losses = [name for name in row if name.startswith(("loss", "validation_loss"))]
         losses = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in losses]
         line = [f"step {step}/{self.steps}", *losses, self._speed(typical), f"{left} left"]
         say("  ".join(line))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import train
@@ -147,21 +148,24 @@ def test_the_example_of_the_format_runs(tmp_path, monkeypatch):
     assert arrays == {name: str(scope["dataset"].group[name][:].tolist()) for name in arrays}
 
 
-def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch):
+def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/checkpoints.md").read_text()
     config = compose_config("local_test_synthetic", "paths.model_name=x")
     with jax.set_mesh(make_mesh(config.mesh.axes)):
-        weights = train.init_state(config).weights
+        state = train.init_state(config)
         checkpoints = Checkpoints(
-            "checkpoints", train.state_type(config).weights, train.dimensions(config), "", 4
+            "checkpoints", train.state_type(config), train.dimensions(config), "", 4
         )
-        checkpoints.save(50, weights)
-        checkpoints.wait()
-    scope = {}
-    example = page.split("```python\n")[1].split("```")[0]
-    exec(example.replace("runs/synthetic/", "").replace("weights/", ""), scope)
-    assert scope["embed"].shape == weights.embed.shape and scope["embed"].dtype == "float32"
+        checkpoints.save(50, state)
+        checkpoints.close()  # which marks it
+    capsys.readouterr()
+    example = page.split("## With a zarr library\n")[1]
+    scope, (code, printed) = {}, example.split("```")[1:4:2]
+    code = code.removeprefix("python\n").replace("runs/synthetic/", "")
+    exec(code.replace("data/synthetic", f"{ROOT}/data/synthetic"), scope)
+    np.testing.assert_array_equal(scope["embed"], state.weights.embed)
+    assert capsys.readouterr().out.split() == printed.split()
 
 
 # --- Outputs --------------------------------------------------------------------------------------

@@ -540,7 +540,7 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
             checkpoints, config = model.open_checkpoint(str(run / "checkpoints"))
             _, held_out = sources.open_batches(config, module.dimensions(config))
             losses = [
-                float(module.validate(config, checkpoints.restore(part), held_out))
+                float(module.validate(config, checkpoints.restore(part), held_out[""]))
                 for part in ("average", "weights")
             ]
         weights = importlib.import_module("tools.huggingface_weights")

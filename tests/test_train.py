@@ -229,7 +229,7 @@ def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):
     config.model.vocab = 1280
     with jax.set_mesh(mesh(4, 2)):
         weights = in_f32.init_state(config).weights
-        _, loader = in_f32.open_batches(config, train.dimensions(config))
+        loader = in_f32.open_batches(config, train.dimensions(config))[1][""]
         actual = in_f32.validate(config, weights, loader)
         rows = [[x[:, 1:] for x in loader.rows(step, range(8))] for step in range(3)]
         before = [loader.rows(step, range(8))[0][:, 0] for step in range(3)]
@@ -326,7 +326,8 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         }
 
     class Loader:
-        waited, position = 0.0, None
+        waited = 0.0
+        position = bytes_per_token = None
 
         def from_step(self, first, last):
             return zip(range(first, last), range(first, last), strict=True)
@@ -336,7 +337,7 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
     settings = "training.steps=4", "training.validation_interval=2"
     config = small_config(*settings, f"paths.root_working_dir={tmp_path}")
     with jax.set_mesh(mesh(4, 2)):
-        train.train(config, Loader(), Loader(), str)
+        train.train(config, Loader(), {"": Loader()}, str)
     assert events[:6] == ["start 0", "start 1", "read 0", "read 1", "validate", "start 2"]
     assert events[6:] == ["start 3", "read 2", "read 3", "validate"]
 

@@ -1,16 +1,21 @@
 """Checks a dataset of flat tokens, and prints its sizes and some documents as text.
 
     python -m tools.flat_tokens_info stdlib.zarr --decode 2
+    python -m tools.flat_tokens_info train.bin --end-token 50256
 
-Reads the whole dataset. If a split breaks a rule of the format, prints the first broken rule and
-exits with 1.
+Reads the whole dataset: both splits, or .bin files. If one breaks a rule of the format, prints the
+first broken rule and exits with 1.
 """
 
+import functools
+import reprlib
 import sys
+from typing import Any
 
 import numpy as np
 
-from data.flat_tokens import SPLITS, FlatTokens, tokenizer_of
+from data.bins import HEADERS, Bins, bin_files
+from data.flat_tokens import CHUNK, SPLITS, FlatTokens, decode, tokenizer_of
 from data.text import Tokenizer, counted
 from runtime.config import within
 from runtime.errors import user_errors
@@ -20,25 +25,43 @@ from tools import arguments
 MAX_CHARACTERS = 400  # printed of a document
 
 
-def describe(dataset: FlatTokens) -> str:
-    """Returns a line on a split. Raises FlatTokensError if it breaks a rule of the format."""
-    dataset.validate()
-    lengths = np.diff(dataset.starts(0, dataset.sequence_count))
-    arrays = dataset.tokens, dataset.seq_starts
-    size, stored = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)
+def checked_bounds(data: FlatTokens | Bins) -> tuple[np.ndarray, int]:
+    """Reads a whole split. Returns where its documents start and the last one ends, and the largest
+    id. Raises FlatTokensError if it breaks a rule of the format."""
+    if isinstance(data, FlatTokens):
+        data.validate()
+        return data.starts(0, data.sequence_count), data.max_token_id
+    starts, largest = [], 0
+    for low in range(0, data.token_count, 8 * CHUNK):
+        encoded = data.read_encoded(low, min(low + 8 * CHUNK, data.token_count))
+        starts.append(low + np.flatnonzero(encoded & 1))
+        largest = max(largest, int(encoded.max()) >> 1)
+    return np.append(np.concatenate(starts), data.token_count), largest
+
+
+def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
+    """Returns a line on a split, given the lengths of its documents and its largest id."""
+    if isinstance(data, FlatTokens):
+        arrays = data.tokens, data.seq_starts
+        size, packed = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)
+        stored = f"{packed / 1e6:,.1f} MB on disk, compressed {size / packed:.1f} times"
+    else:
+        stored = f"{counted(len(data.files), 'file')}: {reprlib.repr(data.files)}"
+    text = f" of {data.bytes_per_token:.3g} bytes" if data.bytes_per_token else ""
     return (
-        f"{dataset.name}: {counted(dataset.token_count, 'token')}, ids up to {dataset.max_token_id}"
-        f"; {counted(dataset.sequence_count, 'document')} of {lengths.min():,}"
+        f"{data.name}: {counted(data.token_count, 'token')}{text}, ids up to {largest}"
+        f"; {counted(len(lengths), 'document')} of {lengths.min():,}"
         f" to {counted(lengths.max(), 'token')}, median {int(np.median(lengths)):,}; "
-        f"{stored / 1e6:,.1f} MB on disk, compressed {size / stored:.1f} times; intact"
+        f"{stored}; intact"
     )
 
 
-def show(dataset: FlatTokens, count: int, tokenizer: str) -> None:
+def show(data: FlatTokens | Bins, bounds: np.ndarray, count: int, tokenizer: str) -> None:
     """Prints `count` documents, evenly spaced over the split, or all if it has fewer."""
-    decoder, count = Tokenizer(tokenizer), min(count, dataset.sequence_count)
-    for number in np.linspace(0, dataset.sequence_count - 1, count).astype(int).tolist():
-        ids, _ = dataset.read(*map(int, dataset.starts(number, number + 1)))
+    decoder, documents = Tokenizer(tokenizer), len(bounds) - 1
+    chosen = np.linspace(0, documents - 1, min(count, documents)).astype(int).tolist()
+    for number in chosen:
+        ids, _ = decode(data.read_encoded(*bounds[number : number + 2].tolist()))
         text = decoder.decode(ids)
         end = "" if len(text) <= MAX_CHARACTERS else " ..."
         print(f"--- document {number}, {counted(len(ids), 'token')}\n{text[:MAX_CHARACTERS]}{end}")
@@ -51,17 +74,23 @@ def main() -> None:
         "--decode", type=within(int, 0), default=0, metavar="N", help="documents per split"
     )
     parser.add_argument("--tokenizer", help="if the dataset doesn't record its tokenizer")
+    parser.add_argument("--end-token", type=within(int, 0), metavar="ID", help="of .bin files")
+    parser.add_argument("--dtype", choices=HEADERS.values(), default="uint16", help="of .bin files")
     with user_errors():
         args, intact = parser.parse_args(), True
-        for split in SPLITS:
+        sets: list[Any] = [functools.partial(FlatTokens, args.path, split) for split in SPLITS]
+        if bin_files(args.path):
+            sets = [functools.partial(Bins, args.path, args.end_token, args.dtype)]
+        for opened in sets:
             try:
-                dataset = FlatTokens(args.path, split)
-                print(describe(dataset))
+                dataset = opened()
+                bounds, largest = checked_bounds(dataset)
+                print(describe(dataset, np.diff(bounds), largest))
                 if args.decode:
                     tokenizer = args.tokenizer or tokenizer_of(args.path)
                     if not tokenizer:
                         parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
-                    show(dataset, args.decode, tokenizer)
+                    show(dataset, bounds, args.decode, tokenizer)
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:

@@ -96,7 +96,7 @@ class Conversion:
     def add(self, unit: Unit, source: int) -> None:
         """Appends a unit of a source: 0 is train_split, 1 is validation_split. Its position is None
         once `max_tokens` allows no more from it."""
-        lengths = unit.lengths[unit.lengths > 0]
+        lengths, sizes = unit.lengths[unit.lengths > 0], unit.sizes[unit.lengths > 0]
         self.empty += len(unit.lengths) - len(lengths)
         split, other = SPLITS[source], SPLITS[1 - source]
         share = 0.0 if self.config.validation_split else self.config.validation_share
@@ -105,10 +105,11 @@ class Conversion:
         if limit := self.config.max_tokens:
             totals = self.writers[split].token_count + np.cumsum(lengths * in_split)
             count = np.searchsorted(totals, limit) + 1
-            lengths, in_split = lengths[:count], in_split[:count]
+            lengths, sizes, in_split = lengths[:count], sizes[:count], in_split[:count]
         tokens = unit.tokens[: lengths.sum()]
         for name, mask in (split, in_split), (other, ~in_split):
-            self.writers[name].extend(tokens[np.repeat(mask, lengths)], lengths[mask])
+            chosen = tokens[np.repeat(mask, lengths)]
+            self.writers[name].extend(chosen, lengths[mask], int(sizes[mask].sum()))
         more = not limit or self.writers[split].token_count < limit
         self.positions[source] = unit.position if more else None
         if time.monotonic() - self.committed > COMMIT_SECONDS:

@@ -1,14 +1,16 @@
-"""Draws the curves of runs: loss by tokens and by time, validation loss, throughput.
+"""Draws the curves of runs: loss by tokens and by time, validation losses, throughput.
 
     python -m tools.plot runs/a runs/b --output curves.svg
 
 A table below has each run's last loss and the settings in which the runs differ, but none that a
 run doesn't use, or that changes a loss only by rounding, such as the mesh. Faint lines show each
 step's loss, the others its exponential moving average, whose weights fall to 1/e within the number
-of steps in the title, 1% of the run by default. Time counts training steps only, not validation or
-saving. --log shows losses that are close, from a tenth of the shortest run on.
+of steps in the title, 1% of the run by default. Validation is drawn in bits per byte if tokenizers
+differ and all runs know their bytes. Time counts training steps only, not validation or saving.
+--log shows losses that are close, from a tenth of the shortest run on.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -33,12 +35,14 @@ from tools import arguments
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "validation loss"}
 # What a loss depends on, in the table's order: how the keys begin.
-SEEN = ("loss", "validation_loss", "tokenizer", "model.", "training.", "dtype", "flat_tokens.",
-        "hf_dataset.", "paths.clone_")  # fmt: skip
+SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "training.", "dtype",
+        "flat_tokens.", "hf_dataset.", "paths.clone_")  # fmt: skip
+LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # the metrics of them
 # What of these a run with this setting doesn't use; "": what changes a loss only by rounding.
 UNUSED = {
     "": ("training.microbatches", "training.loss_chunks", "training.validation_",
-         "training.max_skipped_updates", "flat_tokens.other_rows", "hf_dataset.num_workers"),
+         "training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation",
+         "hf_dataset.num_workers"),
     "training.optimizer=adamw": ("training.muon_",),
     "training.schedule=cosine": ("training.cooldown_",),
     "training.schedule=linear": ("training.cooldown_",),
@@ -136,7 +140,7 @@ def draw(
     for run, config in zip(runs, configs, strict=True):
         run["each"], run["loss"] = run["loss"], smooth(run["loss"], steps)
         run["speed"] = smooth(run["tokens_per_second"], steps)
-        config.update(run.filter(SEEN).ffill().iloc[-1].map("{:.4f}".format))
+        config.update(run.filter(regex=LOSSES).ffill().iloc[-1].map("{:.4f}".format))
     table = differences(names, configs)
     text = (table.T if len(table.columns) > len(runs) else table).to_string(line_width=150)
     text = text.replace(" ", "\N{NO-BREAK SPACE}")  # in SVG several spaces are one
@@ -152,17 +156,24 @@ def draw(
     lines = text.count("\n") / 8 + len(runs) / columns / 5
     figure = Figure(figsize=(12, 8.5 + lines), layout="constrained")
     colors = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    validated = any("validation_loss" in run for run in runs)
-    panels: dict[str, Any] = figure.subplot_mosaic("LT;VS" if validated else "LT;SS")
+    # Of each run, the columns to draw.
+    validations = [[*run.filter(regex="^validation_loss(/|$)")] for run in runs]
+    in_bits = [[x.replace("loss", "bits_per_byte", 1) for x in found] for found in validations]
+    known = all({*found} <= {*run} for found, run in zip(in_bits, runs, strict=True))
+    if len(tokenizers) > 1 and known and any(in_bits):
+        validations = in_bits
+    sets = dict.fromkeys(itertools.chain(*validations))
+    styles = dict(zip(sets, itertools.cycle(["-", "--", ":", "-."]), strict=False))
+    panels: dict[str, Any] = figure.subplot_mosaic("LT;VS" if sets else "LT;SS")
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         color = colors(i if len(runs) <= 10 else i / (len(runs) - 1))
         tokens, dot = run["tokens"], "." if len(run) == 1 else None
         for panel, x in ("L", tokens), ("T", run["seconds"] / SECONDS.get(unit, 1)):
             panels[panel].plot(x, run["each"], color=color, alpha=0.25, linewidth=0.7)
             panels[panel].plot(x, run["loss"], color=color, marker=dot, label=name)
-        if "validation_loss" in run:
-            rows = run.dropna(subset="validation_loss")
-            panels["V"].plot(rows["tokens"], rows["validation_loss"], ".-", color=color)
+        for column in validations[i]:
+            rows = run.dropna(subset=column)
+            panels["V"].plot(rows["tokens"], rows[column], f".{styles[column]}", color=color)
         panels["S"].plot(tokens, run["speed"], color=color, marker=dot)
     average = f", averaged over {steps:g} steps" if steps > 1 else ""
     for letter, panel in panels.items():
@@ -175,6 +186,13 @@ def draw(
         if letter != "T":
             panel.xaxis.set_major_formatter(EngFormatter())  # 5 M
     panels["T"].set(xlabel=f"{unit} of training steps")
+    if validations is in_bits:
+        panels["V"].set(ylabel="bits per byte")
+    if any("/" in column for column in styles):
+        for column, style in styles.items():
+            label = column.partition("/")[2] or "without a name"
+            panels["V"].plot([], [], style, color="black", label=label)
+        panels["V"].legend()
     panels["S"].set(ylabel="tokens per second", ylim=(0, None))
     panels["S"].yaxis.set_major_formatter(EngFormatter())
     legend = panels["L"].get_legend_handles_labels()

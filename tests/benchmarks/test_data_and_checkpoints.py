@@ -17,7 +17,7 @@ def test_the_table(capsys, monkeypatch):
     # Its tokenizer has no start token.
     head, *rows = [line for line in out.splitlines() if not line.startswith("note: ")]
     assert re.split("  +", head.strip()) == ["speed", "bound", "its speed", "ratio", "range"]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         _, speed, _, bound, ratio, least_and_most = re.split("  +", row)
         assert speed.endswith("/s") and bound.endswith("/s")

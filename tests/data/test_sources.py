@@ -140,6 +140,19 @@ RESUMED = {
     "another column": (streamed, [], ["hf_dataset.column=title"], "hf_dataset.column=text, now"),
     "more rows of a stream": (streamed, [], ["training.tokens.batch=16"], ""),
     "a moved stream": (streamed, [], ["hf_dataset.path=there", "hf_dataset.num_workers=3"], ""),
+    "another end token": (
+        small_config,
+        ["flat_tokens.end_token=5"],
+        ["flat_tokens.end_token=6"],
+        "flat_tokens.end_token=5, now 6",
+    ),
+    "ids of another type": (
+        small_config,
+        [],
+        ["flat_tokens.bin_dtype=uint32"],
+        "flat_tokens.bin_dtype=uint16, now",
+    ),
+    "another validation set": (small_config, [], ["flat_tokens.validation={a: b.zarr}"], ""),
     "more streams": (small_config, [], ["flat_tokens.streams=2"], "flat_tokens.streams=1, now 2"),
 }
 

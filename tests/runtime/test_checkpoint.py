@@ -119,6 +119,7 @@ def test_on_disk_is_what_the_page_says(tmp_path):
     assert path.parent == tmp_path / "checkpoints" and re.fullmatch(r"00000007\.\d{13}", path.name)
     assert abs(int(path.name.split(".")[1]) / 1000 - time.time()) < 60
     group = zarr.open_group(path, mode="r")
+    listed = dict(group.members(max_depth=None))  # warns of what is in no group
     tree = values()
     arrays = {
         "step": tree.step,
@@ -134,6 +135,7 @@ def test_on_disk_is_what_the_page_says(tmp_path):
     about = attributes(path)
     assert (about["format"], about["step"], about["config"]) == (3, 7, CONFIG)
     assert list(about["arrays"]) == list(arrays)
+    assert {n for n, member in listed.items() if isinstance(member, zarr.Array)} == {*arrays}
     assert attributes(path / "records/0") == {"hosts": 1, "position": None}
     for name, wanted in arrays.items():
         assert_same_bits(group[name][()], wanted)

@@ -75,7 +75,8 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
             if step == 1:
                 run.pause()
                 advance(30)
-                run.add(validation_loss=Later(9, lambda: advance(20)))
+                advance(20)
+                run.add_validation(9.0, None)
                 run.flush()
             if run.saves_after(step):
                 run.flush()

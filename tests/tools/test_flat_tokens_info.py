@@ -75,3 +75,18 @@ def test_damage_is_named(path, capsys, monkeypatch, chunk):
     out, errors, code = info(capsys, monkeypatch, path)
     assert code == 1 and errors.count("\n") == 1 and DAMAGE[chunk] in errors
     assert out.count("intact\n") == 1, "the other split is intact"
+
+
+def test_bin_files(tmp_path, capsys, monkeypatch):
+    ids = [ord(x) + 1 for x in "the first\nthe other\n"]
+    for name, part in ("a", ids[:4]), ("b", ids[4:]):
+        np.array(part, np.uint16).tofile(tmp_path / f"{name}.bin")
+    given = "--end-token=11", "--decode=2", "--tokenizer=bytes_utf8"
+    out, errors, code = info(capsys, monkeypatch, tmp_path, *given)
+    assert (errors, code) == ("", 0)
+    line = f"{tmp_path}: 20 tokens, ids up to 117; 2 documents of 10 to 10 tokens, median 10; "
+    line += "2 files: ['a.bin, 4 ids of uint16', 'b.bin, 16 ids of uint16']; intact\n"
+    assert out.startswith(line) and out.endswith("--- document 1, 10 tokens\nthe other\n\n")
+    (tmp_path / "b.bin").write_bytes(b"x")
+    out, errors, code = info(capsys, monkeypatch, tmp_path)
+    assert (out, code) == ("", 1) and "b.bin can't be read: 1 bytes aren't 1 ids of 2 b" in errors

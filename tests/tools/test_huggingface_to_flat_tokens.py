@@ -63,6 +63,13 @@ def texts_of(path, split):
     return [bytes(i - 1 for i in ids).decode() for ids in documents(path, split)]
 
 
+def knows_its_bytes(path):
+    """For a dataset of `bytes_utf8`: whether each split has as many bytes of text as it says."""
+    group = zarr.open_group(path, mode="r")
+    sizes = {split: sum(map(len, documents(path, split))) for split in group}
+    return sizes == {split: group[split].attrs["bytes"] for split in sizes}
+
+
 def write_texts(path, texts):
     path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
 
@@ -110,6 +117,7 @@ def test_bytes_of_each_document(jsonl, tmp_path, capsys):
     assert texts_of(tmp_path / "x.zarr", "validation") == [TEXTS[0], TEXTS[5]]
     assert texts_of(tmp_path / "x.zarr", "train") == [*TEXTS[1:5], *TEXTS[6:]]
     assert "10 documents with text, 2 without" in capsys.readouterr().out
+    assert knows_its_bytes(tmp_path / "x.zarr")
 
 
 def test_each_document_once_whatever_its_shard(shards, whole):
@@ -330,6 +338,7 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(shards, whole, tmp_pa
         train = documents(tmp_path / f"{limit}.zarr", "train")
         assert train == documents(whole, "train")[: len(train)]
         assert sum(map(len, train)) >= limit > sum(map(len, train[:-1]))
+        assert knows_its_bytes(tmp_path / f"{limit}.zarr")
 
 
 def test_max_tokens_and_a_kill_at_any_write(shards, tmp_path, monkeypatch):
@@ -379,7 +388,10 @@ def test_a_tokenizer_that_transformers_opens(jsonl, tmp_path):
     assert Tokenizer(again).decode(ids) == TEXTS[0]
     assert any(0 in ids for ids in rows), "0 is an id like any other"
     assert sorted(inner.decode(ids, skip_special_tokens=False) for ids in rows) == sorted(TEXTS)
-    assert sum(map(len, rows)) < sum(len(text.encode()) for text in TEXTS)
+    assert sum(map(len, rows)) < (size := sum(len(text.encode()) for text in TEXTS))
+    group = zarr.open_group(tmp_path / "x.zarr", mode="r")
+    assert group["train"].attrs["bytes"] + group["validation"].attrs["bytes"] == size
+    assert group["validation"].attrs["bytes"] == len((TEXTS[0] + TEXTS[5]).encode())
 
 
 def test_a_tokenizer_in_python_alone(jsonl, tmp_path):

@@ -72,6 +72,53 @@ def test_the_picture_of_two_runs(tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_each_validation_set_has_its_line(tmp_path, monkeypatch, capsys):
+    """Both sets of a run have its color, and each a style, which the panel's legend explains."""
+    sets = {"validation_loss/wiki": {0: 3.0, 1: 2.0}, "validation_loss/code": {1: 1.5}}
+    one = make_run(tmp_path, "one", 0.1, [4.0, 3.0], **sets)
+    two = make_run(tmp_path, "two", 0.2, [4.0, 2.0], validation_loss={1: 2.5})
+    styles = []
+    save = Figure.savefig
+
+    def look(figure, *args, **kwargs):
+        panel = figure.axes[2]
+        styles.extend((x.get_color(), x.get_linestyle()) for x in panel.get_lines())
+        styles.append([text.get_text() for text in panel.get_legend().get_texts()])
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    output = tmp_path / "curves.svg"
+    panels = drawn(tmp_path, monkeypatch, capsys, one, two, "--output", output)
+    lines = [(x.tolist(), y.tolist()) for x, y, _ in panels[2][2][:3]]
+    assert lines == [([32, 64], [3, 2]), ([64], [1.5]), ([64], [2.5])]
+    (a, first), (b, second), (c, third), *_, names = styles
+    assert a == b != c and len({first, second, third}) == 3
+    assert names == ["wiki", "code", "without a name"]
+    table = output.read_text().replace("\N{NO-BREAK SPACE}", " ")
+    for row in "validation_loss/wiki +2.0000 +-", "validation_loss/code +1.5000 +-":
+        assert re.search(row, table)
+
+
+def test_validation_is_in_bits_per_byte_if_tokenizers_differ(tmp_path, monkeypatch, capsys):
+    """And all runs know their bytes."""
+    bits = {"validation_bits_per_byte": {1: 0.9}}
+    runs = [
+        make_run(tmp_path, name, 0.1, [4.0, 3.0], validation_loss={1: 3.5}, **known)
+        for name, known in [("a", bits), ("b", bits), ("c", {})]
+    ]
+    for run, tokenizer in zip(runs, "xyz", strict=True):
+        with (run / "config.yaml").open("a") as config:
+            config.write(f"hf_dataset:\n  tokenizer: {tokenizer}\n")
+    labels = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: labels.append(figure.axes[2].get_ylabel())
+    )
+    for chosen in runs[:2], runs[:1], runs:
+        plot.draw(chosen, tmp_path / "x.svg", None, log=False)
+    others = "nats per token", "nats per token; the tokenizers differ"
+    assert labels == ["bits per byte", *others]
+
+
 def test_tokens_count_by_the_batch_of_their_start(tmp_path, monkeypatch, capsys):
     """The run began as a clone at step 0, went on at step 2 with half the batch, then at step 1."""
     run = make_run(tmp_path, "run", 0.1, [4.0, 3.0, 2.0, 1.0])

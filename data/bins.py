@@ -1,0 +1,89 @@
+"""Reads `.bin` files of ids, nanoGPT's and llm.c's, by mapping them into memory.
+
+A path names one file, a pattern of them such as `shards/train_*.bin`, or a folder. Several files
+are one dataset, in the order of their names. docs/flat_tokens.md says what is in them.
+"""
+
+import glob
+import os
+
+import numpy as np
+from jaxtyping import UInt32
+
+from data.flat_tokens import MAX_ID, FlatTokensError, checked, encode
+from data.text import digest
+
+HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
+
+
+def bin_files(path: str) -> list[str]:
+    """Returns the `.bin` files that a path names, sorted; none if it names another dataset."""
+    if os.path.isdir(path):
+        return sorted(glob.glob(f"{glob.escape(path)}/*.bin"))
+    if not path.endswith(".bin"):
+        return []
+    return [path] if os.path.exists(path) else sorted(glob.glob(path)) or [path]
+
+
+def mapped(file: str, kind: str) -> np.ndarray:
+    """Returns the ids of a file, of type `kind` unless its header says otherwise. Raises ValueError
+    if the file isn't whole, or has no such ids."""
+    whole, header, begin = os.path.getsize(file), np.fromfile(file, "<i4", 256), 0
+    if os.path.exists(file.removesuffix("bin") + "idx"):
+        raise ValueError("it is Megatron-LM's, with an .idx file: convert it with tools.bins")
+    if len(header) == 256 and not header[3:].any():  # a text has no 506 zeros
+        magic, version, count = header[:3].tolist()
+        if (magic, version) not in HEADERS:
+            raise ValueError(f"its header has {magic} and {version}, none of {[*HEADERS]}")
+        kind, begin = HEADERS[magic, version], header.nbytes
+    else:
+        low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
+        # Of ids of 32 bits, which are below 2^20, each second half is small, and only that.
+        wide = len(header) == 256 and high < 16 <= low
+        if other := {"uint16": wide and "uint32", "uint32": high >= 16 and "uint16"}[kind]:
+            raise ValueError(f"its ids look like {other}: set flat_tokens.bin_dtype={other}")
+        count = -(-whole // np.dtype(kind).itemsize)
+    size, width = whole - begin, np.dtype(kind).itemsize
+    if size != count * width or not count:
+        raise ValueError(f"{size:,} bytes aren't {count:,} ids of {width} bytes: was it cut off?")
+    return np.asarray(np.memmap(file, kind, "r", begin))
+
+
+class Bins:
+    """The ids of `.bin` files, where a document starts after each `end_token`.
+
+    Raises FlatTokensError for a file that can't be read or isn't as it should be, and, when it is
+    read, for an id from `vocab` on: no file says how large its ids are.
+    """
+
+    bytes_per_token = 0.0  # nobody knows
+
+    def __init__(self, path: str, end_token: int | None, kind: str, vocab: int = MAX_ID + 1):
+        self.name, self.max_token_id = path, vocab - 1
+        self.end_token = -1 if end_token is None else end_token
+        self.parts, self.firsts, self.files = list[np.ndarray](), [0], list[str]()
+        for file in bin_files(path):
+            try:
+                self.parts.append(ids := mapped(file, kind))
+            except (OSError, ValueError) as error:
+                problem = getattr(error, "strerror", None) or error
+                raise FlatTokensError(f"{file} can't be read: {problem}") from None
+            self.firsts.append(self.firsts[-1] + len(ids))
+            self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
+        others = [file for file in self.files if "train" not in file]
+        if len(others) < len(self.files) and any("val" in file for file in others):
+            raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
+        self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
+
+    @checked
+    def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:
+        before = max(start - 1, 0)  # a document may end there
+        first, last = np.searchsorted(self.firsts, (before + 1, stop)) - (1, 0)
+        parts = zip(self.firsts[first:last], self.parts[first:last], strict=True)
+        ids = np.concatenate([ids[max(before - at, 0) : stop - at] for at, ids in parts])
+        if ids.max() > self.max_token_id:
+            token = int(np.argmax(ids > self.max_token_id))
+            problem = f"token {before + token} is {ids[token]}; model.vocab={self.max_token_id + 1}"
+            raise FlatTokensError(f"{self.name}: {problem} must be larger")
+        starts = np.flatnonzero(ids[:-1] == self.end_token) + 1 + before - start
+        return encode(ids[start - before :], np.append(starts, [0] * (start == 0)).astype(np.intp))
