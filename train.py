@@ -69,6 +69,7 @@ from shardlib.activations import (
     explicit_activation_checkpointing,
     save_for_backward,
     sum_over_chunks,
+    together,
 )
 from shardlib.errors import UserError
 from shardlib.types import (
@@ -268,7 +269,7 @@ def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
 
 @typechecked
 def forward(
-    weights: Weights, batch: TokenBatch, config: ModelConfig
+    weights: Weights, batch: TokenBatch, config: ModelConfig, unroll: int = 1
 ) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Routing | None]]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
@@ -282,15 +283,19 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
+    whole = lax.axis_size("s") * lax.axis_size("c") == 1  # gradients aren't scattered by layer
+
     # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
     # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
     # uses from outside, sin, cos and positions, and the ids that the embedding was looked up with.
     # From these it recomputes what else it needs: the norms, attention's scores, the product of
     # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter, as what each
     # one leads to is kept.
-    @explicit_activation_checkpointing
+    @functools.partial(explicit_activation_checkpointing, unrolled=unroll > 1)
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
+        if unroll > 1 and whole:
+            x, w = together(x, w)
         h = enter(x, w.attention_norm, config)
         w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)
         w_k = ops.all_gather("M/c/s K/t D -> M K/t D", w.w_k)
@@ -319,7 +324,7 @@ def forward(
             output, routed = experts.mixture(h, w.experts, output, config.experts)
         return leave(x, output, w.mlp_norm, config), routed
 
-    return lax.scan(block, x, weights.layers)
+    return lax.scan(block, x, weights.layers, unroll=unroll)
 
 
 @typechecked
@@ -347,6 +352,8 @@ def unembed(
 # --- Config ---------------------------------------------------------------------------------------
 
 
+# The most layers that are unrolled on GPUs unless training.unroll says so: see docs/gpus.md.
+UNROLLED = 32
 # What training.no_decay may name, and the word that is a part of such weights' names.
 KINDS = {"gains": "norm", "biases": "b", "embeddings": "embed"}
 
@@ -380,6 +387,7 @@ class TrainingConfig(Section, key="training"):
     routing: RoutingConfig
     microbatches: PositiveInt  # splits a device's rows; gradients are summed over the parts
     loss_chunks: PositiveInt  # splits the sequence; logits exist for one part at a time
+    unroll: PositiveInt | None  # layers at a time; None: by platform, see Config
     validation_interval: NonNegativeInt  # steps; 0 disables validation
     validation_batches: PositiveInt
     validation_at_start: bool  # validate before the first step, too
@@ -412,6 +420,14 @@ class Config(RunConfig, DataConfig):
         problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
         self.require(length % hyper.loss_chunks == 0, "training.loss_chunks", problem)
         experts.check(self)
+
+    def layers_at_a_time(self, platform: str) -> int:
+        """How many layers the loop over layers computes at a time on devices of a platform."""
+        layers, unroll = self.model.layers, self.training.unroll
+        if unroll is None:  # experts are computed in a loop of their own
+            few = layers <= UNROLLED and not self.model.experts
+            unroll = layers if platform == "gpu" and few else 1
+        return min(unroll, layers)
 
 
 # The config key with the size of each dimension in the type strings.
@@ -506,7 +522,9 @@ def total_loss(
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
-    x, routed = forward(weights, batch, config.model)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    unroll = config.layers_at_a_time(device.platform) if device else 1  # a loop for the audit
+    x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
     # only the gradients: that of x, and those of the gain and the unembedding, summed in f32. The
     # audit counts the collectives of these gradients as backward ones.

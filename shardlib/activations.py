@@ -31,11 +31,12 @@ def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
     return checkpoint_name(x, OFFLOADED if offload else SAVED)
 
 
-def explicit_activation_checkpointing(fn: F) -> F:
+def explicit_activation_checkpointing(fn: F, unrolled: bool = False) -> F:
     """Decorator: keeps for the backward pass only the arguments and what `save_for_backward` marks.
 
-    Meant for the body of a `lax.scan`. Outside a loop the compiler may merge a recomputation with
-    the original, and so keep the value after all.
+    The body of a loop needs nothing else. If the loop is `unrolled`, the compiler would merge a
+    recomputation with the original, and so keep the value after all: a barrier around the arguments
+    of the backward pass prevents it.
     """
     marked = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SAVED],
@@ -47,7 +48,34 @@ def explicit_activation_checkpointing(fn: F) -> F:
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         return primitive.name == CUDNN or marked(primitive, *args, **params)
 
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)  # type: ignore[return-value]
+    return jax.checkpoint(fn, policy=policy, prevent_cse=unrolled)  # type: ignore[return-value]
+
+
+@jax.custom_vjp
+def together(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+    """Returns its arguments. In the backward pass no gradient of them is used before all are there.
+
+    Applied to the arguments of an unrolled layer, this makes the compiler finish the gradients of
+    its weights before it goes on to the previous layer. Otherwise it may compute them all at the
+    end, and keep in memory what they are computed from. Only reduce-scatters of the gradients,
+    which it starts early, have the same effect.
+    """
+    return x, weights
+
+
+def _together_backward(_: None, grads: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    leaves, tree = jax.tree.flatten(grads)
+    # With jax 0.10 a barrier makes all arrays vary along the axes of any. A few small weights vary
+    # along fewer than the others.
+    kinds = [jax.typeof(leaf).manual_axis_type for leaf in leaves]
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
+    made = lax.optimization_barrier([leaves[i] for i in alike])
+    for i, leaf in zip(alike, made, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+together.defvjp(lambda x, weights: ((x, weights), None), _together_backward)
 
 
 def sum_over_chunks(

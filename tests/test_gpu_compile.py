@@ -196,6 +196,16 @@ def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(progra
     assert runs == collections.Counter({"attention forward": each, "attention backward": each})
 
 
+@pytest.mark.parametrize("program", ALL)
+def test_layers_are_unrolled_unless_they_have_experts(program):
+    config, _, text, _ = built(program)
+    found = gpus.read(text, chip_of(program)).kernels
+    runs = [kernel.times for kernel in found if kernel.what == "attention forward"]
+    each = config.training.microbatches
+    wanted = [each * config.model.layers] if config.model.experts else [each] * config.model.layers
+    assert runs == wanted or config.mesh.c > 1
+
+
 @pytest.mark.gpu_compile
 def test_no_result_of_a_deterministic_step_depends_on_the_order_of_additions():
     """A scatter adds in any order, unless its places differ."""

@@ -37,7 +37,7 @@ SEEN = ("loss", "validation_loss", "tokenizer", "model.", "training.", "dtype", 
         "hf_dataset.", "paths.clone_")  # fmt: skip
 # What of these a run with this setting doesn't use; "": what changes a loss only by rounding.
 UNUSED = {
-    "": ("training.microbatches", "training.loss_chunks", "training.validation_",
+    "": ("training.microbatches", "training.loss_chunks", "training.unroll", "training.validation_",
          "training.max_skipped_updates", "flat_tokens.other_rows", "hf_dataset.num_workers"),
     "training.optimizer=adamw": ("training.muon_",),
     "training.schedule=cosine": ("training.cooldown_",),
