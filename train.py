@@ -283,7 +283,8 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    whole = lax.axis_size("s") * lax.axis_size("c") == 1  # gradients aren't scattered by layer
+    # With FSDP alone, reduce-scatters make the compiler compute a layer's gradients in time.
+    in_time = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
     # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
@@ -294,7 +295,7 @@ def forward(
     @functools.partial(explicit_activation_checkpointing, unrolled=unroll > 1)
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
-        if unroll > 1 and whole:
+        if unroll > 1 and not in_time:
             x, w = together(x, w)
         h = enter(x, w.attention_norm, config)
         w_q = ops.all_gather("M/c/s Q K/t D -> M Q K/t D", w.w_q)

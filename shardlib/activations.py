@@ -56,9 +56,9 @@ def together(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
     """Returns its arguments. In the backward pass no gradient of them is used before all are there.
 
     Applied to the arguments of an unrolled layer, this makes the compiler finish the gradients of
-    its weights before it goes on to the previous layer. Otherwise it may compute them all at the
-    end, and keep in memory what they are computed from. Only reduce-scatters of the gradients,
-    which it starts early, have the same effect.
+    its weights before it goes on to the previous layer. Otherwise it may put them off, to the end
+    or beside other layers' collectives, and keep in memory what they are computed from. But their
+    reduce-scatters, if any, then have less to hide behind.
     """
     return x, weights
 

@@ -227,7 +227,7 @@ def test_the_report(capsys, monkeypatch):
         arguments = [*command, "topology=h100:8"]
         out, message = train_here(capsys, monkeypatch, *arguments, program=compiler.main)
         verdict = "fits" if share == "75" else "does not fit"
-        assert not message and f"\nIt {verdict}: 3" in out
+        assert not message and f"\nIt {verdict}: 29." in out
         assert f"GB, the {share}% of the memory that JAX takes.\n" in out
     assert re.search(r"^all-gather +8 +\d+ +3\.52 GB +\d+%$", out, re.MULTILINE)
     assert re.search(r"^attention forward +cuDNN +bf16 +8 +1\.1 TFLOP", out, re.MULTILINE)

@@ -13,9 +13,7 @@ The peak is in the backward pass. In memory are then:
     arrays of a layer           three of the largest size in its backward pass: SwiGLU's result, and
                                 the gradients of its two factors. Or, if this is more, all that
                                 matmuls and loops recompute, and two of the largest size, as the
-                                result may then overwrite a factor. Twice as much where layers
-                                are unrolled and split over t, as the compiler puts gradients of a
-                                layer's weights beside the collectives of the next one
+                                result may then overwrite a factor
 
 If more is needed while the loss is computed, there are instead of the last two:
 
@@ -72,11 +70,9 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
     results = list(_results(jaxpr, sizes["layers"] * parts, chip))
     largest = max(size for _, size in results)
     recomputed = sum(size for when, size in results if when == "recomputed")
-    unrolled = config.layers_at_a_time("gpu" if chip and "TPU" not in chip else "tpu") > 1
-    late = unrolled and axes["t"] > 1 and axes["s"] * axes["c"] > 1
     in_layer = {
         "gathered weights": 2 * layers // sizes["layers"],
-        ARRAYS: max(3 * largest, 2 * largest + recomputed) * (2 if late else 1),
+        ARRAYS: max(3 * largest, 2 * largest + recomputed),
     }
     in_loss = {
         "gathered weights": unembedding,
