@@ -52,7 +52,7 @@ test-gpu:
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
-# Ten minutes: compiles steps for NVIDIA GPUs with XLA's compiler, on any machine.
+# Half an hour: compiles steps for NVIDIA GPUs with XLA's compiler, on any machine.
 test-gpu-compile: $(VENV_GPU)/gpu
 	JAX_PLATFORMS=cpu $(VENV_GPU)/bin/python -m pytest -m "slow or gpu_compile" -rP \
 		tests/test_gpu_compile.py

@@ -235,7 +235,7 @@ def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
 
 @typechecked
 def forward(
-    weights: Weights, batch: TokenBatch, config: ModelConfig
+    weights: Weights, batch: TokenBatch, config: ModelConfig, unroll: int = 1
 ) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Routing | None]]:
     """The residual stream after the last layer, and each layer's Routing, if any. At position l,
     which predicts target l, it depends only on the tokens before that target in the same document
@@ -249,6 +249,9 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
+    # With FSDP alone, reduce-scatters make the compiler compute a layer's gradients in time.
+    fsdp_alone = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
+
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
     # reduce-scatter send as many bytes as one all-reduce. It is split along M, so that L stays
     # whole; Megatron's sequence parallelism splits L.
@@ -259,7 +262,9 @@ def forward(
     # From these it recomputes what else it needs: the norms, attention's scores, the product of
     # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter: what each one
     # leads to is kept.
-    @explicit_activation_checkpointing
+    @functools.partial(
+        explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_alone
+    )
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
@@ -295,7 +300,7 @@ def forward(
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", output)
         return x + norm_after(y, w.mlp_norm, config), routed
 
-    return lax.scan(block, x, weights.layers)
+    return lax.scan(block, x, weights.layers, unroll=unroll)
 
 
 @typechecked
@@ -394,7 +399,9 @@ def total_loss(
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
-    x, routed = forward(weights, batch, config.model)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    unroll = config.layers_at_a_time(device.platform) if device else 1  # a loop for the audit
+    x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
     # only the gradients: that of x, and those of the gain and the unembedding, summed in f32. The
     # audit counts the collectives of these gradients as backward ones.

@@ -12,6 +12,9 @@ from variants import experts
 from variants.experts import ExpertsConfig, RoutingConfig
 from variants.families import QK_NORMS, RopeScalingConfig
 
+# The most layers that are unrolled on GPUs unless training.unroll says so: see docs/gpus.md.
+UNROLLED = 32
+
 
 # All sections are hashable, so that a jitted function can take a config as a static argument.
 @dataclasses.dataclass(unsafe_hash=True)
@@ -70,6 +73,7 @@ class TrainingConfig(Section, key="training"):
     routing: RoutingConfig
     microbatches: PositiveInt
     loss_chunks: PositiveInt
+    unroll: PositiveInt | None
     validation_interval: NonNegativeInt
     validation_batches: PositiveInt
     validation_at_start: bool
@@ -104,3 +108,11 @@ class Config(RunConfig, DataConfig):
         problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
         self.require(length % training.loss_chunks == 0, "training.loss_chunks", problem)
         experts.check(self)
+
+    def layers_at_a_time(self, platform: str) -> int:
+        """How many layers the loop over layers computes at a time on devices of a platform."""
+        layers, unroll = self.model.layers, self.training.unroll
+        if unroll is None:  # experts are computed in a loop of their own
+            few = layers <= UNROLLED and not self.model.experts
+            unroll = layers if platform == "gpu" and few else 1
+        return min(unroll, layers)

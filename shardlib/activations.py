@@ -31,11 +31,17 @@ def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
     return checkpoint_name(x, OFFLOADED if offload else SAVED)
 
 
-def explicit_activation_checkpointing(fn: F) -> F:
+def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bool = False) -> F:
     """Decorator: keeps for the backward pass only the arguments and what `save_for_backward` marks.
 
-    Meant for the body of a `lax.scan`. Outside a loop the compiler may merge a recomputation with
-    the original, and so keep the value after all.
+    The body of a loop needs nothing else. If the loop is `unrolled`, the compiler would merge a
+    recomputation with the original, and so keep the value after all: a barrier around the arguments
+    of the backward pass prevents it.
+
+    With `in_turn` the compiler also finishes all gradients of an unrolled call before it goes on to
+    the call before. Otherwise it may put some off, to the end or beside other collectives, and keep
+    in memory what they are computed from. But the reduce-scatters of the gradients of weights, if
+    any, then have less to hide behind.
     """
     marked = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SAVED],
@@ -47,7 +53,33 @@ def explicit_activation_checkpointing(fn: F) -> F:
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         return primitive.name == CUDNN or marked(primitive, *args, **params)
 
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)  # type: ignore[return-value]
+    def fn_in_turn(*args: Any) -> Any:
+        return fn(*_together(*args))
+
+    called = fn_in_turn if unrolled and in_turn else fn
+    return jax.checkpoint(called, policy=policy, prevent_cse=unrolled)  # type: ignore[return-value]
+
+
+@jax.custom_vjp
+def _together(*args: Any) -> Any:
+    """Returns its arguments. In the backward pass none of their gradients is used before all are
+    there."""
+    return args
+
+
+def _together_backward(_: None, grads: Any) -> Any:
+    leaves, tree = jax.tree.flatten(grads)
+    # With jax 0.10 a barrier makes all arrays vary along the axes of any. A few small weights vary
+    # along fewer than the others.
+    kinds = [jax.typeof(leaf).manual_axis_type for leaf in leaves]
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
+    made = lax.optimization_barrier([leaves[i] for i in alike])
+    for i, leaf in zip(alike, made, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+_together.defvjp(lambda *args: (args, None), _together_backward)
 
 
 def sum_over_chunks(

@@ -199,6 +199,16 @@ def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(progra
     assert runs == collections.Counter({"attention forward": each, "attention backward": each})
 
 
+@pytest.mark.parametrize("program", ALL)
+def test_layers_are_unrolled_unless_they_have_experts(program):
+    config, _, text, _ = built(program)
+    found = gpus.read(text, chip_of(program)).kernels
+    runs = [kernel.times for kernel in found if kernel.what == "attention forward"]
+    each = config.training.microbatches
+    wanted = [each * config.model.layers] if config.model.experts else [each] * config.model.layers
+    assert runs == wanted or config.mesh.c > 1
+
+
 @pytest.mark.gpu_compile
 def test_no_result_of_a_deterministic_step_depends_on_the_order_of_additions():
     """A scatter adds in any order, unless its places differ."""
@@ -220,7 +230,7 @@ def test_the_report(capsys, monkeypatch):
         arguments = [*command, "topology=h100:8"]
         out, message = train_here(capsys, monkeypatch, *arguments, program=compiler.main)
         verdict = "fits" if share == "75" else "does not fit"
-        assert not message and f"\nIt {verdict}: 3" in out
+        assert not message and f"\nIt {verdict}: 29." in out
         assert f"GB, the {share}% of the memory that JAX takes.\n" in out
     assert re.search(r"^all-gather +8 +\d+ +3\.52 GB +\d+%$", out, re.MULTILINE)
     assert re.search(r"^attention forward +cuDNN +bf16 +8 +1\.1 TFLOP", out, re.MULTILINE)

@@ -96,7 +96,8 @@ def expected(length=12, *overrides):
 
 
 CHUNKS, MICROBATCHES = ["training.loss_chunks=4"], ["training.microbatches=2"]
-# (d, t, r, c), and settings that split the batch or the logits into parts.
+UNROLLED = ["training.unroll=2"]
+# (d, t, r, c), and settings that split the batch or the logits into parts, or unroll the layers.
 LAYOUTS = [
     ((1, 1), []),
     ((2, 4), []),
@@ -105,10 +106,12 @@ LAYOUTS = [
     ((4, 2, 2), CHUNKS + MICROBATCHES),
     ((2, 2, 1, 2), MICROBATCHES),
     ((2, 1, 2, 4), []),
+    ((8, 1), UNROLLED),
+    ((2, 2, 1, 2), MICROBATCHES + UNROLLED),
 ]
 
 
-@pytest.mark.parametrize("layout", slow_but_for([LAYOUTS[1], LAYOUTS[5]], LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", slow_but_for([LAYOUTS[1], LAYOUTS[-1]], LAYOUTS), ids=str)
 def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, layout):
     """The last row is padded, so that parts have different numbers of targets."""
     axes, parts = layout
@@ -117,6 +120,19 @@ def test_loss_and_gradients_agree_with_the_oracle_on_every_layout(in_f32, layout
     expected_loss, _, expected_grads = expected(48)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected_grads, 1e-5)
+
+
+def test_cpus_run_the_layers_in_a_loop_unless_the_config_unrolls_them():
+    """The audit and the checks trace a loop, whatever the config says."""
+    loops, traced = [], set()
+    for unroll in "null", "1", "2", "3", "9":
+        config = small_config("model.layers=3", f"training.unroll={unroll}")
+        with jax.set_mesh(mesh(4, 2)):
+            loops.append(train.lower_step(config).as_text().count("stablehlo.while"))
+        traced.add(str(preflight.trace_step(train, config, abstract_mesh(config.mesh.axes))))
+    others = loops[-1]  # forward and backward pass each have a loop over layers
+    assert loops == [others + 2, others + 2, others + 2, others, others]
+    assert len(traced) == 1
 
 
 # What configs may add to the model or leave out of it.

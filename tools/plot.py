@@ -40,9 +40,9 @@ SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "tr
 LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # the metrics of them
 # What of these a run with this setting doesn't use; "": what changes a loss only by rounding.
 UNUSED = {
-    "": ("training.microbatches", "training.loss_chunks", "training.validation_",
-         "training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation",
-         "hf_dataset.num_workers"),
+    "": ("training.microbatches", "training.loss_chunks", "training.unroll",
+         "training.validation_", "training.max_skipped_updates", "flat_tokens.other_rows",
+         "flat_tokens.validation", "hf_dataset.num_workers"),
     "training.optimizer=adamw": ("training.muon_",),
     "training.schedule=cosine": ("training.cooldown_",),
     "training.schedule=linear": ("training.cooldown_",),

@@ -112,7 +112,9 @@ def main(config: CompileConfig) -> None:
     as_there = gpus.cudnn_as_of if name in gpus.known() else contextlib.nullcontext
     with as_there(config.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
-        print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}")
+        unroll = config.layers_at_a_time(mesh.devices.flat[0].platform)
+        layers = f", {unroll} layers at a time" if unroll > 1 else ""
+        print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}{layers}")
         start = time.perf_counter()
         try:
             step = compile_step(config, lowered)
