@@ -897,6 +897,10 @@ def train(
     tokens, flops = hyper.tokens.batch * hyper.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
+    size, length = config.model, hyper.tokens.len
+    shape = length // config.mesh.c, length, size.n_q_per_kv, size.d_head, compute.dtype
+    if kernel := kernels.described(*shape):
+        say(kernel)
     with Run(config, first, hyper.steps, tokens, flops, hyper.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)

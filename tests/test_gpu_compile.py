@@ -192,7 +192,7 @@ def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(progra
     for kernel in found:
         if kernel.what != "matmul":
             runs[kernel.what] += kernel.times
-    each = config.model.layers * config.training.microbatches if config.mesh.c == 1 else 0
+    each = config.model.layers * config.training.microbatches
     assert runs == collections.Counter({"attention forward": each, "attention backward": each})
 
 

@@ -124,10 +124,7 @@ def test_the_scores_in_memory_do_not_grow_with_the_row():
 def on_tpu(monkeypatch):
     """The op runs the TPU's kernel, interpreted, and not for bf16 arrays alone."""
 
-    def kernel(q, k, v, start, position, key_position):
-        return kernels.tpu_attention(q, k, v, start, position)
-
-    monkeypatch.setattr(kernels, "plain_attention", kernel)
+    monkeypatch.setattr(kernels, "plain_attention", kernels.tpu_attention)
     with pltpu.force_tpu_interpret_mode():
         yield
 
@@ -150,6 +147,43 @@ def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, window, on_
     monkeypatch.setattr(flash_attention, "QUERIES", held)
     arrays = random_arrays(length)
     assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)
+
+
+@pytest.mark.parametrize("axes, window", [((4, 2), 9), ((2, 1, 1, 2), 9), ((1, 1, 1, 4), 99)])
+def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
+    """XLA computes in cuDNN's place, from the same arguments."""
+    attend = jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        assert implementation == "cudnn"
+        return attend(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(kernels, "plain_attention", kernels.cudnn_attention)
+    arrays = random_arrays(32)
+    assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "platform, shape, line",
+    [
+        ("cpu", (128, 128, 1, 64, bf16.dtype), ""),
+        ("gpu", (128, 128, 32, 128, bf16.dtype), "attention: cudnn_attention"),
+        ("gpu", (256, 1024, 1, 8, bf16.dtype), "attention: cudnn_attention"),
+        ("tpu", (256, 512, 1, 64, bf16.dtype), "attention: tpu_attention"),
+        ("tpu", (128, 256, 1, 64, bf16.dtype), "a device's 128 tokens of a row aren't a multiple"),
+        ("gpu", (100, 100, 1, 64, bf16.dtype), "a device's 100 tokens of a row aren't a multiple"),
+        ("gpu", (128, 128, 1, 100, bf16.dtype), "the size of a head, 100, isn't"),
+        ("gpu", (128, 128, 1, 256, bf16.dtype), "the size of a head, 256, isn't"),
+        ("gpu", (128, 128, 33, 64, bf16.dtype), "more than 32 query heads share"),
+        ("gpu", (128, 128, 1, 64, f32.dtype), "kernels compute in bfloat16, not in float32"),
+    ],
+)
+def test_the_line_that_names_the_kernel(platform, shape, line, monkeypatch):
+    monkeypatch.setattr(kernels, "platform", lambda: platform)
+    wanted = line if line.startswith("attention") or not line else f"attention: plain, as {line}"
+    actual = kernels.described(*shape)
+    assert actual == wanted if wanted == line else actual.startswith(wanted), actual
 
 
 @pytest.mark.slow
