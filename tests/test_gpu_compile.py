@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import train
+from benchmarks import attention
 from runtime import checks, chips
 from runtime.run import compile_step
 from shardlib import audit, devices, kernels
@@ -194,6 +195,16 @@ def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(progra
             runs[kernel.what] += kernel.times
     each = config.model.layers * config.training.microbatches
     assert runs == collections.Counter({"attention forward": each, "attention backward": each})
+
+
+@pytest.mark.gpu_compile
+def test_attention_in_packed_documents_saves_what_its_kernels_return(monkeypatch):
+    """Both are in the program, and neither runs again in the backward pass."""
+    monkeypatch.setitem(kernels.KERNELS, "gpu", functools.partial(attention.packed, most=4))
+    text = built(PROGRAMS[1]._replace(overrides=("model.layers=4",))).text
+    calls = collections.Counter(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))
+    forward = {name: times for name, times in calls.items() if "Backward" not in name}
+    assert forward == {"Softmax": 1, "ScaleBiasSoftmax": 1} and len(calls) == 4
 
 
 @pytest.mark.gpu_compile
