@@ -66,6 +66,13 @@ profile() {
     trained train paths.model_name=p training.steps=6 profile=true
     ls -l $RUNS/p/profile/host_*
 }
+run() { # a thousand steps, and PyTorch's: not by default. Needs packages.zarr, of benchmarks.packages
+    local same="flat_tokens.filespec=packages.zarr paths.root_working_dir=$RUNS ${EXTRA:-}"
+    do_ python3 -m train --config-name=packages_a100x1_84m $same paths.model_name=ours
+    do_ python3 -m benchmarks.pytorch --config-name=packages_a100x1_84m $same paths.model_name=torch curve=true
+    do_ python3 -m tools.plot $RUNS/ours $RUNS/torch --output "$OUT/curves.svg"
+    for name in ours torch; do gzip -c $RUNS/$name/metrics.jsonl >"$OUT/$name.jsonl.gz"; done
+}
 
 if [[ ${1:-} == wheels ]]; then
     at="--python-version 3.12 --implementation cp --only-binary=:all: --no-deps -q -d .whl"
