@@ -63,7 +63,7 @@ from configs.schema import Config, ModelConfig
 from configs.sizes import DIMENSIONS, dimensions, step_flops
 from data.loader import Batches, TokenBatch
 from data.sources import check_same_rows, open_batches
-from kernels.attention import attention
+from kernels.attention import attention, described
 from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
@@ -75,6 +75,7 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
+from shardlib.devices import platform
 from shardlib.types import (
     ArrayType,
     Dim,
@@ -399,8 +400,7 @@ def total_loss(
         total = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d l/c -> {U:d,c}", nats))
         return total, {"loss": total}
 
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    unroll = config.layers_at_a_time(device.platform) if device else 1  # a loop for the audit
+    unroll = config.layers_at_a_time(platform())
     x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
     # only the gradients: that of x, and those of the gain and the unembedding, summed in f32. The
@@ -646,6 +646,8 @@ def train(
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
     if training.optimizer == "muon":
         say(muon.note(kinds.weights))
+    if kernel := described(sizes, config.mesh.c):
+        say(kernel)
     with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)

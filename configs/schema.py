@@ -110,9 +110,10 @@ class Config(RunConfig, DataConfig):
         experts.check(self)
 
     def layers_at_a_time(self, platform: str) -> int:
-        """How many layers the loop over layers computes at a time on devices of a platform."""
+        """How many layers the loop over layers computes at a time on devices of a platform: 1
+        where a step is only traced, without devices, so that an audit is of a loop."""
         layers, unroll = self.model.layers, self.training.unroll
         if unroll is None:  # experts are computed in a loop of their own
             few = layers <= UNROLLED and not self.model.experts
             unroll = layers if platform == "gpu" and few else 1
-        return min(unroll, layers)
+        return min(unroll, layers) if platform else 1

@@ -7,6 +7,7 @@ its heads.
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,11 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.devices import platform
 from shardlib.errors import BEHIND_OPS
 from shardlib.local import alike, einsum
 from shardlib.ops import Call, define_op
-from shardlib.types import Dim, Spec, floating, integer, typechecked
+from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
 
 BEHIND_OPS.append(__file__)  # its lines are those of its calls
 
@@ -72,11 +74,10 @@ def attention(
         )
 
     Communicates nothing. Positions are in the order of `balanced`. The result is saved for the
-    backward pass, which recomputes the scores from q, k and v: save those. In bf16, with a device's
-    part of L a multiple of 128, or of 256 where L is split, D a multiple of 8 up to 128, and Q at
-    most 32, runs a kernel: that of flash_attention.py on TPUs and, where L isn't split, cuDNN's on
-    NVIDIA GPUs. Raises ShardTypeError unless the operands have these dimensions in this order, with
-    D not split, and q, k and v the same dtype.
+    backward pass, which recomputes the scores from q, k and v: save those. Runs a kernel where
+    `misfit` finds nothing: that of flash_attention.py on TPUs, and cuDNN's on NVIDIA GPUs. Raises
+    ShardTypeError unless the operands have these dimensions in this order, with D not split, and q,
+    k and v the same dtype.
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
@@ -94,17 +95,24 @@ def attention(
     if recall := recalling.value:
         k, v, key_position = recall(k, v, key_position)
         return plain_attention(q, k, v, start, position, key_position)
-    parts = k.shape[1] // q.shape[1]
-    fits = q.shape[1] % (128 if parts == 1 else 256) == 0 and q.shape[-1] in range(8, 129, 8)
-    fits = fits and q.shape[2] <= 32 and q.dtype == jnp.bfloat16
-    with_kernel = ("tpu", "gpu") if fits and parts == 1 else ("tpu",) if fits else ()
-    device = jax.sharding.get_abstract_mesh().abstract_device  # None where the step is only traced
-    if device and device.platform in with_kernel:
-        if device.platform == "tpu":
-            return tpu_attention(q, k, v, start, position)
-        return cudnn_attention(q, k, v, start)
-    with jax.named_scope(f"kernel_of_{'_'.join(with_kernel)}"):
+    fits = not misfit(q.shape[1], k.shape[1], q.shape[2], q.shape[-1], q.dtype)
+    if fits and (kernel := KERNELS.get(platform())):
+        return kernel(q, k, v, start, position, key_position)
+    with jax.named_scope(f"kernel_of_{'tpu_gpu' if fits else ''}"):
         return save_for_backward(plain_attention(q, k, v, start, position, key_position))
+
+
+def misfit(length: int, keys: int, queries: int, size: int, dtype: Any) -> str:
+    """Says why no kernel takes a device's `length` queries and `keys` keys of a row, with `queries`
+    heads of this size for each of the keys'. Empty if TPUs' and GPUs' do."""
+    multiple = 128 if length == keys else 256
+    reasons = {
+        f"kernels compute in bfloat16, not in {dtype}": dtype != jnp.bfloat16,
+        f"a device's {length} tokens of a row aren't a multiple of {multiple}": length % multiple,
+        f"the size of a head, {size}, isn't a multiple of 8 up to 128": size % 8 or size > 128,
+        f"more than 32 query heads share a key-value head: {queries}": queries > 32,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @typechecked
@@ -145,8 +153,9 @@ def plain_attention(
 
 
 def tpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, position: jax.Array
-) -> jax.Array:
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    start: jax.Array, position: jax.Array, key_position: jax.Array,
+) -> jax.Array:  # fmt: skip
     """Computes attention with flash_attention.py, which saves the result itself."""
     from kernels.flash_attention import flash_attention  # takes 0.3 s to import
 
@@ -157,15 +166,34 @@ def tpu_attention(
 @typechecked
 def cudnn_attention(
     q: floating["B L Q K D"],
-    k: floating["B L K D"],
-    v: floating["B L K D"],
+    k: floating["B S K D"],
+    v: floating["B S K D"],
     start: integer["B L"],
+    position: integer["B L"],
+    key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention with cuDNN, which wants query heads that share a key side by side. What
     its forward kernel returns is saved: see activations.py."""
-    same = start[:, None, :, None] <= jnp.arange(q.shape[1])  # keys of the document and after it
+    seen = start[:, None, :, None] <= key_position[:, None, None]
+    whole = q.shape[1] == k.shape[1]  # then positions are in order, and cuDNN skips later keys
+    if not whole:
+        seen &= key_position[:, None, None] <= position[:, None, :, None]
     heads = rearrange(q, "B L Q K D -> B L (K Q) D")
     mixed = jax.nn.dot_product_attention(
-        heads, k, v, mask=same, is_causal=True, implementation="cudnn"
+        heads, k, v, mask=seen, is_causal=whole, implementation="cudnn"
     )
     return rearrange(mixed, "B L (K Q) D -> B L Q K D", K=k.shape[2])
+
+
+KERNELS = {"tpu": tpu_attention, "gpu": cudnn_attention}  # by platform
+
+
+def described(sizes: dict[str, int], parts: int) -> str:
+    """Names the kernel that computes attention on the mesh in context, or says why none does, given
+    the sizes of L, Q and D, and the parts that L is split into. Empty where there are no kernels.
+    """
+    length, kernel = sizes["L"] // parts, KERNELS.get(platform())
+    problem = misfit(length, sizes["L"], sizes["Q"], sizes["D"], compute.dtype)
+    if not kernel:
+        return ""
+    return f"attention: {f'plain, as {problem}' if problem else kernel.__name__}"

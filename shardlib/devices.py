@@ -80,6 +80,12 @@ def have_threads(count: int) -> None:
     os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
 
 
+def platform() -> str:
+    """The platform of the mesh in context. A mesh without devices, to trace on, has none."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else ""
+
+
 def make_mesh(axes: dict[str, int]) -> Mesh:
     """A mesh over the first devices. The first axis is the outermost, over the slowest links.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib.devices import platform
 from shardlib.types import mesh_shape, several
 
 # --- Casts ----------------------------------------------------------------------------------------
@@ -38,8 +39,7 @@ def unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def narrow_on_cpu(x: jax.Array) -> bool:
     """Returns whether x is bf16 and traced for CPUs, where XLA needs other forms to be fast."""
-    device = jax.sharding.get_abstract_mesh().abstract_device  # None where a step is only traced
-    return x.dtype == jnp.bfloat16 and device is not None and device.platform == "cpu"
+    return x.dtype == jnp.bfloat16 and platform() == "cpu"
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:

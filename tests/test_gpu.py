@@ -40,21 +40,33 @@ def test_loss_and_gradients_are_close_to_the_oracles():
 
 
 @pytest.mark.parametrize("rows, length, queries, keys, size", SHAPES)
-def test_the_attention_kernel_is_its_twin(rows, length, queries, keys, size):
-    """Compares outputs and gradients, with several documents per row, some of which span blocks."""
+@pytest.mark.parametrize(
+    "documents, window, part",  # in a row, on average; `part` is the device's of its row
+    [(4, None, None), (1, None, None), (100, None, None), (4, 200, None), (4, None, 0), (9, 90, 1)],
+)
+def test_the_attention_kernel_is_its_twin(
+    rows, length, queries, keys, size, documents, window, part
+):
+    """Compares outputs and gradients, with documents some of which span blocks."""
     rng = np.random.default_rng(0)
     q, weight = rng.normal(size=(2, rows, length, queries, keys, size))
     k, v = rng.normal(size=(2, rows, length, keys, size))
     q, k, v, weight = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, weight))
-    position = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    begins = jnp.asarray(rng.random((rows, length)) < 4 / length)
-    start = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
+    order = attention.balanced(length, 1 if part is None else 2)
+    key_position = jnp.broadcast_to(jnp.asarray(order), (rows, length))
+    begins = jnp.asarray(rng.random((rows, length)) < (documents - 1) / length)
+    start = jax.lax.cummax(jnp.where(begins, jnp.arange(length), 0), axis=1)[:, order]
+    if window:
+        start = jnp.maximum(start, key_position - window + 1)
+    k, v = k[:, order], v[:, order]
+    own = slice(None) if part is None else slice(part * length // 2, (part + 1) * length // 2)
+    q, weight, start, position = (x[:, own] for x in (q[:, order], weight, start, key_position))
 
     def twin(q, k, v):
-        return attention.plain_attention(q, k, v, start, position, position)
+        return attention.plain_attention(q, k, v, start, position, key_position)
 
     def kernel(q, k, v):
-        return attention.cudnn_attention(q, k, v, start)
+        return attention.cudnn_attention(q, k, v, start, position, key_position)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(attend, q, k, v):

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import train
+from benchmarks import attention as ways
 from checks import jaxprs, preflight
 from kernels import attention
 from runtime import chips
@@ -195,7 +196,7 @@ def test_attention_runs_one_kernel_forward_and_one_backward_in_each_layer(progra
     for kernel in found:
         if kernel.what != "matmul":
             runs[kernel.what] += kernel.times
-    each = config.model.layers * config.training.microbatches if config.mesh.c == 1 else 0
+    each = config.model.layers * config.training.microbatches
     assert runs == collections.Counter({"attention forward": each, "attention backward": each})
 
 
@@ -207,6 +208,16 @@ def test_layers_are_unrolled_unless_they_have_experts(program):
     each = config.training.microbatches
     wanted = [each * config.model.layers] if config.model.experts else [each] * config.model.layers
     assert runs == wanted or config.mesh.c > 1
+
+
+@pytest.mark.gpu_compile
+def test_attention_in_packed_documents_saves_what_its_kernels_return(monkeypatch):
+    """Both are in the program, and neither runs again in the backward pass."""
+    monkeypatch.setitem(attention.KERNELS, "gpu", functools.partial(ways.packed, most=4))
+    text = built(PROGRAMS[1]._replace(overrides=("model.layers=4",))).text
+    calls = collections.Counter(re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text))
+    forward = {name: times for name, times in calls.items() if "Backward" not in name}
+    assert forward == {"Softmax": 1, "ScaleBiasSoftmax": 1} and len(calls) == 4
 
 
 @pytest.mark.gpu_compile

@@ -1,12 +1,14 @@
 """Tests the PyTorch benchmark, for which all but one of them need PyTorch."""
 
+import json
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import pytorch
 from tests.helpers import SMALL, small_config, train_here
-from tools import benchmark
+from tools import benchmark, plot
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL]
 # transformers warns that this function is renamed; older releases lack the new name.
@@ -77,3 +79,37 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
     assert len(graphs) == (3 if checkpointing else 1) and len(calls) == 2
     assert all(node.kwargs["is_causal"] and node.kwargs["attn_mask"] is None for node in calls)
     assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_curve_is_that_of_our_run(torch, capsys, monkeypatch, tmp_path):
+    """Ten steps in f32, with several documents in a row and a clipped gradient."""
+    both = [
+        "dtype=f32", "training.steps=10", "training.warmup_steps=3", "training.grad_clip=0.5",
+        "training.learning_rate=1e-2", "training.microbatches=2", "training.validation_interval=5",
+        "training.validation_batches=2", "flat_tokens.filespec=data/synthetic.zarr",
+        "mesh={d: 1, t: 1}", "model.vocab=128", "training.tokens.len=96",
+        f"paths.root_working_dir={tmp_path}",
+    ]  # fmt: skip
+    _, message = run(
+        capsys, monkeypatch, *both, "compile=false", "curve=true", "paths.model_name=torch"
+    )
+    assert not message
+    _, message = train_here(capsys, monkeypatch, *CONFIG, *both, "paths.model_name=jax")
+    assert not message
+    theirs, ours = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("torch", "jax")
+    )
+    for name in "loss", "validation_loss":
+        pairs = [(a[name], b[name]) for a, b in zip(theirs, ours, strict=True) if name in b]
+        assert len(pairs) == {"loss": 10, "validation_loss": 2}[name]
+        np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-4)
+    assert theirs[0]["loss"] > theirs[-1]["loss"] + 0.1
+    folders = [
+        str(tmp_path / "torch"),
+        str(tmp_path / "jax"),
+        "--output",
+        str(tmp_path / "both.svg"),
+    ]
+    _, message = train_here(capsys, monkeypatch, *folders, program=plot.main)
+    assert not message and (tmp_path / "both.svg").exists()

@@ -10,7 +10,15 @@ from jax.experimental.pallas import tpu as pltpu
 from checks.jaxprs import equations
 from kernels import attention, flash_attention
 from shardlib import ops
-from shardlib.types import ShardTypeError, bf16, f32, i32, make_shapes, typed_shard_map
+from shardlib.types import (
+    ShardTypeError,
+    bf16,
+    computing_in,
+    f32,
+    i32,
+    make_shapes,
+    typed_shard_map,
+)
 from tests import golden
 from tests.helpers import assert_close, mesh
 
@@ -125,10 +133,7 @@ def test_the_scores_in_memory_do_not_grow_with_the_row():
 def on_tpu(monkeypatch):
     """The op runs the TPU's kernel, interpreted, and not for bf16 arrays alone."""
 
-    def kernel(q, k, v, start, position, key_position):
-        return attention.tpu_attention(q, k, v, start, position)
-
-    monkeypatch.setattr(attention, "plain_attention", kernel)
+    monkeypatch.setattr(attention, "plain_attention", attention.tpu_attention)
     with pltpu.force_tpu_interpret_mode():
         yield
 
@@ -151,6 +156,44 @@ def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, window, on_
     monkeypatch.setattr(flash_attention, "QUERIES", held)
     arrays = random_arrays(length)
     assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)
+
+
+@pytest.mark.parametrize("axes, window", [((4, 2), 9), ((2, 1, 1, 2), 9), ((1, 1, 1, 4), 99)])
+def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
+    """XLA computes in cuDNN's place, from the same arguments."""
+    attend = jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        assert implementation == "cudnn"
+        return attend(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(attention, "plain_attention", attention.cudnn_attention)
+    arrays = random_arrays(32)
+    assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "platform, sizes, parts, dtype, line",
+    [
+        ("cpu", (128, 1, 64), 1, "bf16", ""),
+        ("gpu", (128, 32, 128), 1, "bf16", "attention: cudnn_attention"),
+        ("gpu", (1024, 1, 8), 4, "bf16", "attention: cudnn_attention"),
+        ("tpu", (512, 1, 64), 2, "bf16", "attention: tpu_attention"),
+        ("tpu", (256, 1, 64), 2, "bf16", "a device's 128 tokens of a row aren't a multiple"),
+        ("gpu", (100, 1, 64), 1, "bf16", "a device's 100 tokens of a row aren't a multiple"),
+        ("gpu", (128, 1, 100), 1, "bf16", "the size of a head, 100, isn't"),
+        ("gpu", (128, 1, 256), 1, "bf16", "the size of a head, 256, isn't"),
+        ("gpu", (128, 33, 64), 1, "bf16", "more than 32 query heads share"),
+        ("gpu", (128, 1, 64), 1, "f32", "kernels compute in bfloat16, not in float32"),
+    ],
+)
+def test_the_line_that_names_the_kernel(platform, sizes, parts, dtype, line, monkeypatch):
+    monkeypatch.setattr(attention, "platform", lambda: platform)
+    wanted = line if line.startswith("attention") or not line else f"attention: plain, as {line}"
+    with computing_in(dtype):
+        actual = attention.described(dict(zip("LQD", sizes, strict=True)), parts)
+    assert actual == wanted if wanted == line else actual.startswith(wanted), actual
 
 
 @pytest.mark.slow
