@@ -50,7 +50,8 @@ def mapped(file: str, kind: str) -> np.ndarray:
 
 
 class Bins:
-    """The ids of `.bin` files, where a document starts after each `end_token`.
+    """The ids of `.bin` files, where a document starts after each `end_token`. It has all that a
+    loader needs of a FlatTokens to pack rows: its attributes, but `files`, and `read_encoded`.
 
     Raises FlatTokensError for a file that can't be read or isn't as it should be, and, when it is
     read, for an id from `vocab` on: no file says how large its ids are.

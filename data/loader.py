@@ -84,7 +84,8 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             cure = "name files to validate on, as in 'flat_tokens.validation={web: val.bin}'"
             raise FlatTokensError(f"{path} has no validation split: {cure}")
         if not self.sequence_packing:
-            raise FlatTokensError(f"{path}: sequence_packing=false needs zarr; convert it first")
+            cure = "needs a dataset in zarr: convert it with tools.bins"
+            raise FlatTokensError(f"{path}: flat_tokens.sequence_packing=false {cure}")
         return Bins(path, self.end_token, self.bin_dtype, vocab)
 
     @property

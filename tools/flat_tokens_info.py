@@ -47,7 +47,7 @@ def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
         stored = f"{packed / 1e6:,.1f} MB on disk, compressed {size / packed:.1f} times"
     else:
         stored = f"{counted(len(data.files), 'file')}: {reprlib.repr(data.files)}"
-    text = f" of {data.bytes_per_token:.3g} bytes" if data.bytes_per_token else ""
+    text = f" of {data.bytes_per_token:.2f} bytes" if data.bytes_per_token else ""
     return (
         f"{data.name}: {counted(data.token_count, 'token')}{text}, ids up to {largest}"
         f"; {counted(len(lengths), 'document')} of {lengths.min():,}"
