@@ -144,8 +144,13 @@ def main(config: train.Config) -> None:
     rows, sides = [], [(what, measured[1:]) for what, measured in rates.items()]
     for (what, ours), (bound, best) in zip(sides[::2], sides[1::2], strict=True):
         ratios = sorted(a / b for a, b in zip(ours, best, strict=True))
-        cells = show(median(ours), "/s"), bound, show(median(best), "/s"), f"{median(ratios):.0%}"
-        rows.append((what, *cells, f"{ratios[0]:.0%} to {ratios[-1]:.0%}"))
+        cells = (
+            show(median(ours), "/s"),
+            bound,
+            show(median(best), "/s"),
+            f"{100 * median(ratios):.2g}%",
+        )
+        rows.append((what, *cells, f"{100 * ratios[0]:.2g}% to {100 * ratios[-1]:.2g}%"))
     print(table(("", "speed", "bound", "its speed", "ratio", "range"), rows))
 
 

@@ -267,9 +267,9 @@ def _passed_backward(_: None, g: jax.Array) -> tuple[jax.Array]:
 passed.defvjp(lambda x: (x, None), _passed_backward)
 === lamb: optimizer's statistics of a part
 --- instead adamw.update: return
-change = m * mu_scale / root + hyper.weight_decay * w
+change = m * hyper.mu.unbias / root + hyper.weight_decay * w
 trust = jnp.linalg.norm(w) / (jnp.linalg.norm(change) + 1e-6)
-return w - rate * trust * change
+return w - hyper.learning_rate * trust * change
 === average_weights_by_distance: average of the weights
 --- average
 --- swap fresh_state: State(jnp.uint32(0), weights, *jax.tree.map(jnp.zeros_like, shapes))

@@ -114,7 +114,7 @@ def test_two_hosts_train_as_one_does(tmp_path):
     assert "step" not in printed[1], "the first host speaks for all"
 
     (records,) = (tmp_path / "two/checkpoints").glob("00000003.*/records")
-    assert sorted(path.name for path in records.iterdir()) == ["0", "1"]
+    assert sorted(path.name for path in records.iterdir()) == ["0", "1", "zarr.json"]
     for name in "two", "one":
         done = run(*arguments, f"paths.model_name={name}", "training.steps=5")
         assert done.returncode == 0, done.stderr

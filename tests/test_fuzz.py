@@ -22,6 +22,7 @@ from data.flat_tokens import SPLITS, Writer, encode
 from runtime import config, program
 from tools import check, huggingface_to_flat_tokens
 from tools.audit import __main__ as audit
+from tools.compile import __main__ as compiler
 
 NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1.5", "1e3", "1e400", "-1e400", "nan", "inf",
            "-inf", "2147483647", "2147483648", "99999999999999999999", "1_000", "0x10"]  # fmt: skip
@@ -71,7 +72,7 @@ PROGRAMS = {
     train: (train.Config, NAMED),
     audit: (audit.AuditConfig, SMALLEST),
     check: (train.Config, SMALLEST),
-    compile: (compile.CompileConfig, SMALLEST),
+    compiler: (compiler.CompileConfig, SMALLEST),
     huggingface_to_flat_tokens: (huggingface_to_flat_tokens.ConvertConfig, CONVERT),
 }
 

@@ -486,6 +486,6 @@ def test_a_weight_that_does_not_say_how_it_starts_is_refused():
     )
     with (
         jax.set_mesh(mesh(1, 1)),
-        pytest.raises(UserError, match="the weight heat doesn't say how it"),
+        pytest.raises(UserError, match="the weight layers/heat doesn't say how it"),
     ):
         module.init_state(small_config())

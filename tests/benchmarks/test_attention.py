@@ -12,7 +12,7 @@ from benchmarks import attention
 from kernels import attention as op
 from shardlib.types import bf16, f32, typed_shard_map
 from tests.helpers import assert_close, mesh, train_here
-from tests.shardlib.test_kernels import dense, random_arrays, run
+from tests.kernels.test_attention import dense, random_arrays, run
 
 
 def test_documents():

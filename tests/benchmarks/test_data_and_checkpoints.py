@@ -21,4 +21,4 @@ def test_the_table(capsys, monkeypatch):
     for row in rows:
         _, speed, _, bound, ratio, least_and_most = re.split("  +", row)
         assert speed.endswith("/s") and bound.endswith("/s")
-        assert all(int(n) > 0 for n in re.findall(r"(\d+)%", ratio + least_and_most)), row
+        assert all(float(n) > 0 for n in re.findall(r"([\d.e+]+)%", ratio + least_and_most)), row

@@ -38,6 +38,7 @@ from shardlib.types import (
 from tests import golden, oracle
 from tests.helpers import assert_close, edited, mesh, plain, small_config
 from tools.generate import __main__ as generate
+from tools.generate import model as opened
 from tools.generate import steps
 from tools.generate.text import Text
 from variants.cache import Cache, extend
@@ -540,7 +541,7 @@ def test_prompts_in_a_file(run, tmp_path, capsys, monkeypatch):
         new += [[1, 1]] * (rows - len(new))
         return list(np.array(new).T)
 
-    monkeypatch.setattr(generate, "generate", echo)
+    monkeypatch.setattr(steps, "generate", echo)
     options = f"--prompts={tmp_path}/prompts.txt", "--samples=2", "--batch=4"
     out, _, message = call(capsys, monkeypatch, run, "bytes", *options)
     assert not message
@@ -578,7 +579,7 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
     ids = Text(name).encode(text, config)
     prompt = Text(name).encode("the", config)
     new = [np.array([i]) for i in ids[len(prompt) :]]
-    monkeypatch.setattr(generate, "generate", lambda *_: new)
+    monkeypatch.setattr(steps, "generate", lambda *_: new)
     pieces = shown(capsys, monkeypatch, run, "--prompt=the", f"--tokenizer={name}")
     assert "".join(pieces) == text
     assert len([*filter(None, pieces)]) == len(new) - waiting
@@ -587,7 +588,7 @@ def test_a_text_comes_as_soon_as_it_is_certain(kind, run, tmp_path, capsys, monk
 def test_a_prompt_that_begins_with_the_start_token_gets_no_other(run, capsys, monkeypatch):
     """The start token is 0, which is special, and in a tokenizer without special tokens "!"."""
     given, start, new = [], "<|endoftext|>", [np.array([5])]
-    monkeypatch.setattr(generate, "generate", lambda _, prompts, *__: given.extend(prompts) or new)
+    monkeypatch.setattr(steps, "generate", lambda _, prompts, *__: given.extend(prompts) or new)
     plain = Tokenizer(models.WordLevel({"!": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     plain.save(str(run / "plain.json"))
@@ -634,10 +635,10 @@ def test_weights_that_are_not_finite_are_refused(bad, more, run, tmp_path, capsy
 
 def test_it_ends_where_the_model_ends_the_text(run, capsys, monkeypatch):
     ids = iter([[65, 66], [67, 5], [5, 66]])
-    monkeypatch.setattr(generate, "generate", lambda *_: map(np.array, ids))
+    monkeypatch.setattr(steps, "generate", lambda *_: map(np.array, ids))
     text = Text("bytes_utf8")
     text.ends = 9, 5
-    monkeypatch.setattr(generate, "Text", lambda *_: text)
+    monkeypatch.setattr(opened, "Text", lambda *_: text)
     (run / "two.txt").write_text("\n\n")
     out, _, _ = call(capsys, monkeypatch, run, "bytes", "--prompts=two.txt", "--tokens=4")
     assert out == "--- prompt 1, sample 1\n@B\n--- prompt 2, sample 1\nA\n"

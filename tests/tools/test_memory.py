@@ -29,7 +29,7 @@ def held(*options, module=train, chip=KERNELS):
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(module, config, devices.abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
 
 
@@ -95,14 +95,12 @@ def test_what_is_recomputed_is_held_and_then_two_arrays_suffice():
 
 
 def test_scores_are_held_where_no_kernel_computes_them():
-    """Looks at GPUs with split rows. Scores of a chunk of 512 queries are f32."""
+    """Looks at heads that are too large for a kernel. Scores of a chunk of 512 queries are f32."""
     mesh = "mesh={d: 4, t: 1, c: 2}"
     scores = 4 * (B // 4) * Q * K * 512 * L
-    with_kernel, without = held(mesh), held(mesh, chip="h100")
+    with_kernel, without = held(mesh), held(mesh, "model.d_head=136")
     assert without[memory.ARRAYS] == pytest.approx(3 * scores)
     assert with_kernel[memory.ARRAYS] == 3 * 2 * B // 4 * L // 2 * F
-    others = {name: size for name, size in without.items() if name != memory.ARRAYS}
-    assert all(with_kernel[name] == size for name, size in others.items() if name != memory.SAVED)
 
 
 def test_matrices_that_muon_optimizes_have_no_second_moment():
