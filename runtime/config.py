@@ -121,9 +121,9 @@ def load(schema: type[C], values: Any) -> C:
     try:
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as found:
-        error, *others = found.errors()
-    # What is unknown may be a misspelling of what is missing.
-    error = next((each for each in others if each["type"] == UNKNOWN), error)
+        errors = found.errors()
+    # An unknown key may be a misspelling of a missing one, and a wrong value is the user's.
+    error = min(errors, key=lambda each: (each["type"] != UNKNOWN, each["type"] == "missing"))
     names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error["loc"])
     key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")
     if error["type"] == UNKNOWN:
