@@ -170,7 +170,7 @@ def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute
 def norm_before(
     h: compute["B/d L/c M"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M"]:
-    """Normalizes what a sublayer, attention or feed-forward, takes."""
+    """Normalizes the input of a sublayer: attention or feed-forward."""
     if config.norms_after:
         return h
     return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
@@ -180,7 +180,7 @@ def norm_before(
 def norm_after(
     y: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M/t"]:
-    """Normalizes what a sublayer returns, if `norm_before` didn't normalize what it takes."""
+    """Normalizes the result of a sublayer, if `norm_before` left its input as it is."""
     return families.norm_after(y, gain, config.norm_eps) if config.norms_after else y
 
 

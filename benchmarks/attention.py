@@ -199,8 +199,8 @@ def tokamax(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, *_: jax.
 
 
 def random_start(config: AttentionConfig, rows: int, length: int) -> np.ndarray:
-    """Where each token's document starts in its row, i32[rows, length]. A document that began in
-    the row before goes on in this one."""
+    """Draws documents end to end. Returns the position in its row, i32[rows, length], at which each
+    token's document starts; a document that began in an earlier row starts at 0."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(0, config.spread, size=2 * rows * length // config.document + 2)
     lengths = np.maximum(1, np.round(lengths * config.document / lengths.mean())).astype(int)

@@ -168,7 +168,7 @@ def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[
     """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
     the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
     splits along; or for one device and a mesh that splits alone along axes on which the step passes
-    values to neighbors, into four parts: of two devices each is on both sides of the other."""
+    values to neighbors, into four parts: with two, the left and the right neighbor are the same."""
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     if passed_along:
         split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
@@ -245,7 +245,7 @@ class TinyRuns:
     """
 
     def __init__(self, program: Any, configs: list[Any]):
-        # By its name, which it hasn't where it runs as a program.
+        # Not __name__, which is __main__ for a program that `python -m` runs.
         self.program = program.__spec__.name
         self.start(configs)
 

@@ -1,6 +1,6 @@
-"""What a check computes on two meshes. A trial is a name, a function, the arrays that it takes, as
-NumPy arrays, and its other arguments. `program` is the module that defines the step, train.py or a
-copy of it."""
+"""Lists the functions that a check computes on two meshes. A trial is a name, a function, its
+arrays, as NumPy arrays, and its other arguments. `program` is the module that defines the step:
+train.py, or a copy of it."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:
         inputs: u32["B/d L/c"],
         config: Any,
     ) -> f32["B/d L/c V/t"]:
-        """For half of a row in one step, as for a prompt, then for a token, then for the rest."""
+        """Computes half of a row in one step, like a prompt, then one token, then the rest."""
         logits, first, half = [], 0, inputs.shape[1] // 2
         start = jnp.zeros(len(inputs), jnp.int32)
         for part in jnp.split(inputs, [half, half + 1], axis=1):

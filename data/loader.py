@@ -70,7 +70,9 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
         """Returns the batches of a split, train or validation, for the mesh in context."""
         if bool(self.mixture) == bool(self.filespec):
-            raise UserError("set one of flat_tokens.filespec and mixture, the other to null or []")
+            weighted = "flat_tokens.mixture=[{filespec: DATASET, weight: 0.7}, ...]"
+            cure = f"set one of flat_tokens.filespec=DATASET and {weighted}"
+            raise UserError(f"{cure}, and leave the other one null or []")
         paths = *(x.filespec for x in self.datasets), *self.validation.values()
         if (self.end_token, self.bin_dtype) != (None, "uint16") and not any(map(bin_files, paths)):
             raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")

@@ -175,8 +175,8 @@ def check_hosts_agree(config: RunConfig) -> None:
     with its own, or wait for the others without end."""
     own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__}
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
-    hashes = (hashlib.sha256(file.read_bytes()).hexdigest() for file in sources())
-    own |= zip((str(file.relative_to(ROOT)) for file in sources()), hashes, strict=True)
+    for file in sources():
+        own[str(file.relative_to(ROOT))] = hashlib.sha256(file.read_bytes()).hexdigest()
     hosts = [*map(json.loads, of_all_hosts(json.dumps(own)))]
     for name in sorted(set().union(*hosts)):
         each = [str(host.get(name)) for host in hosts]

@@ -1,6 +1,5 @@
-"""What an op does on each device: casts between JAX's kinds of values, which send nothing, and the
-forms of collectives and matmuls that are fast there. f32 is for comparisons, so in f32 all devices
-run the same forms."""
+"""Casts between JAX's kinds of values, which send nothing, and the forms of collectives and matmuls
+that are fast on a platform. f32 is for comparisons, so in f32 all platforms run the same forms."""
 
 import functools
 import math

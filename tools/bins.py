@@ -73,13 +73,10 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
         content = np.memmap(index, np.uint8, "r")
         kind = np.dtype(CODES[int(content[17])] if content[:9].tobytes() == MEGATRON else "")
         count, documents = np.frombuffer(content, "<u8", 2, 18).tolist()
-        lengths = np.frombuffer(
-            content, "<i4", count, 34
-        )  # of sequences, and their places in bytes
+        # Of sequences the lengths and their places in bytes; of documents the first sequences.
+        lengths = np.frombuffer(content, "<i4", count, 34)
         places = np.frombuffer(content, "<i8", count, 34 + 4 * count)
-        firsts = np.frombuffer(
-            content, "<i8", documents, 34 + 12 * count
-        )  # sequence of each document
+        firsts = np.frombuffer(content, "<i8", documents, 34 + 12 * count)
         ids, end = np.memmap(file, kind, "r"), int(places[-1]) // kind.itemsize + int(lengths[-1])
     except (ValueError, IndexError, KeyError, TypeError):
         raise UserError(f"{index} isn't an index of Megatron-LM for ids, or was cut off") from None

@@ -34,7 +34,7 @@ def test_documents():
 
 
 def in_documents(heads, k, v, lengths, offsets):
-    """What cuDNN does with lengths and offsets, by JAX's documentation."""
+    """Computes attention as JAX's documentation says that cuDNN does, given lengths and offsets."""
     token = jnp.arange(k.shape[1])
     inside = (offsets[:, :-1, None] <= token) & (token < (offsets[:, :-1] + lengths)[:, :, None])
     inside &= (lengths > 0)[:, :, None]
