@@ -1,5 +1,6 @@
 """Errors for a user's mistakes, and the lines of the user's source that they are about."""
 
+import functools
 import itertools
 import os
 import sysconfig
@@ -34,6 +35,7 @@ _LIBRARIES = (
 )
 
 
+@functools.cache  # each equation of a step asks for some files
 def is_users(file: str) -> bool:
     return not file.startswith((*BEHIND_OPS, *_LIBRARIES))
 

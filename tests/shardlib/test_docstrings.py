@@ -8,13 +8,12 @@ import pytest
 from jax import lax
 
 from checks.layout import probe_mesh
-from kernels import attention
 from shardlib import ops, types
 from shardlib.types import f32, i32, typed_shard_map
 
-DOCS = [ops.__doc__, *(str(each.__doc__) for m in (ops, attention) for each in vars(m).values())]
+DOCS = [ops.__doc__, *(str(each.__doc__) for each in vars(ops).values())]
 EXAMPLES = re.findall(
-    r'^ {4,8}(?:\w+ = )?((?:ops|attention)\.(\w+)\("(.*?)", (.*?)\))(?:  .*)?$',
+    r'^ {4,8}(?:\w+ = )?(ops\.(\w+)\("(.*?)", (.*?)\))(?:  .*)?$',
     "\n".join(DOCS),
     re.MULTILINE,
 )
@@ -45,7 +44,7 @@ def test_an_example(call, op, text, rest):
     # The op checks its own result.
     lines = [f'def example({taken}) -> f32[""]:', *body, call, "return jnp.float32(0)"]
     source = "\n    ".join(lines)
-    scope = {"ops": ops, "kernels": attention, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}
+    scope = {"ops": ops, "lax": lax, "f32": f32, "i32": i32, "jnp": jnp}
     exec(source, scope)
     mesh, sizes = probe_mesh(["d", "t"], DIMENSIONS)
     structs = []
