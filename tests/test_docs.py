@@ -126,7 +126,8 @@ def test_the_first_hour(steps, tmp_path):
             printed += done.stdout
     lines = without_numbers(shown) - {"#"}
     assert len(lines) > 15
-    assert not lines - without_numbers(printed)
+    missing = lines - without_numbers(printed)
+    assert not missing
     assert not re.findall(r"^(?:note|warning): .*", printed, re.MULTILINE)
     loss = float(re.findall(r"validation loss ([\d.]+)", printed)[0])
     assert loss < (1.4 if steps == 400 else 5)
