@@ -1,10 +1,11 @@
 """Checks that only ops communicate, at sizes that tell all dimensions apart."""
 
+import fractions
 import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -30,6 +31,10 @@ SHAPING = {
 }
 
 
+CUTS = ", cut to "
+CUTTING = {"slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"}
+
+
 # --- Probe sizes ----------------------------------------------------------------------------------
 
 # Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
@@ -41,15 +46,18 @@ def probe_total(axes: Collection[str]) -> int:
     return 4 * math.prod(PRIMES[: len(axes)])
 
 
-def probe_mesh(axes: Iterable[str], dims: Iterable[str]) -> tuple[AbstractMesh, dict[str, int]]:
+def probe_mesh(
+    axes: Iterable[str], dims: Iterable[str], alone: Collection[str] = ()
+) -> tuple[AbstractMesh, dict[str, int]]:
     """A mesh without devices, and dimension sizes at which size checks are exact.
 
     On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
     evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
     dimensions apart, so no dimension or part of one is as long as another or its part, as happens
-    at the sizes one trains with, nor as a small constant of a model.
+    at the sizes one trains with, nor as a small constant of a model. Axes that are `alone` have
+    one device.
     """
-    axis_sizes = {axis: PRIMES[i] for i, axis in enumerate(axes)}
+    axis_sizes = {axis: 1 if axis in alone else PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]
     sizes = {dim: probe_total(axis_sizes) * above[i] for i, dim in enumerate(dims)}
     return abstract_mesh(axis_sizes), sizes
@@ -96,9 +104,14 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     return text
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def refused(what: str) -> Callable[..., Any]:
+    """A function that says that a step can't ask for this."""
+
     def read(*_: Any, **__: Any) -> Any:
-        raise ShardTypeError(f"jax.{name}() depends on the machine: use the config, as config.mesh")
+        raise ShardTypeError(
+            f"{what} depends on the machine or the run: a step goes by config.model, training, "
+            "mesh, dtype and metrics"
+        )
 
     return read
 
@@ -108,29 +121,33 @@ MACHINE = (
     *("device_count", "local_device_count", "devices", "local_devices"),
     *("process_count", "process_index", "default_backend"),
 )
-REFUSED: dict[str, Any] = {name: _refused(name) for name in MACHINE}
+REFUSED: dict[str, Any] = {name: refused(f"jax.{name}()") for name in MACHINE}
 # A context manager in which none of it can be asked for.
 ON_ANY_MACHINE = mock.patch.multiple(jax, **REFUSED)
 
 
-def traced(function: Any, *args: Any) -> Any:
-    """The jaxpr of a jitted function, given the shapes of its arrays and its static last argument.
-    Raises ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
-    static = len(args) - 1
+def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
+    """The jaxpr of a function, given the shapes of its arrays and its static last arguments. Raises
+    ShardTypeError if it asks JAX what it runs on, and JAX's error for a leaked tracer."""
+    last = tuple(range(len(shapes), len(shapes) + len(static)))
     with ON_ANY_MACHINE:
-        made = jax.make_jaxpr(function, static_argnums=static)(*args)
-        jaxpr = function.trace(*args).jaxpr.jaxpr
+        made = jax.make_jaxpr(function, static_argnums=last)(*shapes, *static)
+        jitted = function if hasattr(function, "trace") else jax.jit(function, static_argnums=last)
+        jaxpr = jitted.trace(*shapes, *static).jaxpr.jaxpr
     # JAX takes a leaked tracer for a constant until something reads it.
     jax.tree.map(jnp.copy, made.consts)
     return jaxpr
 
 
 def probe(
-    trace: Callable[[Any, dict[str, int]], Any], axes: Iterable[str], dims: Iterable[str]
+    trace: Callable[[Any, dict[str, int]], Any],
+    axes: Iterable[str],
+    dims: Iterable[str],
+    alone: Collection[str] = (),
 ) -> Any:
     """Checks a function at the sizes of `mesh` and returns its jaxpr there.
     `trace(mesh, sizes)` traces the function. Raises ShardTypeError, and whatever `trace` raises."""
-    mesh, sizes = probe_mesh(axes, dims)
+    mesh, sizes = probe_mesh(axes, dims, alone)
     axes_at_probe = dict(mesh.shape)
     try:
         jaxpr = trace(mesh, sizes)
@@ -220,7 +237,11 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         name, others = eqn.primitive.name, [*eqn.invars]
-        if name.startswith(("gather", "scatter")):
+        if name in ("dynamic_slice", "dynamic_update_slice"):
+            first = 1 if name == "dynamic_slice" else 2
+            kept = zip(others[first:], eqn.invars[0].aval.shape, strict=True)
+            others[first:] = [index for index, length in kept if not parts(length)]
+        elif name.startswith(("gather", "scatter")):
             numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
             into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
             if all(parts(shape[i]) for i in getattr(numbers, into)):
@@ -242,11 +263,13 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     return found | ({*jaxpr.invars, *made} - used)
 
 
-def parting(jaxpr: Any, other: Any, numbers: bool = False) -> tuple[str, str, str] | None:
+def parting(
+    jaxpr: Any, other: Any, numbers: bool = False, cut_at: Collection[str] = ()
+) -> tuple[str, str, str] | None:
     """The place where two traces of a function first compute something else between ops, or call
     another op, and what each does there; None if they do the same, and, if `numbers` count, with
-    the same ones."""
-    both = _computed(jaxpr, numbers), _computed(other, numbers)
+    the same ones, and cut the same share out of arrays at these lines."""
+    both = (_computed(x, numbers, lambda line, _: line in cut_at) for x in (jaxpr, other))
     pairs = itertools.zip_longest(*both, fillvalue=("", "nothing"))
     for (line, here), (other_line, there) in pairs:
         if here != there:
@@ -254,24 +277,44 @@ def parting(jaxpr: Any, other: Any, numbers: bool = False) -> tuple[str, str, st
     return None
 
 
-def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
+def cuts(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> set[str]:
+    """The lines at which a function, traced at probe sizes, takes or changes some entries of the
+    part of a dimension, and always the same."""
+
+    def of_part(_: str, lengths: list[int]) -> bool:
+        return any(dim.over for length in lengths for dim in dims_of(length, axes, sizes))
+
+    return {line for line, what in _computed(jaxpr, False, of_part) if CUTS in what}
+
+
+def _computed(
+    jaxpr: Any, with_numbers: bool, with_share: Callable[[str, list[int]], bool]
+) -> Iterator[tuple[str, str]]:
     """Yields lines, and what they compute: an op in the forward pass, or between ops a primitive,
     if asked for with those of its operands that are numbers. What only casts or shapes arrays
-    doesn't count, as JAX does that differently where an axis or a length is one."""
+    doesn't count, as JAX does that differently where an axis or a length is one. `with_share` says,
+    given a line and the lengths of dimensions that are cut there, whether the share that is cut out
+    counts."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, Any] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call
+    fixed = set[Any]()  # variables that hold the same whatever the arguments are
     op = ""
 
-    def number(x: Any) -> Any:
+    def source(x: Any) -> Any:
         while not isinstance(x, Literal) and x in same:
             x = same[x]
-        return x.val if isinstance(x, Literal) else known.get(x)
+        return x
 
     for eqn, path, line, _ in equations(jaxpr):
-        name, operands = eqn.primitive.name, [number(x) for x in eqn.invars]
+        name, sources = eqn.primitive.name, [*map(source, eqn.invars)]
+        operands = [x.val if isinstance(x, Literal) else known.get(x) for x in sources]
         inner = [*jaxprs_in_params(eqn.params)]
+        if not inner and _variables(sources) <= fixed:
+            fixed |= {*eqn.outvars}
         for body in inner:
+            pairs = [*zip(body.invars[::-1], sources[::-1], strict=False)]
+            fixed |= {x for x, given in pairs if _variables([given]) <= fixed}
             known |= zip(body.invars[::-1], operands[::-1], strict=False)
             if name not in ("scan", "while", "cond"):
                 same |= zip(eqn.outvars, body.outvars, strict=False)
@@ -287,7 +330,35 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[tuple[str, str]]:
         # As the operands' dtypes have them: where JAX rounds a number differs between meshes.
         given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
-        yield line, name + (f" with {', '.join(numbers)}" if numbers else "")
+        cut = _cut(eqn, sources, fixed)
+        share = f"{CUTS}{cut.share}" if cut and with_share(line, cut.lengths) else ""
+        yield line, name + share + (f" with {', '.join(numbers)}" if numbers else "")
+
+
+class Cut(NamedTuple):
+    """Entries of an array that an equation takes or changes, whatever the arguments are."""
+
+    lengths: list[int]  # of the dimensions in which they are chosen
+    share: str  # 1/2 for every second one, with a length where they may not repeat alike
+
+
+def _cut(eqn: JaxprEqn, sources: list[Any], fixed: set[Any]) -> Cut | None:
+    """What an equation cuts out, if it isn't all, and no argument of the function chooses it."""
+    name = eqn.primitive.name.partition("-")[0]
+    changed, first = {"dynamic_update_slice": (1, 2), "scatter": (2, 1)}.get(name, (None, 1))
+    indices = sources[first : len(sources) if name.startswith("dynamic") else 2]
+    if name not in CUTTING or not _variables(indices) <= fixed:
+        return None
+    entries = eqn.outvars[0] if changed is None else eqn.invars[changed]
+    ours, shape = (x.aval.shape for x in (entries, eqn.invars[0]))  # type: ignore[attr-defined]
+    if name in ("gather", "scatter"):
+        into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
+        dims = getattr(eqn.params["dimension_numbers"], into)
+    else:
+        dims = tuple(i for i, (a, b) in enumerate(zip(ours, shape, strict=True)) if a != b)
+    share, lengths = fractions.Fraction(math.prod(ours), math.prod(shape)), [shape[i] for i in dims]
+    text = str(share) if share.numerator == 1 else f"{share} of {'*'.join(map(str, lengths))}"
+    return Cut(lengths, text) if share != 1 else None
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

@@ -24,7 +24,7 @@ from jax import lax
 from checks.layout import PRIMES
 from shardlib import ops
 from shardlib.errors import BEHIND_OPS, caller
-from shardlib.types import Spec, make_shardings, mesh_shape, type_tree
+from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_shape, type_tree
 
 BEHIND_OPS.append(__file__)  # lines of ops are those of their calls
 
@@ -70,6 +70,17 @@ def stirred(tree: Any) -> Any:
         return np.asarray(x * random.uniform(0.5, 1.5, x.shape) + added, x.dtype)
 
     return jax.tree.map(leaf, jax.device_get(tree))
+
+
+def made(x: Any, sizes: dict[str, int]) -> Any:
+    """Entries between 0 and 1 for an array type; a tree of arrays as it is."""
+    if not isinstance(x, ArrayType):
+        return x
+    random, shape = np.random.default_rng(0), make_shapes(x, sizes)
+    entries = random.uniform(0.1, 0.9, shape.shape)
+    return (entries if jnp.issubdtype(shape.dtype, jnp.floating) else entries + 0.5).astype(
+        shape.dtype
+    )
 
 
 # --- Runs -----------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ change its numbers. Remembers what has passed.
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -64,6 +67,22 @@ TINY = {
 }
 
 
+# Settings of which a step is a function.
+OF_A_STEP = {*inspect.get_annotations(Config), "metrics"}
+
+
+@functools.cache
+def on_any_machine(config: Any) -> Any:
+    """The config without what differs between hosts or runs of one step: to read that is an
+    error."""
+    others = {field.name for field in dataclasses.fields(config)} - OF_A_STEP
+    members: dict[str, Any] = {x: property(layout.refused(f"config.{x}")) for x in others}
+    members |= {"__eq__": object.__eq__, "__hash__": object.__hash__}
+    made = copy.copy(config)
+    made.__class__ = type(type(config).__name__, (type(config),), members)
+    return made
+
+
 def resized(
     config: Any, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
 ) -> Any:
@@ -82,27 +101,40 @@ def resized(
 # --- Types ----------------------------------------------------------------------------------------
 
 
-def trace_step(program: Any, config: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """The jaxpr of the training step on a mesh without devices. Raises UserError if a dimension
-    doesn't split over the mesh."""
+def trace_step(
+    program: Any, config: Any, mesh: jax.sharding.AbstractMesh, function: Any = None
+) -> Any:
+    """The jaxpr of the training step, or of another function of the program, on a mesh without
+    devices. Raises UserError if a dimension doesn't split over the mesh."""
+    config = on_any_machine(config)
+    kinds, static = program.step_arguments(config), [config]
+    if function:
+        kinds, static = trials.arguments(function, kinds, config)
     with jax.sharding.use_abstract_mesh(mesh), computing_in(config.dtype):
-        shapes = make_shapes(program.step_arguments(config), dimensions(config), DIMENSIONS)
-        return layout.traced(program.training_step, *shapes, config)
+        shapes = make_shapes(tuple(kinds), dimensions(config), DIMENSIONS)
+        return layout.traced(function or program.training_step, shapes, *static)
 
 
-def probe(program: Any, config: Any) -> list[Any]:
+def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     """The jaxprs of the step at probe sizes, on the config's mesh and on one device. At probe
-    sizes, at which no two dimensions agree in length by chance, its types are checked; the others
-    must be the same, split. Takes about a second. Raises ShardTypeError, or whatever an edited step
-    raises while it is traced."""
+    sizes, at which no two dimensions agree in length by chance, its types are checked, and those of
+    the program's other functions; the others must be the same, split. Takes about a second. Axes
+    that are `alone` have one device. Raises ShardTypeError, or whatever an edited step raises while
+    it is traced."""
 
-    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int]) -> Any:
-        return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh)
+    def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:
+        return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
 
     axes = config.mesh.axes
-    probed = layout.probe(trace, axes, dimensions(config))
+    probed = layout.probe(trace, axes, dimensions(config), alone)
+    for function in trials.beside_the_step(program).values():
+        with contextlib.suppress(LookupError):  # `untried` names it
+            other = functools.partial(trace, function=function)
+            layout.probe(other, axes, dimensions(config), alone)
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
-    if parting := layout.parting(own, one):
+    mesh, sizes = layout.probe_mesh(axes, dimensions(config), alone)
+    cut_at = layout.cuts(probed, dict(mesh.shape), sizes)
+    if parting := layout.parting(own, one, cut_at=cut_at):
         at, here, there = parting
         raise ShardTypeError(
             f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
@@ -114,12 +146,18 @@ def probe(program: Any, config: Any) -> list[Any]:
 
 def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     """A line that says where the config, whose step is `own`, and `one` on one device, computes
-    something else than its tiny runs, or with other numbers than on one device, or ""."""
+    something else than its tiny runs, or with other numbers than on one device, or which function
+    nothing tries; or ""."""
+    for name, function in trials.beside_the_step(program).items():
+        try:
+            trials.arguments(function, program.step_arguments(config), config)
+        except LookupError as error:
+            return f"{name} isn't checked: there is nothing to call it with as its {error.args[0]}"
     if parting := layout.parting(own, one, numbers=True):
         at, here, there = parting
         return (
-            f"note: {at}: a number depends on the mesh: {here}, on one device {there}. Tiny "
-            "runs show only if theirs do"
+            f"{at}: a number depends on the mesh: {here}, on one device {there}. At the tiny sizes "
+            "of the check it makes no difference, where such a number may be out of reach"
         )
     config = tiny(program, config)[-1]
     try:
@@ -130,8 +168,8 @@ def untried(program: Any, config: Any, own: Any, one: Any) -> str:
         return ""
     at, here, there = parting
     return (
-        f"note: {at}: this config computes {here}, but its tiny runs {there}. From there on it "
-        "isn't checked whether the mesh changes the numbers"
+        f"{at}: this config computes {here}, but {there} at the tiny sizes of the check. From "
+        "there on it isn't checked whether the mesh changes the numbers"
     )
 
 
@@ -143,22 +181,32 @@ def check_types(program: Any, config: Any) -> list[Any]:
         raise
     except Exception as error:  # ShardTypeError, or any error of JAX or Python in an edited step
         problem = "train.py's types don't hold (traced at sizes that tell all dimensions apart)"
-        more = "" if isinstance(error, ShardTypeError) else _at_own_sizes(program, config)
+        more = _where_they_hold(program, config, error)
         if isinstance(error, OverflowError):
-            more = "\n    Dimensions are large here: make one of these integers a float"
+            more = (
+                "\n    Integers have 32 bits, and dimensions are large here: make a factor a float"
+            )
         raise UserError(f"{problem}\n{explain(error)}{more}") from None
 
 
-def _at_own_sizes(program: Any, config: Any) -> str:
-    """A line to add to an error at probe sizes if there is none at the config's own, or ""."""
-    try:
-        trace_step(program, config, abstract_mesh(config.mesh.axes))
-    except Exception:  # whatever an edited step raises
+def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
+    """A line to add to an error at probe sizes if there is none where the axes along which the
+    config's mesh has one device have one there, too, or at the config's own sizes; or ""."""
+    axes, cure = config.mesh.axes, "check=none trains it, without checks"
+    alone = [axis for axis, size in axes.items() if size == 1]
+    with contextlib.suppress(Exception):  # whatever an edited step raises
+        probe(program, config, alone)
+        where = show_axes(dict.fromkeys(axes, 1), alone)
+        return f"\n    They hold with {where}, as in this config: {cure}"
+    if isinstance(error, ShardTypeError):
         return ""
-    return (
-        "\n    At the config's sizes, on its mesh, the step can be traced. If it needs sizes like "
-        "these, such as multiples of 32, or axes of size 1, check=none trains without checks"
-    )
+    with contextlib.suppress(Exception):
+        trace_step(program, config, abstract_mesh(axes))
+        return (
+            "\n    At the config's sizes, on its mesh, the step can be traced. If it needs sizes "
+            f"like these, such as multiples of 32, or two that are equal: {cure}"
+        )
+    return ""
 
 
 # --- Numbers --------------------------------------------------------------------------------------
@@ -194,7 +242,7 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
 def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
     """Lists what is computed on the mesh in context. Rows are in the order of a mesh that splits
     them into `order` parts."""
-    order = order or config.mesh.c
+    order, config = order or config.mesh.c, on_any_machine(config)
     state = program.init_state(config)
     stirred = numbers.stirred(state)
     found: list[trials.Trial] = [("init_state", lambda: state, ())]
@@ -254,11 +302,13 @@ class TinyRuns:
         spawn = multiprocessing.get_context("spawn")
         # Signals are for the program alone, which then ends these processes.
         with handled(STOPS, signal.SIG_IGN):
-            for config in configs:
+            for seed, config in enumerate(configs):
                 receiver, sender = spawn.Pipe(duplex=False)
                 work = sender, cache_folder(), self.program, config, recorded, order
                 process = spawn.Process(target=run_tiny, args=work, daemon=True)
-                process.start()
+                # The order of a set of strings differs between hosts, so between these.
+                with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+                    process.start()
                 sender.close()
                 self.running[receiver] = process
 
@@ -390,7 +440,7 @@ class Mark:
     what is checked, but for the metrics that a step computes."""
 
     def __init__(self, check: str, config: Any):
-        relevant: Any = {key: getattr(config, key) for key in inspect.get_annotations(Config)}
+        relevant: Any = {key: getattr(config, key) for key in sorted(OF_A_STEP - {"metrics"})}
         relevant["norms"] = config.metrics.norms_interval > 0
         digest = hashlib.sha256(repr((source_digest(), check, relevant)).encode()).hexdigest()
         folder = cache_folder()
@@ -410,13 +460,14 @@ class Mark:
 
 @contextlib.contextmanager
 def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
-    """Checks types, and numbers beside the block, as far as `config.check` asks for it: numbers,
-    types or none. Yields a function that blocks until the numbers are checked, given one that says
-    whether a signal asks to stop. It raises UserError if they differ between meshes, and returns,
-    and prints, a warning if generation differs from training; or returns None if it is
-    interrupted. What has passed before isn't checked again."""
+    """Checks types, and numbers beside the block, as far as `config.check` asks for it. Yields a
+    function that blocks until the numbers are checked, given one that says whether a signal asks to
+    stop. It raises UserError if they differ between meshes, and returns, and prints, a warning if
+    generation differs from training; or returns None if it is interrupted. What has passed before
+    isn't checked again. The function also raises UserError for what tiny runs don't try; with
+    check=noted that is only said."""
     level = config.check
-    if level != "numbers":
+    if level in ("types", "none"):
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
     types = Mark("types", config)
     running: list[TinyRuns] = []
@@ -432,12 +483,14 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                 return None
             warning = max(filter(None, verdicts), default="")
             mark.write(warning)
+        if types.said and level == "numbers":
+            raise UserError(f"{types.said}. If it is meant so, accept it by check=noted")
         if warning:
             say(f"warning: {warning}")
         return warning
 
     with contextlib.ExitStack() as stack:
-        if level == "numbers":  # begins first, as it takes longest
+        if level in ("numbers", "noted"):  # begins first, as it takes longest
             configs = tiny(program, config)
             mark = Mark("numbers", configs[-1])
             # Numbers are the same on all hosts, so the first one checks for all.
@@ -451,6 +504,6 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
                     running.append(stack.enter_context(contextlib.closing(more)))
                 types.said = untried(program, config, *traces)
                 types.write(types.said)
-            if types.said and level == "numbers":
-                say(types.said)
+            if types.said and level == "noted":
+                say(f"note: {types.said}")
         yield wait

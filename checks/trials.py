@@ -2,8 +2,11 @@
 arrays, as NumPy arrays, and its other arguments. `program` is the module that defines the step:
 train.py, or a copy of it."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,28 +14,90 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checks import numbers
 from configs.sizes import dimensions
 from data.loader import TokenBatch, random_batch
-from shardlib.types import Stacked, f32, make_shapes, typed_shard_map, u32
+from shardlib.types import (
+    ArrayType,
+    Stacked,
+    f32,
+    has_arrays,
+    make_shapes,
+    mapped,
+    type_tree,
+    typed_shard_map,
+    u32,
+)
 from variants.cache import Cache, extend
 
 Trial = tuple[Any, ...]
+
+
+def beside_the_step(program: Any) -> dict[str, Any]:
+    """The functions under typed_shard_map that the program defines, by name, without the training
+    step and its gradients."""
+    known = {name: x for name, x in vars(program).items() if callable(x)}
+    mine = {x for x in mapped if x.__module__ == program.__name__}
+    found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
+    return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
+
+
+def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
+    """Chooses what to call a function with by its annotations: among those that `training_step` is
+    given, arrays or their types, and a part of its state, or else a type to make an array of; and
+    then sections of the config. Raises LookupError with the parameter for which there is none."""
+    hints, arrays, static = (
+        typing.get_type_hints(inspect.unwrap(function)),
+        list[Any](),
+        list[Any](),
+    )
+    given = *given, given[0].weights, given[0].mu
+    left = [*given]
+    sections = config, config.model, config.training
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, Any)
+        if isinstance(hint, ArrayType) and not static:
+            arrays.append(hint)
+        elif has_arrays(hint) and not static and (fitting := [x for x in given if fits(hint, x)]):
+            unused = [x for x in left if any(x is y for y in fitting)]
+            arrays.append((unused or fitting)[0])
+            left = [x for x in left if x is not arrays[-1]]
+        elif isinstance(hint, type) and (ours := [x for x in sections if isinstance(x, hint)]):
+            static.append(ours[0])
+        elif parameter.default is inspect.Parameter.empty:
+            raise LookupError(name)
+    return arrays, static
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Returns whether a tree, of arrays or of types, has the structure of the annotation."""
+    try:
+        kinds = type_tree(hint, value)
+    except (TypeError, ValueError):
+        return False
+    return str(jax.tree.structure(kinds)) == str(jax.tree.structure(value))
 
 
 def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
     """Yields the functions that a run calls. `order` is that of `random_batch`."""
     # Else the moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
-    batch = random_batch(dimensions(config), config.model.start_token, order)
-    yield "validation_step", program.validation_step, (state.weights, batch), config
-    yield "gradients", program.gradients, (state.weights, batch), config
+    batch = random_batch(sizes := dimensions(config), config.model.start_token, order)
     few = batch.loss_mask * (np.arange(len(batch.loss_mask)) * 2 < len(batch.loss_mask))[:, None]
     uneven = dataclasses.replace(batch, loss_mask=few)  # some devices have no target
+
+    def at(step: int, batch: Any) -> tuple[Any, ...]:
+        there = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
+        return there, batch, program.hyper_at(step, config.training)
+
+    for name, function in beside_the_step(program).items():
+        with contextlib.suppress(LookupError):  # preflight.untried names it
+            arrays, static = arguments(function, at(3, batch), config)
+            yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
+    yield "gradients", program.gradients, (state.weights, batch), config
     # In the middle of the schedule, and before what is done now and then.
-    for step, given in (3, batch), (999, uneven):
-        at_step = dataclasses.replace(state, step=np.uint32(step), mu=mu, nu=nu)
-        hyper = program.hyper_at(step, config.training)
-        yield f"training_step {step}", program.training_step, (at_step, given, hyper), config
+    yield "training_step 3", program.training_step, at(3, batch), config
+    yield "training_step 999", program.training_step, at(999, uneven), config
 
 
 def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.errors import source_line
+from shardlib.errors import is_users, source_line
 from shardlib.ops import SCOPE, phase
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.
@@ -40,6 +40,22 @@ def op_names(hlo: str) -> dict[str, str]:
     """Instruction -> its op_name, the path of JAX scopes around it. Fusions that XLA makes of
     conversions have none."""
     return dict(re.findall(r'^ +(?:ROOT )?%(\S+) = .*op_name="([^"]*)"', hlo, re.MULTILINE))
+
+
+def operation(lowered: jax.stages.Lowered, number: int) -> str:
+    """Names the operation in a line of a lowered program's text: `dot_general at train.py:253`."""
+    text = lowered.as_text(debug_info=True)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+
+    def lines_of(place: str) -> Iterator[tuple[str, str]]:
+        yield from re.findall(r'"([^"]+\.py)":(\d+)', place)
+        for inner in re.findall(r"#loc\d*", place):
+            yield from lines_of(places[inner])
+
+    line = [each for each in text.splitlines() if not each.startswith("#loc")][number]
+    name = re.search(r"(?<= stablehlo\.)\w+", line)
+    mine = [f"{os.path.basename(file)}:{n}" for file, n in lines_of(line) if is_users(file)]
+    return f"{name[0] if name else 'a function'} at {mine[0] if mine else 'its start'}"
 
 
 @contextlib.contextmanager

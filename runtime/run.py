@@ -8,6 +8,7 @@ import faulthandler
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -92,7 +94,7 @@ class RunConfig(Section):
     paths: PathsConfig
     io: IoConfig
     metrics: MetricsConfig
-    check: Annotated[str, one_of("numbers types none")]
+    check: Annotated[str, one_of("numbers noted types none")]
     checkpoint_interval: NonNegativeInt
     checkpoints: CheckpointsConfig
     hang_timeout_seconds: Seconds
@@ -186,6 +188,22 @@ def check_hosts_agree(config: RunConfig) -> None:
                 f"hosts differ in {name}: {each[0]} on host 0, {each[other]} on host {other}. "
                 "Start all with the same settings and the same source"
             )
+
+
+def check_programs_agree(lowered: jax.stages.Lowered) -> None:
+    """Raises UserError on all hosts if they have traced different programs. Each would compute
+    something else, or wait for the others without end."""
+    if jax.process_count() == 1:
+        return
+    lines = lowered.as_text().splitlines()
+    digests = of_all_hosts(" ".join(f"{zlib.crc32(line.encode()):x}" for line in lines))
+    each_line = itertools.zip_longest(*(text.split() for text in digests))
+    if first := next((i for i, hashes in enumerate(each_line) if len({*hashes}) > 1), None):
+        raise UserError(
+            f"hosts trace different programs, from {hlo.operation(lowered, first)} on: what comes "
+            "before goes by something that differs between hosts, such as the order of a set, the "
+            "environment or the host's name"
+        )
 
 
 def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -355,6 +373,7 @@ class Run:
         """Compiles the training step, and draws it if the config asks for that."""
         mesh = jax.sharding.get_mesh()
         say(f"compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
+        check_programs_agree(lowered)
         if self.config.hlo_svg:  # else a cached program could show another source's lines
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.program = compile_step(self.config, lowered)

@@ -75,6 +75,11 @@ def explain(error: Exception) -> str:
             message += "\n    is it a field with alternatives, which this config doesn't choose?"
         if "jax.lax.pcast(" in message:
             message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
+        if "LinearizeTracer" in message or "JVPTracer" in message:
+            message += (
+                "\n    does `loss` use a value from outside that has a gradient? Pass it through "
+                "`unembedding`"
+            )
         # No line of the user's: a bug of ours, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
             own = [f for f in frames if not f.filename.startswith(_LIBRARIES)][-1:]

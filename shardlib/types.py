@@ -44,6 +44,7 @@ import math
 import re
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -666,6 +667,9 @@ def typechecked(fn: F) -> F:
     return typing.cast(F, wrapper)
 
 
+mapped = weakref.WeakSet[Any]()  # the functions under typed_shard_map
+
+
 def typed_shard_map(fn: F) -> F:
     """Decorator: `jax.shard_map` over all axes of the mesh in context, its specs taken from the
     annotations.
@@ -680,6 +684,7 @@ def typed_shard_map(fn: F) -> F:
     signature = _Signature(fn)
     if "return" not in signature.hints:
         raise SpecError(f"{fn.__name__} needs a result annotated with array types")
+    mapped.add(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -702,7 +707,7 @@ def typed_shard_map(fn: F) -> F:
                         raise
                     raise ShardTypeError(
                         "an unreduced value, {U:...}, is used before its partial sums are added "
-                        "up: reduce it with ops.psum or ops.psum_scatter first\n"
+                        "up: reduce it with ops.psum or ops.psum_scatter first, and scale it then\n"
                         f"    JAX says: {str(error).partition('. Please file')[0]}"
                     ).with_traceback(error.__traceback__) from None
                 for path, kind, leaf in signature.check_result(result):
@@ -739,6 +744,6 @@ def check_replicated(path: str, kind: ArrayType, value: Any) -> None:
     if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
         raise ShardTypeError(
             f"{path} varies along {', '.join(undeclared)}, but {kind} declares it replicated: "
-            "declare it split, or sum with ops.reduce_sum and ops.psum, before ops.all_gather: JAX "
-            "treats a gathered value as varying"
+            "declare it split, or sum with ops.reduce_sum and ops.psum, take a maximum with "
+            "ops.reduce_max, and before ops.all_gather: JAX treats a gathered value as varying"
         )

@@ -297,22 +297,36 @@ k = 0.7 * k + 0.3 * jnp.pad(k, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
 === decode_window_is_shorter: generation
 --- swap extend in variants/cache.py: config.training.tokens.len
 config.training.tokens.len - 1
-=== row_after: neighbors
---- row_before
---- before Layer:
-STEP = -1
-""")
-
-# Wrong, and not refused: a number from the mesh, in a limit that no tiny run reaches, which a start
-# names; and the loop on the host that calls generation's step, which tests/tools/test_generate.py
-# compares with an oracle.
-NOT_PROMISED = listed("""
 === warmup_in_local_tokens: number from the mesh
 --- after training_step: clip
 tokens = config.training.tokens
 seen = (state.step + 1) * tokens.batch * tokens.len // config.mesh.d
 rate = hyper.learning_rate * jnp.minimum(1, seen / 100)
 hyper = dataclasses.replace(hyper, learning_rate=rate)
+=== every_third_neuron_halved: indices
+--- after swiglu: hidden
+hidden = hidden.at[..., ::3].multiply(0.5)
+=== first_head_halved: indices
+--- after block: rope(q, k, sin, cos)
+k = k.at[:, :, 0].multiply(0.5)
+=== noise_by_host: what differs between hosts
+--- after total_loss: routed
+x = x * (1 + config.process_id)
+=== average_of_the_loop: what only the loop calls
+--- before training_step:
+@jax.jit
+@typed_shard_map
+def averaged(average: Stored, weights: Stored) -> Stored:
+    return jax.tree.map(lambda a, w: a + (w - a) / w.size, average, weights)
+=== row_after: neighbors
+--- row_before
+--- before Layer:
+STEP = -1
+""")
+
+# Wrong, and not refused: the loop on the host that calls generation's step, which
+# tests/tools/test_generate.py compares with an oracle.
+NOT_PROMISED = listed("""
 === samples_with_a_seed_by_mesh: generation
 --- swap generate in tools/generate/steps.py: jax.random.key(seed)
 jax.random.key(seed + mesh_shape()["s"])
@@ -440,6 +454,12 @@ few, entries = (
 )
 extra = few / entries
 metrics["extra"] = extra
+=== moving_average_of_the_loop: what only the loop calls
+--- before training_step:
+@jax.jit
+@typed_shard_map
+def averaged(average: Stored, weights: Stored) -> Stored:
+    return jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, weights)
 === truncated_normal: initial state
 --- swap leaf in runtime/initial.py: jax.random.normal(own, shape.shape, shape.dtype)
 jax.random.truncated_normal(own, -2, 2, shape.shape, shape.dtype)

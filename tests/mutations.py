@@ -289,13 +289,13 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
         config = config_of(train, settings)
-        axes = ops.communicating(preflight.probe(train, config)[0], "permute")
+        probed, *traces = preflight.probe(train, config)
         found = by_numbers(train, preflight.tiny(train, config))
-        return (
-            by_numbers(train, preflight.tiny(train, config, axes))
-            if axes and not found.net
-            else found
-        )
+        if not found.net and (axes := ops.communicating(probed, "permute")):
+            found = by_numbers(train, preflight.tiny(train, config, axes))
+        if not found.net and (untried := preflight.untried(train, config, *traces)):
+            return Verdict("structure", untried)
+        return found
     except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
         raise
     except Exception as error:  # of any class

@@ -90,6 +90,32 @@ def test_a_process_has_all_gpus_of_its_host(cluster):
     assert [out.splitlines()[-1] for out, _ in printed] == ["8 0,1,2,3"] * 2, printed
 
 
+DIFFERENT = """
+import sys
+import jax
+from runtime.run import check_programs_agree, make_mesh
+from shardlib.errors import UserError
+from tests.helpers import edited, small_config
+line = "hidden = hidden.astype(compute.dtype)"
+module = edited("train.py", (line, f"{line} * {sys.argv[1]}"))
+config = small_config("mesh={d: 2, t: 1}", "num_hosts=2")
+with jax.set_mesh(make_mesh(config, config.mesh.axes)):
+    try:
+        check_programs_agree(module.lower_step(config))
+    except UserError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", ["2", "(2 + jax.process_index())"])
+def test_hosts_that_trace_different_programs_stop(factor):
+    processes = start_hosts(2, 1, lambda _: ["-c", DIFFERENT, factor], cluster=slurm)
+    printed = [process.communicate(timeout=300) for process in processes]
+    found = "hosts trace different programs, from constant at train_edited.py:"
+    assert [found in out for out, _ in printed] == ["jax" in factor] * 2, printed
+
+
 @pytest.fixture
 def run(tmp_path, tmp_path_factory):
     return Run(tmp_path, tmp_path_factory.getbasetemp() / "compiled", "run")

@@ -51,6 +51,25 @@ def test_what_only_an_op_may_do_is_found_outside_of_ops(case):
     golden.check("by_hand.txt", case, re.sub(r"\.py:\d+", ".py:LINE", str(error.value)))
 
 
+FORWARD = "x, routed = forward(weights, batch, config.model, unroll)"
+
+
+@pytest.mark.parametrize("setting", ["process_id", "num_hosts", "paths.model_name"])
+def test_a_step_can_not_ask_for_what_a_host_or_a_run_is(setting):
+    with pytest.raises(ShardTypeError, match=rf"config.{setting.partition('.')[0]} depends on"):
+        probe((FORWARD, f"{FORWARD}\n    if config.{setting}: x = 2 * x"))
+
+
+@pytest.mark.parametrize(
+    "entries, right",
+    [("..., ::2", True), ("..., ::5", False), ("..., 0", False), (":, :, :2", False), ("0", False)],
+)
+def test_the_same_entries_of_each_part_are_those_of_the_whole_or_refused(entries, right):
+    expected = nullcontext() if right else pytest.raises(ShardTypeError, match="cut to ")
+    with expected:
+        probe((LINE, f"{LINE}\n    hidden = hidden.at[{entries}].multiply(0.5)"))
+
+
 def ledger_of(function, axes, sizes, *hints):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
         shapes = make_shapes(tuple[hints], sizes)
