@@ -31,7 +31,6 @@ SHAPING = {
 }
 
 
-CUTS = ", cut to "
 CUTTING = {"slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"}
 
 
@@ -263,38 +262,39 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     return found | ({*jaxpr.invars, *made} - used)
 
 
+class Computed(NamedTuple):
+    """What an equation does: where, and what. If it takes or changes the same entries of an array,
+    whatever the arguments are: their share, and the lengths of the dimensions to choose from."""
+
+    line: str = ""
+    what: str = "nothing"
+    share: fractions.Fraction = fractions.Fraction(1)
+    lengths: tuple[int, ...] = ()
+
+
 def parting(
-    jaxpr: Any, other: Any, numbers: bool = False, cut_at: Collection[str] = ()
+    jaxpr: Any, other: Any, numbers: bool = False, entries: bool = False
 ) -> tuple[str, str, str] | None:
     """The place where two traces of a function first compute something else between ops, or call
-    another op, and what each does there; None if they do the same, and, if `numbers` count, with
-    the same ones, and cut the same share out of arrays at these lines."""
-    both = (_computed(x, numbers, lambda line, _: line in cut_at) for x in (jaxpr, other))
-    pairs = itertools.zip_longest(*both, fillvalue=("", "nothing"))
-    for (line, here), (other_line, there) in pairs:
-        if here != there:
-            return (line or other_line).replace(" ", ", in "), here, there
+    another op, and what each does there; None if they do the same, with the same `numbers` and
+    `entries`, if these count: those of each part are those of the whole, `other`, only if they are
+    one of every few."""
+    both = _computed(jaxpr, numbers), _computed(other, numbers)
+    for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
+        one, other_one = here.what, there.what
+        alike = here.share == there.share and here.share.numerator == 1
+        split = any(n < m and not m % n for n, m in zip(here.lengths, there.lengths, strict=False))
+        if entries and split and not alike:
+            one, other_one = (f"{x.what} of {x.share} of an array" for x in (here, there))
+        if one != other_one:
+            return (here.line or there.line).replace(" ", ", in "), one, other_one
     return None
 
 
-def cuts(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> set[str]:
-    """The lines at which a function, traced at probe sizes, takes or changes some entries of the
-    part of a dimension, and always the same."""
-
-    def of_part(_: str, lengths: list[int]) -> bool:
-        return any(dim.over for length in lengths for dim in dims_of(length, axes, sizes))
-
-    return {line for line, what in _computed(jaxpr, False, of_part) if CUTS in what}
-
-
-def _computed(
-    jaxpr: Any, with_numbers: bool, with_share: Callable[[str, list[int]], bool]
-) -> Iterator[tuple[str, str]]:
-    """Yields lines, and what they compute: an op in the forward pass, or between ops a primitive,
-    if asked for with those of its operands that are numbers. What only casts or shapes arrays
-    doesn't count, as JAX does that differently where an axis or a length is one. `with_share` says,
-    given a line and the lengths of dimensions that are cut there, whether the share that is cut out
-    counts."""
+def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
+    """Yields what is computed: an op in the forward pass, or between ops a primitive, if asked for
+    with those of its operands that are numbers. What only casts or shapes arrays doesn't count, as
+    JAX does that differently where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
     known: dict[Any, Any] = {}  # the numbers that variables stand for
     same: dict[Any, Any] = {}  # a call's result -> what it is in the call
@@ -321,7 +321,7 @@ def _computed(
         if SCOPE.search(path):
             op, before = op_of(eqn, path), op
             if op != before and phase(path) == "forward":
-                yield line, op
+                yield Computed(line, op)
             continue
         if name in SHAPING:
             known |= zip(eqn.outvars, operands, strict=False)
@@ -330,35 +330,26 @@ def _computed(
         # As the operands' dtypes have them: where JAX rounds a number differs between meshes.
         given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
-        cut = _cut(eqn, sources, fixed)
-        share = f"{CUTS}{cut.share}" if cut and with_share(line, cut.lengths) else ""
-        yield line, name + share + (f" with {', '.join(numbers)}" if numbers else "")
+        text = name + (f" with {', '.join(numbers)}" if numbers else "")
+        yield Computed(line, text, *_fixed_entries(eqn, sources, fixed))
 
 
-class Cut(NamedTuple):
-    """Entries of an array that an equation takes or changes, whatever the arguments are."""
-
-    lengths: list[int]  # of the dimensions in which they are chosen
-    share: str  # 1/2 for every second one, with a length where they may not repeat alike
-
-
-def _cut(eqn: JaxprEqn, sources: list[Any], fixed: set[Any]) -> Cut | None:
-    """What an equation cuts out, if it isn't all, and no argument of the function chooses it."""
+def _fixed_entries(eqn: JaxprEqn, sources: list[Any], fixed: set[Any]) -> tuple[Any, ...]:
+    """The last fields of Computed."""
     name = eqn.primitive.name.partition("-")[0]
     changed, first = {"dynamic_update_slice": (1, 2), "scatter": (2, 1)}.get(name, (None, 1))
     indices = sources[first : len(sources) if name.startswith("dynamic") else 2]
     if name not in CUTTING or not _variables(indices) <= fixed:
-        return None
+        return ()
     entries = eqn.outvars[0] if changed is None else eqn.invars[changed]
     ours, shape = (x.aval.shape for x in (entries, eqn.invars[0]))  # type: ignore[attr-defined]
-    if name in ("gather", "scatter"):
-        into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
+    into = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(name)
+    if into:
         dims = getattr(eqn.params["dimension_numbers"], into)
     else:
         dims = tuple(i for i, (a, b) in enumerate(zip(ours, shape, strict=True)) if a != b)
-    share, lengths = fractions.Fraction(math.prod(ours), math.prod(shape)), [shape[i] for i in dims]
-    text = str(share) if share.numerator == 1 else f"{share} of {'*'.join(map(str, lengths))}"
-    return Cut(lengths, text) if share != 1 else None
+    share = fractions.Fraction(math.prod(ours), math.prod(shape))
+    return share, tuple(shape[i] for i in dims)
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

@@ -132,9 +132,7 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
             other = functools.partial(trace, function=function)
             layout.probe(other, axes, dimensions(config), alone)
     own, one = (trace(abstract_mesh(sizes), {}) for sizes in (axes, dict.fromkeys(axes, 1)))
-    mesh, sizes = layout.probe_mesh(axes, dimensions(config), alone)
-    cut_at = layout.cuts(probed, dict(mesh.shape), sizes)
-    if parting := layout.parting(own, one, cut_at=cut_at):
+    if parting := layout.parting(own, one, entries=True):
         at, here, there = parting
         raise ShardTypeError(
             f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
