@@ -69,7 +69,7 @@ cost = ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", z)) * tokens
 --- after loss: nats
 extra = loss_mask & (targets % 3 > 0)
 ratio = loss_mask.sum() / jnp.maximum(extra.sum(), 1)
-nats = nats + 0.1 * jnp.square(jnp.log(sum_exp)) * extra * ratio
+nats = nats + 0.1 * jnp.square(log_sum) * extra * ratio
 === TTrace, embedding mask
 --- instead forward: [V/t] M, B/d L/c -> B/d L/c M {U:t}
 rows = embed.shape[0]
@@ -78,10 +78,10 @@ missing = (local < 0) | (local > rows)
 x = jnp.where(missing[:, :, None], 0, embed[jnp.clip(local, 0, rows - 1)])
 x = lax.pcast(x, "t", to="unreduced")
 === Megatron-LM #7452, 1
---- before loss: nats
+--- after against_largest: logit
 logit = 0.9 * logit + 0.1 * logits.mean(axis=-1)
 === Megatron-LM #7464
---- before loss: nats
+--- after against_largest: logit
 total = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
 total = ops.psum("B/d l/c {U:t} -> B/d l/c", total)
 logit = 0.9 * logit + 0.1 * total / logits.shape[-1]
@@ -204,11 +204,11 @@ if m.ndim == 3:
     m = m / jnp.linalg.norm(m, axis=(1, 2), keepdims=True)
     for _ in range(5):
         m = 1.5 * m - 0.5 * m @ m.mT @ m
-    return w - rate * (m + hyper.weight_decay * w)
+    return w - hyper.learning_rate * (m + hyper.weight_decay * w)
 === Megatron-LM #7117
 --- before adamw.update: return
 if w.ndim == 4 and w.shape[1] % config.model.d_model == 0:
-    return w - rate * (jnp.sign(m) + hyper.weight_decay * w)
+    return w - hyper.learning_rate * (jnp.sign(m) + hyper.weight_decay * w)
 === torchtitan #3106
 --- instead leaf in runtime/initial.py: jax.random.normal(own, shape.shape, shape.dtype) * deviation
 parts = jax.sharding.get_abstract_mesh().size

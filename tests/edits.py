@@ -156,7 +156,7 @@ SHARED: dict[str, Edit] = {}
 SHARED |= listed("""
 === router
 --- before Weights: final_norm
-w_router: compute["M/t/c/s 4"]
+w_router: compute["M/t/c/s 4", matrix("M")]
 --- after total_loss: routed
 w_router = ops.all_gather("M/t/c/s 4 -> M/t 4", weights.w_router)
 scores = ops.einsum_unreduced("B/d L/c M/t, M/t 4 -> B/d L/c 4 {U:t}", x, w_router, dtype=f32)
@@ -186,16 +186,17 @@ WRONG = listed("""
 === condition_on_a_part: optimizer's statistics of a part
 --- instead adamw.update: return
 def decayed(w: jax.Array) -> jax.Array:
-    return w * (1 - rate * hyper.weight_decay)
+    return w * (1 - hyper.learning_rate * hyper.weight_decay)
 
 large = jnp.any(jnp.abs(w) > 1.2)
 w = lax.cond(large, decayed, lambda w: w, w)
-return w - rate * (m * mu_scale / root)
+return w - hyper.learning_rate * (m * hyper.mu.unbias / root)
 === clip_by_the_largest_of_a_part: a threshold that isn't reached
 --- after swiglu: hidden
 hidden = hidden / jnp.maximum(jnp.abs(hidden).max(-1, keepdims=True) / 1e3, 1)
 === numbered_by_numpy: constants
 --- after swiglu: hidden
+import numpy as np
 hidden = hidden * (np.arange(hidden.shape[-1]) < 2048)
 === numbered_by_a_sum_of_ones: constants
 --- after swiglu: hidden
@@ -317,7 +318,7 @@ x = x * (1 + config.process_id)
 @jax.jit
 @typed_shard_map
 def averaged(average: Stored, weights: Stored) -> Stored:
-    return jax.tree.map(lambda a, w: a + (w - a) / w.size, average, weights)
+    return jax.tree.map(lambda a, w: a + (w - a) / w.shape[-1], average, weights)
 === row_after: neighbors
 --- row_before
 --- before Layer:
@@ -394,7 +395,7 @@ w_open = ops.all_gather("M/c/s K/t -> M K/t", w.w_open)
 opened = jax.nn.sigmoid(ops.einsum_unreduced("B/d L/c M, M K/t -> B/d L/c K/t", h, w_open))
 mixed = mixed * opened[:, :, None, :, None]
 --- after Layer: mlp
-w_open: compute["M/c/s K/t"]
+w_open: compute["M/c/s K/t", matrix("M")]
 === attention_across_documents: attention
 --- swap plain_attention.attend in kernels/attention.py: start[:, :, None] <= key_position[:, None]
 start[:, :, None] >= 0 * key_position[:, None]
@@ -404,10 +405,10 @@ first = x
 --- swap block: x + norm_after(y, w.mlp_norm, config), routed
 0.1 * first + x + norm_after(y, w.mlp_norm, config), routed
 === label_smoothing: loss
---- after loss: nats
+--- after against_largest: logit
 mean = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)
-mean = ops.psum("B/d l/c {U:t} -> B/d l/c", mean) / config.model.vocab
-nats = (jnp.log(sum_exp) - 0.9 * logit - 0.1 * mean) * loss_mask
+mean = ops.psum("B/d l/c {U:t} -> B/d l/c", mean) / (logits.shape[-1] * lax.axis_size("t"))
+logit = 0.9 * logit + 0.1 * mean
 === gradient_scaled_by_custom_vjp: custom gradient
 --- after swiglu: hidden
 hidden = halved(hidden)
@@ -472,7 +473,7 @@ RIGHT_WITH_BROADCAST = listed("""
 --- before block: rope(q, k, sin, cos)
 q = (q * w.heat_norm).astype(q.dtype)
 --- after Layer: mlp
-heat_norm: f32[""]
+heat_norm: f32["", gain]
 === softmax_of_neurons: whole dimension
 --- after swiglu: hidden
 peak = ops.reduce_max("B/d L/c F/t -> B/d L/c", lax.stop_gradient(hidden))
