@@ -37,9 +37,11 @@ backward pass, and its collectives follow from those written here:
     einsum_unreduced, reduce_sum,
     index_unreduced, attention       nothing          nothing
 
-JAX treats a gathered value as different on each device, so gradients stay partial until the
-gather's reduce-scatter adds them. Over an axis of size 1 nothing is sent. What the backward pass
-recomputes, it gathers again.
+The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
+adds these up. Over an axis of size 1 nothing is sent; over n devices, one receives (n - 1)/n of the
+whole array in a gather or a reduce-scatter, and twice that in an all-reduce. What the backward pass
+recomputes, it gathers again. What jax.grad doesn't see, such as the count of targets and the norm
+of the gradient, is in the audit's phase "update".
 `python -m tools.audit` lists all collectives, with their bytes. The batch's fields, all "B/d L/c",
 are inputs, targets, loss_mask, position and start: see TokenBatch in data/loader.py.
 """
@@ -250,7 +252,8 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # With FSDP alone, reduce-scatters make the compiler compute a layer's gradients in time.
+    # The compiler could put off a layer's gradients, and keep what they are computed from. With
+    # FSDP alone their reduce-scatters prevent it; else `in_turn` does.
     fsdp_alone = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
@@ -259,7 +262,8 @@ def forward(
     #
     # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
     # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
-    # uses from outside, sin, cos and positions, and the ids that the embedding was looked up with.
+    # uses from outside, sin, cos and the keys' positions, and the ids that the embedding was looked
+    # up with. The batch itself is an argument of the step and costs nothing more.
     # From these it recomputes what else it needs: the norms, attention's scores, the product of
     # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter: what each one
     # leads to is kept.
@@ -529,7 +533,7 @@ def training_step(
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
-    # An all-reduce of a scalar, and another one for biases, which are split over t alone.
+    # An all-reduce of a scalar; biases, which are split over t alone, take another one.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)
