@@ -23,7 +23,7 @@ def main(config: train.Config) -> int:
     with preflight.begun(train, config) as wait_for_check:
         if wait_for_check():
             return 1
-    numbers = ", and two meshes give the same numbers" * (config.check == "numbers")
+    numbers = ", and two meshes give the same numbers" * (config.check != "types")
     print(f"types hold{numbers}")
     return 0
 
