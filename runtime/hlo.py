@@ -52,10 +52,16 @@ def operation(lowered: jax.stages.Lowered, number: int) -> str:
         for inner in re.findall(r"#loc\d*", place):
             yield from lines_of(places[inner])
 
-    line = [each for each in text.splitlines() if not each.startswith("#loc")][number]
-    name = re.search(r"(?<= stablehlo\.)\w+", line)
-    mine = [f"{os.path.basename(file)}:{n}" for file, n in lines_of(line) if is_users(file)]
-    return f"{name[0] if name else 'a function'} at {mine[0] if mine else 'its start'}"
+    lines = [each for each in text.splitlines() if not each.startswith("#loc")][number:]
+    name = re.search(r"(?<= stablehlo\.)\w+", lines[0])
+    result = re.match(r" *(%\w+)", lines[0])
+    # A constant may have no place but that of its first use.
+    uses = re.compile(rf"{result[1]}\b" if result else "$^")
+    for line in [lines[0], *filter(uses.search, lines[1:])]:
+        for file, n in lines_of(line):
+            if is_users(file):
+                return f"{name[0] if name else 'a function'} at {os.path.basename(file)}:{n}"
+    return "the start"
 
 
 @contextlib.contextmanager
