@@ -31,9 +31,6 @@ SHAPING = {
 }
 
 
-CUTTING = {"slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"}
-
-
 # --- Probe sizes ----------------------------------------------------------------------------------
 
 # Sizes of the probe mesh's axes, in order, and the factors that tell dimensions apart.
@@ -230,22 +227,42 @@ def _variables(values: Iterable[Any]) -> set[Any]:
     return {value for value in values if not isinstance(value, Literal)}
 
 
+class Taken(NamedTuple):
+    """Entries of its first operand that an equation takes or changes."""
+
+    indices: slice  # of the operands
+    lengths: tuple[int, ...]  # of the dimensions that they index
+    share: fractions.Fraction  # of all entries
+
+
+def _taken_by_index(eqn: JaxprEqn) -> Taken | None:
+    name = eqn.primitive.name.partition("-")[0]
+    if name not in ("slice", "dynamic_slice", "gather", "dynamic_update_slice", "scatter"):
+        return None
+    operands: list[Any] = [*eqn.outvars, *eqn.invars]
+    entries, first = {"dynamic_update_slice": (2, 2), "scatter": (3, 1)}.get(name, (0, 1))
+    ours, shape = operands[entries].aval.shape, operands[1].aval.shape
+    if name in ("gather", "scatter"):
+        into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
+        dims, last = getattr(eqn.params["dimension_numbers"], into), 2
+    else:
+        steps, last = eqn.params.get("strides") or [1] * len(shape), len(operands)
+        dims = [i for i, length in enumerate(shape) if length != ours[i] or steps[i] > 1]
+    share = fractions.Fraction(math.prod(ours), math.prod(shape))
+    return Taken(slice(first, last), tuple(shape[i] for i in dims), share)
+
+
 def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any]:
     """The variables that are nothing but indices into parts, as in `x.at[..., ::2]`. `used` are
     those of the results that are something else."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         name, others = eqn.primitive.name, [*eqn.invars]
-        if name in ("dynamic_slice", "dynamic_update_slice"):
-            first = 1 if name == "dynamic_slice" else 2
-            kept = zip(others[first:], eqn.invars[0].aval.shape, strict=True)
-            others[first:] = [index for index, length in kept if not parts(length)]
-        elif name.startswith(("gather", "scatter")):
-            numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-            into = "start_index_map" if name == "gather" else "scatter_dims_to_operand_dims"
-            if all(parts(shape[i]) for i in getattr(numbers, into)):
-                del others[1]
-        elif inner := [*jaxprs_in_params(eqn.params)]:
+        taken, is_used = _taken_by_index(eqn), used.intersection(eqn.outvars)
+        if taken and is_used:
+            if all(map(parts, taken.lengths)):
+                del others[taken.indices]
+        elif not taken and (inner := [*jaxprs_in_params(eqn.params)]):
             same = len(inner) == 1 and len(inner[0].invars) == len(others)
             for body in inner:
                 pairs = zip(eqn.outvars, body.outvars, strict=False)
@@ -255,7 +272,7 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
             others = [
                 a for a, b in zip(others, body.invars, strict=False) if not same or b not in own
             ]
-        elif not used.intersection(eqn.outvars):
+        elif not is_used:
             others = []
         used |= _variables(others)
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -263,13 +280,11 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
 
 
 class Computed(NamedTuple):
-    """What an equation does: where, and what. If it takes or changes the same entries of an array,
-    whatever the arguments are: their share, and the lengths of the dimensions to choose from."""
+    """Describes an equation, to compare it with that of another trace."""
 
     line: str = ""
     what: str = "nothing"
-    share: fractions.Fraction = fractions.Fraction(1)
-    lengths: tuple[int, ...] = ()
+    entries: Taken | None = None  # if it takes the same ones whatever the arguments are
 
 
 def parting(
@@ -281,14 +296,24 @@ def parting(
     one of every few."""
     both = _computed(jaxpr, numbers), _computed(other, numbers)
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
-        one, other_one = here.what, there.what
-        alike = here.share == there.share and here.share.numerator == 1
-        split = any(n < m and not m % n for n, m in zip(here.lengths, there.lengths, strict=False))
-        if entries and split and not alike:
-            one, other_one = (f"{x.what} of {x.share} of an array" for x in (here, there))
-        if one != other_one:
-            return (here.line or there.line).replace(" ", ", in "), one, other_one
+        line, part, whole = here.line or there.line, here.entries, there.entries
+        texts = here.what, there.what
+        if entries and part and whole and not _alike(part, whole):
+            texts = (
+                f"{here.what} of {part.share} of an array",
+                f"{there.what} of {whole.share} of an array",
+            )
+        if texts[0] != texts[1]:
+            return line.replace(" ", ", in "), *texts
     return None
+
+
+def _alike(part: Taken, whole: Taken) -> bool:
+    """Returns whether what is taken of each part is what is taken of the whole, as far as shares
+    tell: one of every few. Where no length is a part's, anything is."""
+    lengths = zip(part.lengths, whole.lengths, strict=False)
+    split = any(n < m and not m % n for n, m in lengths)
+    return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
 def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
@@ -331,25 +356,9 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
         given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
-        yield Computed(line, text, *_fixed_entries(eqn, sources, fixed))
-
-
-def _fixed_entries(eqn: JaxprEqn, sources: list[Any], fixed: set[Any]) -> tuple[Any, ...]:
-    """The last fields of Computed."""
-    name = eqn.primitive.name.partition("-")[0]
-    changed, first = {"dynamic_update_slice": (1, 2), "scatter": (2, 1)}.get(name, (None, 1))
-    indices = sources[first : len(sources) if name.startswith("dynamic") else 2]
-    if name not in CUTTING or not _variables(indices) <= fixed:
-        return ()
-    entries = eqn.outvars[0] if changed is None else eqn.invars[changed]
-    ours, shape = (x.aval.shape for x in (entries, eqn.invars[0]))  # type: ignore[attr-defined]
-    into = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(name)
-    if into:
-        dims = getattr(eqn.params["dimension_numbers"], into)
-    else:
-        dims = tuple(i for i, (a, b) in enumerate(zip(ours, shape, strict=True)) if a != b)
-    share = fractions.Fraction(math.prod(ours), math.prod(shape))
-    return share, tuple(shape[i] for i in dims)
+        taken = _taken_by_index(eqn)
+        always = taken and _variables(sources[taken.indices]) <= fixed
+        yield Computed(line, text, taken if always else None)
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:

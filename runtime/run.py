@@ -198,9 +198,10 @@ def check_programs_agree(lowered: jax.stages.Lowered) -> None:
     lines = lowered.as_text().splitlines()
     digests = of_all_hosts(" ".join(f"{zlib.crc32(line.encode()):x}" for line in lines))
     each_line = itertools.zip_longest(*(text.split() for text in digests))
-    if first := next((i for i, hashes in enumerate(each_line) if len({*hashes}) > 1), None):
+    if different := [i for i, hashes in enumerate(each_line) if len({*hashes}) > 1]:
+        at = hlo.operation(lowered, min(different[0], len(lines) - 1))
         raise UserError(
-            f"hosts trace different programs, from {hlo.operation(lowered, first)} on: what comes "
+            f"hosts trace different programs, from {at} on: what comes "
             "before goes by something that differs between hosts, such as the order of a set, the "
             "environment or the host's name"
         )

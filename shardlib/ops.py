@@ -542,13 +542,11 @@ def _squares(
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
-        varying_over = {*jax.typeof(x).manual_axis_type.varying} - {*kind.spec.axes}
-        if over := show_groups(axis for axis in mesh_shape() if axis in varying_over):
-            raise ShardTypeError(
-                f"{path}: {kind} varies along {over}: ops.{op} takes weights as they are stored, "
-                "and gradients that are added up over all devices, outside of what jax.grad sees"
-            )
-        check_replicated(path, kind, x)
+        cure = (
+            f"ops.{op} takes weights as they are stored, and gradients that are added up over all "
+            "devices, outside of what jax.grad sees"
+        )
+        check_replicated(path, kind, x, cure)
         kept = 1 if _names(kind.spec)[:1] == [each] else 0
         square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
         if kept and (axes := kind.spec.dims[0].axes):  # puts the others' sums in, as zeros

@@ -735,7 +735,13 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
     return PartitionSpec() if whole else make_partition_specs(known.get(hint, hint))
 
 
-def check_replicated(path: str, kind: ArrayType, value: Any) -> None:
+CURE = (
+    "declare it split, or sum with ops.reduce_sum and ops.psum, take a maximum with "
+    "ops.reduce_max, and before ops.all_gather: JAX treats a gathered value as varying"
+)
+
+
+def check_replicated(path: str, kind: ArrayType, value: Any, cure: str = CURE) -> None:
     """Raises ShardTypeError unless an array is reduced, and the same on all devices along each axis
     that its type doesn't name."""
     if kind.spec.owed:
@@ -744,6 +750,5 @@ def check_replicated(path: str, kind: ArrayType, value: Any) -> None:
     if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:
         raise ShardTypeError(
             f"{path} varies along {', '.join(undeclared)}, but {kind} declares it replicated: "
-            "declare it split, or sum with ops.reduce_sum and ops.psum, take a maximum with "
-            "ops.reduce_max, and before ops.all_gather: JAX treats a gathered value as varying"
+            + cure
         )

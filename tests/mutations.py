@@ -312,7 +312,7 @@ def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
 
 
 def tried(train: types.ModuleType, config: Any) -> list[Any]:
-    """What a run's start computes, and a step of generation, whose ops are edited, too."""
+    """Lists what a run's start computes, and a step of generation, whose ops are edited, too."""
     found = preflight.tried(train, config)
     for name, _, arrays, *_ in found:
         if name == "generation":

@@ -106,7 +106,7 @@ def test_without_an_end_token_there_is_one_document(tmp_path):
 
 
 def test_any_range_of_shards_is_read(tmp_path):
-    """Where the token before a range is in another shard, too."""
+    """Reads the token before a range from another shard, too."""
     data = Bins(write_shards(tmp_path / "x", np.split(TOKENS, [1, 2, 3, 77, 400])), END, "uint16")
     wanted = FlatTokens(write_zarr(tmp_path / "x.zarr"), "train")
     assert data.token_count == len(TOKENS)

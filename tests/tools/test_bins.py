@@ -70,7 +70,7 @@ def test_ids_beyond_16_bits_have_32(convert, tmp_path):
 
 
 def test_megatrons_documents(convert, tmp_path):
-    """Of two files, one with 32-bit ids, and with sequences that are parts of a document."""
+    """Converts two files, one with 32-bit ids, and sequences that are parts of a document."""
     write_megatron(tmp_path / "a.bin", DOCUMENTS[:20])
     write_megatron(tmp_path / "b.bin", DOCUMENTS[20:], "<i4", 4, of_document=3)
     assert not convert("*.bin", "x.zarr/train")

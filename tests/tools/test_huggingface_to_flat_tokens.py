@@ -64,7 +64,7 @@ def texts_of(path, split):
 
 
 def knows_its_bytes(path):
-    """For a dataset of `bytes_utf8`: whether each split has as many bytes of text as it says."""
+    """Returns whether each split of a dataset of `bytes_utf8` has as many bytes as it says."""
     group = zarr.open_group(path, mode="r")
     sizes = {split: sum(map(len, documents(path, split))) for split in group}
     return sizes == {split: group[split].attrs["bytes"] for split in sizes}

@@ -100,7 +100,7 @@ def test_each_validation_set_has_its_line(tmp_path, monkeypatch, capsys):
 
 
 def test_validation_is_in_bits_per_byte_if_tokenizers_differ(tmp_path, monkeypatch, capsys):
-    """And all runs know their bytes."""
+    """Compares in bits only if all runs know their bytes as well."""
     bits = {"validation_bits_per_byte": {1: 0.9}}
     runs = [
         make_run(tmp_path, name, 0.1, [4.0, 3.0], validation_loss={1: 3.5}, **known)
