@@ -9,8 +9,9 @@ Mesh axes, outermost first, that is, over the slowest links first:
     s  shards of a replica: each layer gathers its weights over s where it uses them (FSDP).
     c  context: splits the sequence. Attention gathers keys and values over c.
     t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
-d stands for r and s together, all data parallelism: it splits the batch. Weights are stored split
-over all axes. A config that names only d and t has r = c = 1.
+d stands for r and s together, all data parallelism: it splits the batch. (The group d is declared
+beside the config's `mesh`, in runtime/run.py.) Weights are stored split over all axes. A config
+that names only d and t has r = c = 1.
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
@@ -82,9 +83,9 @@ from shardlib.types import (
     ArrayType,
     Dim,
     Mapped,
-    Partial,
     Spec,
     Stacked,
+    Subset,
     array_type,
     bool_,
     choose,
@@ -144,7 +145,7 @@ def over_replicas(kind: ArrayType) -> ArrayType:
 
 
 def as_stored(kind: ArrayType) -> ArrayType:
-    return array_type(f32, over_replicas(kind).spec, kind.start)
+    return array_type(f32, over_replicas(kind).spec, kind.initial)
 
 
 # The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
@@ -299,13 +300,24 @@ def forward(
 
         h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
         h = norm_before(h, w.mlp_norm, config)
-        output, routed = swiglu(h, w.mlp) if w.mlp else None, None
+        output = swiglu(h, w.mlp) if w.mlp else None
+        routed = None
         if w.experts and config.experts:
             output, routed = experts.mixture(h, w.experts, output, config.experts)
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", output)
         return x + norm_after(y, w.mlp_norm, config), routed
 
     return lax.scan(block, x, weights.layers, unroll=unroll)
+
+
+# --- Loss -----------------------------------------------------------------------------------------
+
+
+@typechecked
+def target_count(batch: TokenBatch) -> f32[""]:
+    """The number of targets in the loss, over all devices."""
+    mask = batch.loss_mask.astype(f32.dtype)
+    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
 @typechecked
@@ -328,39 +340,6 @@ def unembed(
     # Without the barrier v5p's compiler fuses the norm into the matmuls, which take a third longer.
     h = lax.optimization_barrier(h)
     return ops.einsum_unreduced("B/d L/c M, V/t M -> B/d L/c V/t", h, w_unembed, dtype=f32)
-
-
-# --- Loss -----------------------------------------------------------------------------------------
-
-
-@typechecked
-def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
-    """Rounds the weights to the dtype that a step computes in, so that gathers of weights and
-    reduce-scatters of gradients send that dtype. Weights that are declared as f32 stay f32."""
-    kinds = type_tree(Weights, weights)
-    return jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
-
-
-@typechecked
-def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
-    """Gathers all weights over r, once a step. Those without M aren't split; their gradients are
-    added up here, in f32."""
-
-    def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
-        if not wanted.start.learned:  # it has no gradient to add up
-            return weight
-        split = over_replicas(wanted).spec
-        op = ops.broadcast if split == wanted.spec else ops.all_gather
-        return op(f"{split} -> {wanted.spec}", weight)
-
-    return jax.tree.map(gather, type_tree(Weights, weights), weights)
-
-
-@typechecked
-def target_count(batch: TokenBatch) -> f32[""]:
-    """The number of targets in the loss, over all devices."""
-    mask = batch.loss_mask.astype(f32.dtype)
-    return ops.psum("{U:d,c} -> ", ops.reduce_sum("B/d L/c -> {U:d,c}", mask))
 
 
 @typechecked
@@ -418,6 +397,29 @@ def total_loss(
 
 
 @typechecked
+def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
+    """Rounds the weights to the dtype that a step computes in, so that gathers of weights and
+    reduce-scatters of gradients send that dtype. Weights that are declared as f32 stay f32."""
+    kinds = type_tree(Weights, weights)
+    return jax.tree.map(lambda kind, weight: weight.astype(kind.dtype), kinds, weights)
+
+
+@typechecked
+def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
+    """Gathers all weights over r, once a step. Those without M aren't split; their gradients are
+    added up here, in f32."""
+
+    def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
+        if not wanted.initial.learned:  # it has no gradient to add up
+            return weight
+        split = over_replicas(wanted).spec
+        op = ops.broadcast if split == wanted.spec else ops.all_gather
+        return op(f"{split} -> {wanted.spec}", weight)
+
+    return jax.tree.map(gather, type_tree(Weights, weights), weights)
+
+
+@typechecked
 def loss_and_grads(
     weights: Stored, batch: TokenBatch, config: Config
 ) -> tuple[Sums, f32[""], Stored]:
@@ -461,7 +463,7 @@ class State:
     step: u32[""]  # completed steps
     weights: Stored
     mu: Stored  # averages of gradients
-    nu: Partial[Stored]  # averages of their squares; of all that AdamW updates
+    nu: Subset[Stored]  # averages of their squares; of all that AdamW updates
 
 
 def state_type(config: Config) -> Any:
@@ -496,7 +498,7 @@ def moved(
 ) -> jax.Array:
     """Moves a weight against `change`, and decays it. As is customary, the decay is scaled by the
     learning rate."""
-    decay = 0 if kind.start.role in config.training.no_decay else hyper.weight_decay
+    decay = 0 if kind.initial.role in config.training.no_decay else hyper.weight_decay
     return weight - hyper.learning_rate * (change + decay * weight)
 
 

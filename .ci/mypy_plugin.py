@@ -1,4 +1,4 @@
-"""Makes mypy read f32["B/d L"] as Any, and Stacked["layers", Layer] and Partial[Layer] as Layer."""
+"""Makes mypy read f32["B/d L"] as Any, and Stacked["layers", Layer] and Subset[Layer] as Layer."""
 
 from mypy.plugin import AnalyzeTypeContext, Plugin
 from mypy.types import AnyType, Type, TypeOfAny
@@ -17,7 +17,7 @@ def stacked(context: AnalyzeTypeContext) -> Type:
 
 class ShardlightPlugin(Plugin):
     def get_type_analyze_hook(self, fullname):
-        if fullname in {f"shardlib.types.{name}" for name in ("Mapped", "Partial", "Stacked")}:
+        if fullname in {f"shardlib.types.{name}" for name in ("Mapped", "Subset", "Stacked")}:
             return stacked
         return array if fullname in ARRAYS else None
 

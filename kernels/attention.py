@@ -81,7 +81,7 @@ def attention(
     """
     queries, *others = call.operands
     call.require(len(queries.dims) == 5, "queries have five dimensions")
-    call.require(not queries.owed, "reduce it first")
+    call.require(not queries.unreduced, "reduce it first")
     rows, length, _, kv_heads, size = queries.dims
     call.require(not size.over, f"{size} can't be split")
     keys, all_positions = (Spec((rows, Dim(length.name), *dims)) for dims in ((kv_heads, size), ()))

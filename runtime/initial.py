@@ -1,7 +1,7 @@
 """Initial weights. A weight's declaration says how it starts, after its layout:
 
 f32["D", gain]                        at 1
-f32["", Start(0.1)]                   at 0.1
+f32["", Initial(0.1)]                   at 0.1
 compute["M/d F/t", matrix("M")]       normal, by its fan-in
 """
 
@@ -21,8 +21,8 @@ ROLES = "gains", "biases", "embeddings"  # that training.no_decay may name
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
-    """How the entries of a weight start: all at `value`, or normal with standard deviation
+class Initial:
+    """The initial values of a weight: all `value`, or normal with standard deviation
     1/sqrt(fan-in), where the fan-in is the product of some dimensions."""
 
     value: float | None = None
@@ -32,29 +32,29 @@ class Start:
     learned: bool = True  # false: its gradient is zero, and isn't sent
 
 
-gain = Start(1.0, role="gains")
-bias = Start(0.0, role="biases")
+gain = Initial(1.0, role="gains")
+bias = Initial(0.0, role="biases")
 # An embedding has the unembedding's deviation; with a larger one the loss fell more slowly.
-embedding = Start(fan_in="M", role="embeddings")
+embedding = Initial(fan_in="M", role="embeddings")
 
 
-def matrix(fan_in: str) -> Start:
-    return Start(fan_in=fan_in)
+def matrix(fan_in: str) -> Initial:
+    return Initial(fan_in=fan_in)
 
 
-def into_residual(fan_in: str) -> Start:
-    """The start of a projection into the residual stream: GPT-2, section 2.3."""
-    return Start(fan_in=fan_in, into_residual=True)
+def into_residual(fan_in: str) -> Initial:
+    """The initial values of a projection into the residual stream: GPT-2, section 2.3."""
+    return Initial(fan_in=fan_in, into_residual=True)
 
 
 def declared(kinds: Any) -> Any:
     """Returns the types of weights. Raises UserError for one that doesn't say how it starts."""
     for name, kind in named(kinds).items():
-        if not isinstance(kind.start, Start):
+        if not isinstance(kind.initial, Initial):
             raise UserError(
                 f"the weight {name} doesn't say how it starts: declare it like "
                 f'{kind.element.name}["...", gain], or with another one of runtime/initial.py, '
-                'such as matrix("M") or Start(0.1)'
+                'such as matrix("M") or Initial(0.1)'
             )
     return kinds
 
@@ -65,12 +65,12 @@ def initial_weights(kinds: Any, sizes: dict[str, int], seed: int) -> Any:
     key = jax.random.key(seed)
 
     def leaf(path: Any, kind: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        start = kind.start
-        if start.value is not None:
-            return jnp.full_like(shape, start.value)
+        initial = kind.initial
+        if initial.value is not None:
+            return jnp.full_like(shape, initial.value)
         own = jax.random.fold_in(key, np.uint32(zlib.crc32(path[-1].name.encode())))
-        deviation = math.prod(sizes[name] for name in start.fan_in.split()) ** -0.5
-        if start.into_residual:
+        deviation = math.prod(sizes[name] for name in initial.fan_in.split()) ** -0.5
+        if initial.into_residual:
             deviation *= (2 * sizes["layers"]) ** -0.5
         return jax.random.normal(own, shape.shape, shape.dtype) * deviation
 

@@ -191,7 +191,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
     (`M/t/d -> M/d`), or for an unreduced operand.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.owed and not wanted.owed, "reduce it before the gather")
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it before the gather")
     call.require(given != wanted, "it gathers nothing")
     for i, axes in _one_to_one(call, given, wanted):
         x = gather(varying(x, axes), axes, i)
@@ -210,7 +210,7 @@ def split(call: Call, x: jax.Array) -> jax.Array:
     split evenly.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.owed and not wanted.owed, "reduce it first")
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
     call.require(given != wanted, "it splits nothing")
     for i, axes in _one_to_one(call, wanted, given):
         size = x.shape[i] // math.prod(mesh_shape()[axis] for axis in axes)
@@ -232,7 +232,7 @@ def all_to_all(call: Call, x: jax.Array) -> jax.Array:
     unreduced operand. JAX raises ValueError if a dimension doesn't split evenly.
     """
     (given,), wanted = call.operands, call.result
-    call.require(not given.owed and not wanted.owed, "reduce it first")
+    call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
     call.require(_names(given) == _names(wanted), "the dimensions must be the same, in order")
     call.require({*given.axes} == {*wanted.axes}, "both sides must be split over the same axes")
     call.require(given != wanted, "it moves no axis")
@@ -277,17 +277,17 @@ def broadcast(call: Call, x: jax.Array) -> jax.Array:
     Raises ShardTypeError unless both sides are the same, or for an unreduced operand.
     """
     (given,), wanted = call.operands, call.result
-    call.require(given == wanted and not given.owed, "both sides must be the same, reduced")
+    call.require(given == wanted and not given.unreduced, "both sides must be the same, reduced")
     return varying(x, tuple(axis for axis in mesh_shape() if axis not in given.axes))
 
 
 def _reduced_axes(call: Call) -> tuple[str, ...]:
     """The axes over which the left side is unreduced and the right side isn't."""
     (given,), wanted = call.operands, call.result
-    new = show_groups(a for a in wanted.unreduced if a not in given.unreduced)
+    new = show_groups(a for a in wanted.unreduced_axes if a not in given.unreduced_axes)
     call.require(not new, f"the right side has {{U:{new}}}, but the left side has not")
-    axes = tuple(a for a in given.unreduced if a not in wanted.unreduced)
-    kept = {*given.owed} <= {*wanted.owed}
+    axes = tuple(a for a in given.unreduced_axes if a not in wanted.unreduced_axes)
+    kept = {*given.unreduced} <= {*wanted.unreduced}
     call.require(not kept, "it reduces nothing: {U:axis} must be on the left and not on the right")
     return axes
 
@@ -347,7 +347,7 @@ def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tu
     fix = f"write {{U:{axes}}} on the right" if axes else "leave out {U:} on the right"
     over = ", ".join(str(dim) for dim in removed if dim.axes) or "no split dimension"
     problem = f"it sums over {over}, so the result is unreduced over {axes or 'no axis'}: {fix}"
-    call.require(set(call.result.unreduced) == {*new, *already}, problem)
+    call.require(set(call.result.unreduced_axes) == {*new, *already}, problem)
     return new
 
 
@@ -373,7 +373,7 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
     must say so, or ShardTypeError is raised.
     """
     positions, removed = _removed(call)
-    axes = _summed_axes(call, removed, call.operands[0].unreduced)
+    axes = _summed_axes(call, removed, call.operands[0].unreduced_axes)
     return unreduced(jnp.sum(x, axis=positions), axes)
 
 
@@ -384,7 +384,7 @@ def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
     ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
     """
     positions, removed = _removed(call)
-    axes = _summed_axes(call, removed, call.operands[0].unreduced)
+    axes = _summed_axes(call, removed, call.operands[0].unreduced_axes)
     count = math.prod(x.shape[i] for i in positions)
     count *= math.prod(mesh_shape()[axis] for dim in removed for axis in dim.axes)
     return unreduced(jnp.sum(x, axis=positions) / float(count), axes)
@@ -402,8 +402,8 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     Raises ShardTypeError for an unreduced operand or result.
     """
     positions, removed = _removed(call)
-    owed = (*call.operands[0].owed, *call.result.owed)
-    call.require(not owed, "reduce it before the maximum; the result has no {U:}")
+    unreduced = (*call.operands[0].unreduced, *call.result.unreduced)
+    call.require(not unreduced, "reduce it before the maximum; the result has no {U:}")
     axes = tuple(a for dim in removed for a in dim.axes)
     x = jnp.max(x, axis=positions)
     return lax.pmax(varying(x, axes), axes) if axes else x
@@ -438,7 +438,7 @@ def einsum_unreduced(call: Call, *operands: jax.Array, dtype: DType | None = Non
                 f"{first} and {dim}: a name has one split. Gather one with ops.all_gather, or "
                 "split the other with ops.split or where it is declared",
             )
-        call.require(not spec.owed or spec is wanted, f"`{spec}`: reduce it first")
+        call.require(not spec.unreduced or spec is wanted, f"`{spec}`: reduce it first")
     each = ", ".join(f"operand {i + 1} is {x.dtype}" for i, x in enumerate(operands))
     same = len({x.dtype for x in operands}) == 1
     call.require(same, f"{each}: cast one of them, as in x.astype(compute.dtype)")
@@ -470,7 +470,7 @@ def index_unreduced(call: Call, table: jax.Array, indices: jax.Array) -> jax.Arr
     call.require(
         indices.dtype in (jnp.int32, jnp.uint32), f"indices must be i32 or u32, not {indices.dtype}"
     )
-    call.require(not tables.owed and not ids.owed, "reduce it first")
+    call.require(not tables.unreduced and not ids.unreduced, "reduce it first")
     (dim,) = looked_up
     shared = tuple(d for d in tables.dims if d in ids.dims)
     call.require(

@@ -87,7 +87,7 @@ class Dim:
     """One dimension of an array: `M/t/d`."""
 
     name: str
-    over: tuple[str, ...] = ()  # axes and groups
+    over: tuple[str, ...] = ()  # as written: axes and groups
     indexed: bool = False
 
     def __str__(self) -> str:
@@ -102,14 +102,14 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The layout of an array: its dimensions, and the axes and groups it is unreduced over."""
+    """The layout of an array: its dimensions, and what it is unreduced over."""
 
     dims: tuple[Dim, ...] = ()
-    owed: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()  # as written: axes and groups
 
     def __str__(self) -> str:
-        unreduced = [f"{{U:{show_groups(self.owed)}}}"] if self.owed else []
-        return " ".join([*map(str, self.dims), *unreduced])
+        sums = [f"{{U:{show_groups(self.unreduced)}}}"] if self.unreduced else []
+        return " ".join([*map(str, self.dims), *sums])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -117,9 +117,9 @@ class Spec:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     @property
-    def unreduced(self) -> tuple[str, ...]:
-        """The axes over which partial sums are pending."""
-        return several(self.owed)
+    def unreduced_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh in context over which each device holds a partial sum."""
+        return several(self.unreduced)
 
 
 _ITEM = re.compile(
@@ -140,7 +140,7 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
         spec, item = specs[-1], _ITEM.fullmatch(word[0])
         if item is None:
             problem = "expected a dimension like M, M/t or [V/t], or unreduced axes like {U:d,t}"
-        elif spec.owed:
+        elif spec.unreduced:
             problem = "{U:...} comes once, at the end"
         else:
             if item["unreduced"]:
@@ -156,7 +156,7 @@ def _parse(text: str) -> tuple[list[Spec], list[str]]:
 
 
 def _twice(spec: Spec) -> str | None:
-    written = [name for dim in spec.dims for name in dim.over] + [*spec.owed]
+    written = [name for dim in spec.dims for name in dim.over] + [*spec.unreduced]
     for names in written, _written(written):
         if twice := [name for name in names if names.count(name) > 1]:
             within = [x for x in written if twice[0] in groups.get(x, ()) and twice[0] != x]
@@ -192,7 +192,7 @@ class ArrayType(type):
 
     element: "DType"
     spec: Spec
-    start: Any  # what a declaration says of it in addition: how a weight starts
+    initial: Any  # of a weight: its initial values, see runtime/initial.py
 
     @property
     def dtype(cls) -> Any:
@@ -200,7 +200,7 @@ class ArrayType(type):
 
     def laid_out(cls, spec: Spec) -> "ArrayType":
         """The same with another layout."""
-        return array_type(cls.element, spec, cls.start)
+        return array_type(cls.element, spec, cls.initial)
 
     def __instancecheck__(cls, value: object) -> bool:
         return _mismatch(value, cls, "isinstance") is None
@@ -221,18 +221,18 @@ class DType:
         return _computing_in.value if self.fixed is None else self.fixed
 
     def __getitem__(self, item: str | tuple[str, Any]) -> ArrayType:
-        text, start = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+        text, initial = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
         if not isinstance(text, str):
             raise SpecError(f'{self.name}[...] takes one string, like {self.name}["B/d L"]')
-        return array_type(self, parse_spec(text), start)
+        return array_type(self, parse_spec(text), initial)
 
 
 @functools.cache
-def array_type(element: DType, spec: Spec, start: Any = None) -> ArrayType:
-    """The one class for this element type, layout and start."""
+def array_type(element: DType, spec: Spec, initial: Any = None) -> ArrayType:
+    """The one class for this element type, layout and initial values."""
     if indexed := [str(dim) for dim in spec.dims if dim.indexed]:
         raise SpecError(f"{indexed[0]}: only the string of ops.index_unreduced takes brackets")
-    fields = {"element": element, "spec": spec, "start": start}
+    fields = {"element": element, "spec": spec, "initial": initial}
     return ArrayType(f'{element.name}["{spec}"]', (), fields)
 
 
@@ -290,7 +290,7 @@ def inside_shard_map() -> bool:
 def axes_problem(spec: Spec) -> str | None:
     """Describes what is wrong with the spec's axes on the mesh in context; None if nothing is."""
     mesh = mesh_shape()
-    for axis in (*spec.axes, *spec.unreduced):
+    for axis in (*spec.axes, *spec.unreduced_axes):
         if axis not in mesh:
             return f"axis {axis} is not in the mesh, which has {', '.join(mesh) or 'no axes'}"
     order = list(reversed(mesh))
@@ -327,8 +327,8 @@ def describe(value: Any) -> str:
     if not inside_shard_map():
         return text
     unreduced = jax.typeof(value).manual_axis_type.unreduced
-    if owed := show_groups(axis for axis in mesh_shape() if axis in unreduced):
-        text += f" {{U:{owed}}}"
+    if shown := show_groups(axis for axis in mesh_shape() if axis in unreduced):
+        text += f" {{U:{shown}}}"
     return f"{text} on each device of {show_axes(mesh_shape())}"
 
 
@@ -369,14 +369,14 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     unreduced = [axis for axis in mesh_shape() if axis in kind.unreduced]
-    if undeclared := show_groups(axis for axis in unreduced if axis not in spec.unreduced):
+    if undeclared := show_groups(axis for axis in unreduced if axis not in spec.unreduced_axes):
         return (
             f"it is unreduced over {undeclared}, a partial sum on each device: reduce it with "
             f"ops.psum or ops.psum_scatter, or declare {{U:{undeclared}}}"
         )
-    if reduced := show_groups(axis for axis in spec.unreduced if axis not in unreduced):
+    if reduced := show_groups(axis for axis in spec.unreduced_axes if axis not in unreduced):
         problem = f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
-        if any(axis in kind.varying for axis in spec.unreduced):
+        if any(axis in kind.varying for axis in spec.unreduced_axes):
             problem += (
                 "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
             )
@@ -385,7 +385,7 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
 
 
 def _layout_problem(value: Any, spec: Spec) -> str | None:
-    if spec.owed:
+    if spec.unreduced:
         return "outside a shard_map no array is unreduced"
     if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
         return None  # a tracer's sharding is not known yet, and a NumPy array has none
@@ -425,7 +425,7 @@ class Stacked:
 
     def __class_getitem__(cls, item: tuple[str, Any]) -> Any:
         (dim, hint), spec = item, parse_spec(item[0])
-        if len(spec.dims) != 1 or spec.owed:
+        if len(spec.dims) != 1 or spec.unreduced:
             raise SpecError(f'Stacked takes one dimension, like "layers", not "{dim}"')
 
         def stack(kind: ArrayType) -> ArrayType:
@@ -434,8 +434,8 @@ class Stacked:
         return Derived(hint, lambda kinds, _: jax.tree.map(stack, kinds))
 
 
-class Partial:
-    """`Partial[Layer]`: a Layer any of whose arrays may be None."""
+class Subset:
+    """`Subset[Layer]`: a Layer any of whose arrays may be None."""
 
     def __class_getitem__(cls, hint: Any) -> Any:
         def there(kinds: Any, value: Any) -> Any:
@@ -640,7 +640,12 @@ class _Signature:
         leaves = check_tree(result, self.hints["return"], f"the result of {self.name}")
         for path, kind, leaf in leaves:
             # A sum that was forgotten. In a pytree_dataclass it may be a weight, which may vary.
-            if not kind.spec.dims and not kind.spec.owed and "." not in path and inside_shard_map():
+            if (
+                not kind.spec.dims
+                and not kind.spec.unreduced
+                and "." not in path
+                and inside_shard_map()
+            ):
                 check_replicated(path, kind, leaf)
         return leaves
 
@@ -744,7 +749,7 @@ CURE = (
 def check_replicated(path: str, kind: ArrayType, value: Any, cure: str = CURE) -> None:
     """Raises ShardTypeError unless an array is reduced, and the same on all devices along each axis
     that its type doesn't name."""
-    if kind.spec.owed:
+    if kind.spec.unreduced:
         raise ShardTypeError(f"{path}: {kind} is unreduced: reduce it first")
     varying = jax.typeof(value).manual_axis_type.varying
     if undeclared := [a for a in mesh_shape() if a in varying and a not in kind.spec.axes]:

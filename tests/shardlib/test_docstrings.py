@@ -35,7 +35,7 @@ def test_an_example(call, op, text, rest):
         kind = "i32" if name in ("ids", "targets", "document") else "f32"
         dims = " ".join(str(dim) for dim in spec.dims).replace("[", "").replace("]", "")
         if spec.unreduced:  # a sum over a split dimension owes it
-            (axis,) = spec.owed
+            (axis,) = spec.unreduced
             given.append((name, kind, f"Z/{axis} {dims}"))
             body.append(f'{name} = ops.reduce_sum("Z/{axis} {dims} -> {spec}", {name})')
         else:

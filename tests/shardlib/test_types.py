@@ -17,11 +17,11 @@ from shardlib.errors import UserError
 from shardlib.types import (
     Dim,
     Mapped,
-    Partial,
     ShardTypeError,
     Spec,
     SpecError,
     Stacked,
+    Subset,
     array_type,
     bf16,
     check,
@@ -66,7 +66,7 @@ def test_any_string_parses_to_what_prints_as_it_or_is_refused_with_a_caret(text)
 def test_what_a_spec_means():
     spec = parse_spec(" B/d  L [V/t/e] {U:x,y} ")
     assert spec.dims == (Dim("B", ("d",)), Dim("L"), Dim("V", ("t", "e"), True))
-    assert spec.unreduced == ("x", "y")
+    assert spec.unreduced_axes == ("x", "y")
     assert parse_spec("") == Spec()
     assert parse_spec("M\n    N") == parse_spec("M N")
     assert parse_signature("{U:d}->") == ((Spec((), ("d",)),), Spec())
@@ -334,7 +334,7 @@ def test_a_value_says_which_alternative_there_is():
     # Types derived from others, of which the value has those derived.
     stacked = type_tree(Stacked["layers", Chosen], chosen)
     assert stacked == Chosen(Narrow(f32["layers M"]), f32["layers"], None)
-    assert type_tree(Stacked["layers", Partial[Narrow]], Narrow(None)) == Narrow(None)
+    assert type_tree(Stacked["layers", Subset[Narrow]], Narrow(None)) == Narrow(None)
 
 
 def test_a_value_that_is_none_of_the_alternatives():
