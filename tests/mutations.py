@@ -235,6 +235,7 @@ def load(source: str, file: str = "train.py", name: str = "") -> types.ModuleTyp
     module = sys.modules[name] = types.ModuleType(name)  # dataclasses look their module up
     path = str(ROOT / file).replace(".py", "_edited.py")
     linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+    module.__file__ = path
     exec(compile(source, path, "exec"), vars(module))
     return module
 
@@ -284,7 +285,12 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
     simulate_cpu_devices(12)
     name = file.removesuffix(".py").replace("/", ".")
     try:
+        before = vars(sys.modules.get(name, object))
         module = load(source, file, name)
+        for other in [*sys.modules.values()]:  # those that have imported names of it
+            for key, value in [*vars(other).items()]:
+                if key in before and value is before[key]:
+                    setattr(other, key, vars(module).get(key, value))
         if package := name.rpartition(".")[0]:
             setattr(importlib.import_module(package), name.rpartition(".")[2], module)
         train = importlib.import_module("train")
