@@ -100,8 +100,8 @@ def test_the_first_hour(steps, tmp_path):
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    text = (ROOT / "README.md").read_text().split("## The first hour\n")[1]
-    text = text.split("**Metrics.**")[0]
+    text = (ROOT / "README.md").read_text().split("## The first hour\n")[1].split("\n## ")[0]
+    text += (ROOT / "docs/runs.md").read_text().split("## Choosing a config\n")[1].split("\n## ")[0]
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     train_it = "python -m train --config-name=local_test_synthetic paths.model_name=synthetic\n"
     assert f"\t$(BIN)/{train_it}" in (ROOT / "Makefile").read_text()
