@@ -80,7 +80,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
     """Yields the functions that a run calls. `order` is that of `random_batch`."""
-    # Else the moments would drown the gradients.
+    # Larger moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
     batch = random_batch(sizes := dimensions(config), config.model.start_token, order)
     few = batch.loss_mask * (np.arange(len(batch.loss_mask)) * 2 < len(batch.loss_mask))[:, None]
@@ -94,8 +94,7 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
         with contextlib.suppress(LookupError):  # preflight.untried names it
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
-    yield "gradients", program.gradients, (state.weights, batch), config
-    # In the middle of the schedule, and before what is done now and then.
+    # In the middle of the schedule, and before what is done now and then. Gradients show in mu.
     yield "training_step 3", program.training_step, at(3, batch), config
     yield "training_step 999", program.training_step, at(999, uneven), config
 
