@@ -23,7 +23,7 @@ DIMENSIONS = {
 
 
 def dimensions(config: Config) -> dict[str, int]:
-    """The size of each dimension that the model has."""
+    """Returns the size of each dimension that the model has."""
 
     def value(key: str) -> Any:
         return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
@@ -34,8 +34,8 @@ def dimensions(config: Config) -> dict[str, int]:
 def settings_for(
     config: Config, sizes: Mapping[str, int], axes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The settings, by key, that give the config's model these sizes of dimensions, and its mesh
-    these axes."""
+    """Returns the settings, by key, with which the config's model has these sizes of dimensions,
+    and its mesh these axes."""
     settings: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
     settings["mesh.d"] = axes["r"] * axes["s"]
     # Other dimensions follow from these.
@@ -48,9 +48,9 @@ def settings_for(
 
 
 def step_flops(config: Config) -> tuple[int, int]:
-    """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
-    attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
-    attention's two products, fewer with a window. Chowdhery et al. 2022,
+    """Returns a step's matmul FLOPs, forward and backward, without recomputation: (weight matmuls,
+    causal attention). A token takes 6 for each weight of a matmul, and 6 * L * Q * K * D a layer
+    for attention's two products, fewer with a window. Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, appendix B."""
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]
