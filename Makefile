@@ -40,8 +40,8 @@ test-long: $(VENV)/dev
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
-# About half an hour: tries each likely mistake in each op, and listed edits. Wrong edits that change
-# the numbers must be refused, and right ones accepted. PARTS="dense variants" tries only these.
+# About half an hour: tries each likely mistake in each op, and listed edits. Wrong edits that
+# change the numbers must be refused, and right ones accepted. PARTS="dense variants" tries some.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)
 

@@ -23,7 +23,7 @@ DIMENSIONS = {
 
 
 def dimensions(config: Config) -> dict[str, int]:
-    """Returns the size of each dimension that the model has."""
+    """The size of each dimension that the model has."""
 
     def value(key: str) -> Any:
         return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
@@ -48,8 +48,8 @@ def settings_for(
 
 
 def step_flops(config: Config) -> tuple[int, int]:
-    """Returns a step's matmul FLOPs, forward and backward, without recomputation: (weight matmuls,
-    causal attention). A token takes 6 for each weight of a matmul, and 6 * L * Q * K * D a layer
+    """A step's matmul FLOPs, forward and backward, without recomputation: (weight matmuls, causal
+    attention). A token takes 6 for each weight of a matmul, and 6 * L * Q * K * D a layer
     for attention's two products, fewer with a window. Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, appendix B."""
     size = dimensions(config)

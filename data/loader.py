@@ -174,7 +174,7 @@ class BatchSpec:
 
 @checked
 def permutation(count: int, *key: int) -> Int64[np.ndarray, " {count}"]:
-    """Returns a random permutation of range(count) that depends only on `key`.
+    """A random permutation of range(count) that depends only on `key`.
 
     Uses a bit generator's raw output, which NumPy promises not to change between versions. It makes
     no such promise for `Generator.permutation`.

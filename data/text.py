@@ -281,7 +281,7 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pandas
 
-    # By default pandas takes the first field of a first row that is too long for an index, or warns.
+    # If the first row has too many fields, pandas by default takes one for an index, or warns.
     warnings.filterwarnings("error", "Length of header", pandas.errors.ParserWarning)
     as_typed = {"dtype": object, "na_filter": False, "chunksize": CSV_ROWS}  # 007, NA are texts
     as_typed["index_col"] = False if config.index_col is None else config.index_col
