@@ -48,9 +48,9 @@ def settings_for(
 
 
 def step_flops(config: Config) -> tuple[int, int]:
-    """A step's matmul FLOPs, forward and backward, without recomputation: (weight matmuls, causal
-    attention). A token takes 6 for each weight of a matmul, and 6 * L * Q * K * D a layer
-    for attention's two products, fewer with a window. Chowdhery et al. 2022,
+    """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
+    attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
+    attention's two products, fewer with a window. Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, appendix B."""
     size = dimensions(config)
     heads = size["Q"] * size["K"] * size["D"]

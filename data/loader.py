@@ -40,8 +40,7 @@ from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, S
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
-# Paths by name, which the metrics' names include. A section that Hydra lets a run set starts as
-# null, not {}.
+# Paths by name, as in the metrics' names. Hydra lets a run set a section that is null, not {}.
 NamedPaths = Annotated[dict[Name, Kept], BeforeValidator(lambda given: given or {})]
 
 
@@ -119,9 +118,9 @@ class TokenBatch:
     def of(
         cls, ids: UInt32[np.ndarray, "B n"], is_start: Bool[np.ndarray, "B n"], start_token: int
     ) -> "TokenBatch":
-        """Returns the batch, as NumPy arrays, of rows of `ids`. The first id of a row is the token
-        before it, the others are its targets. `is_start` marks the first token of each document.
-        NO_TOKEN is padding."""
+        """Returns the batch, as NumPy arrays. Column 0 of `ids` is the token before each row, the
+        others are targets. `is_start` marks the first token of each document. NO_TOKEN is
+        padding."""
         there = ids != NO_TOKEN
         if not there.all():
             ids = np.where(there, ids, np.uint32(0))
@@ -270,8 +269,8 @@ class Batches(abc.ABC):
         self.order = balanced(spec.length, parts) if parts > 1 else slice(None)
 
     def resume(self, position: Callable[[], Any]) -> None:
-        """Continues a stream from its position in a checkpoint. Other batches depend only on their
-        numbers, so there is nothing to do here."""
+        """Continues a stream from its position in a checkpoint. Other batches need none, as each
+        depends only on its number."""
         self.position = None
 
     def number(self, step: int) -> int:
@@ -423,8 +422,8 @@ class Mixture(Batches):
 
     def counts(self, rows: int) -> list[int]:
         """Returns how many of the first `rows` rows of a run each dataset has. Each takes its
-        rounded share of the rows that the datasets before it left. So neither its count nor the
-        rest falls as `rows` grows; a difference of two rounded cumulative shares may."""
+        rounded share of the rows that those before it left. So neither its count nor the rest falls
+        as `rows` grows; a difference of two rounded cumulative shares may."""
         counts = []
         for share in self.shares:
             counts.append(math.floor(rows * share + Fraction(1, 2)))

@@ -198,7 +198,7 @@ def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
 
 
 def plain(tree: Any, norms_after: bool = False) -> dict[str, Any]:
-    """Returns weights as the oracle's dict: arrays by their last names, the layers' in a dict."""
+    """Turns weights into the oracle's dict: arrays by last names, the layers' in a dict."""
     weights: dict[str, Any] = {}
     for name, value in named(tree).items():
         folder, *_, last = ["", *name.split("/")] if "/" not in name else name.split("/")

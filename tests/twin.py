@@ -92,7 +92,7 @@ def twin(weights, batch):
 
 def train_step(mesh, host_batch):
     """Returns a function like `twin`'s for train.py's step on a mesh, and its initial weights and
-    batch on the host. Opens the config's dataset if `host_batch` is None."""
+    batch on the host."""
     config = compose_config(*NAMES, f"mesh={mesh}")
     with jax.set_mesh(make_mesh(config.mesh.axes)):
         if host_batch is None:
