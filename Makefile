@@ -40,14 +40,13 @@ test-long: $(VENV)/dev
 torture: $(VENV)/dev
 	JAX_PLATFORMS=cpu $(BIN)/python -m tests.torture
 
-# About half an hour: makes each likely mistake in each op, and tries listed edits, wrong and right. A wrong
-# one that changes the numbers must be refused, and a right one accepted. PARTS="dense variants" tries
-# only some.
+# About half an hour: tries each likely mistake in each op, and listed edits. Wrong edits that
+# change the numbers must be refused, and right ones accepted. PARTS="dense variants" tries some.
 mutations: $(VENV)/dev
 	$(BIN)/python -m tests.mutations $(PARTS)
 
 # Needs an environment with requirements-gpu.txt, pytest and optax: make test-gpu PYTHON=...
-# One test starts a program beside the tests: neither may take most of the memory at its start.
+# One test starts a second program on the GPU, so neither may preallocate most of its memory.
 test-gpu:
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false \
 		$(PYTHON) -m pytest -m gpu tests/test_gpu.py
@@ -64,13 +63,13 @@ $(VENV_GPU)/gpu: requirements-gpu-compile.txt
 	touch $@
 
 # Half an hour: compiles 64 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
-# own, as every program there prints its errors where there is no TPU.
+# own, because without a TPU it makes every program there print errors.
 test-tpu:
 	$(MAKE) VENV=$(VENV_TPU) $(VENV_TPU)/dev
 	$(VENV_TPU)/bin/pip install --quiet --requirement requirements-tpu.txt
 	JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu -rP
 
-# Ten minutes: our weights in transformers and ctranslate2, and their harness, lm-eval, on ours.
+# Ten minutes: compares our models with transformers, ctranslate2 and lm-eval's own model.
 # SMOLLM=FOLDER tries the real model in that folder, too.
 test-torch:
 	$(MAKE) VENV=$(VENV_TORCH) $(VENV_TORCH)/dev

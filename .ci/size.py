@@ -1,5 +1,5 @@
-"""Counts lines of code per file and folder, without blank lines, comments and docstrings: in every
-folder of the repository that has Python, and lines that patch files add."""
+"""Counts lines of Python per file and folder, without blank lines, comments and docstrings, and the
+lines that patch files add."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""The keys of a config of a run, with their types and bounds. base.yaml says what each key does."""
+"""The keys of a run's config, with their types and bounds. base.yaml says what each key does."""
 
 import dataclasses
 from typing import Annotated
@@ -12,7 +12,7 @@ from variants import experts
 from variants.experts import ExpertsConfig, RoutingConfig
 from variants.families import QK_NORMS, RopeScalingConfig
 
-# The most layers that are unrolled on GPUs unless training.unroll says so: see docs/gpus.md.
+# Models with more layers are unrolled on GPUs only if training.unroll says so: see docs/gpus.md.
 UNROLLED = 32
 
 
@@ -30,7 +30,7 @@ class ModelConfig(Section, key="model"):
     rope_scaling: RopeScalingConfig | None
     norm_eps: F32
     start_token: NonNegativeInt
-    # What families of models differ in.
+    # Differences between model families.
     norms_after: bool = False
     qkv_bias: bool = False
     qk_norm: QK_NORMS | None = None
@@ -110,10 +110,10 @@ class Config(RunConfig, DataConfig):
         experts.check(self)
 
     def layers_at_a_time(self, platform: str) -> int:
-        """How many layers the loop over layers computes at a time on devices of a platform: 1
-        where a step is only traced, without devices, so that an audit is of a loop."""
+        """Returns how many layers the loop over layers computes at a time on a platform. For "", a
+        step that is traced without devices, it is 1, so that audits show the loop."""
         layers, unroll = self.model.layers, self.training.unroll
-        if unroll is None:  # experts are computed in a loop of their own
+        if unroll is None:  # experts have a loop of their own
             few = layers <= UNROLLED and not self.model.experts
             unroll = layers if platform == "gpu" and few else 1
         return min(unroll, layers) if platform else 1

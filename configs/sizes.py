@@ -34,8 +34,8 @@ def dimensions(config: Config) -> dict[str, int]:
 def settings_for(
     config: Config, sizes: Mapping[str, int], axes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The settings, by key, that give the config's model these sizes of dimensions, and its mesh
-    these axes."""
+    """Returns the settings, by key, with which the config's model has these sizes of dimensions,
+    and its mesh these axes."""
     settings: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
     settings["mesh.d"] = axes["r"] * axes["s"]
     # Other dimensions follow from these.

@@ -1,7 +1,7 @@
-"""Reads `.bin` files of ids, nanoGPT's and llm.c's, by mapping them into memory.
+"""Memory-maps the `.bin` files of nanoGPT and llm.c.
 
-A path names one file, a pattern of them such as `shards/train_*.bin`, or a folder. Several files
-are one dataset, in the order of their names. docs/flat_tokens.md says what is in them.
+A path names a file, a pattern such as `shards/train_*.bin`, or a folder. Several files are one
+dataset, ordered by name. docs/flat_tokens.md describes the files.
 """
 
 import glob
@@ -17,7 +17,7 @@ HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic nu
 
 
 def bin_files(path: str) -> list[str]:
-    """Returns the `.bin` files that a path names, sorted; none if it names another dataset."""
+    """Returns the `.bin` files that a path names, sorted; none if it names a zarr dataset."""
     if os.path.isdir(path):
         return sorted(glob.glob(f"{glob.escape(path)}/*.bin"))
     if not path.endswith(".bin"):
@@ -26,19 +26,19 @@ def bin_files(path: str) -> list[str]:
 
 
 def mapped(file: str, kind: str) -> np.ndarray:
-    """Returns the ids of a file, of type `kind` unless its header says otherwise. Raises ValueError
-    if the file isn't whole, or has no such ids."""
+    """Returns a file's ids, of type `kind` unless its header names another. Raises ValueError if
+    the file is cut off, empty or Megatron-LM's, or if its ids look like another type."""
     whole, header, begin = os.path.getsize(file), np.fromfile(file, "<i4", 256), 0
     if os.path.exists(file.removesuffix("bin") + "idx"):
         raise ValueError("it is Megatron-LM's, with an .idx file: convert it with tools.bins")
-    if len(header) == 256 and not header[3:].any():  # a text has no 506 zeros
+    if len(header) == 256 and not header[3:].any():  # no text has id 0 506 times in a row
         magic, version, count = header[:3].tolist()
         if (magic, version) not in HEADERS:
             raise ValueError(f"its header has {magic} and {version}, none of {[*HEADERS]}")
         kind, begin = HEADERS[magic, version], header.nbytes
     else:
         low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
-        # Of ids of 32 bits, which are below 2^20, each second half is small, and only that.
+        # 32-bit ids are below 2^20, so the upper halves are below 16, and some lower ones aren't.
         wide = len(header) == 256 and high < 16 <= low
         if other := {"uint16": wide and "uint32", "uint32": high >= 16 and "uint16"}[kind]:
             raise ValueError(f"its ids look like {other}: set flat_tokens.bin_dtype={other}")
@@ -50,14 +50,14 @@ def mapped(file: str, kind: str) -> np.ndarray:
 
 
 class Bins:
-    """The ids of `.bin` files, where a document starts after each `end_token`. It has all that a
-    loader needs of a FlatTokens to pack rows: its attributes, but `files`, and `read_encoded`.
+    """The ids of `.bin` files, where a document starts after each `end_token`. It has the method
+    and, besides `files`, the attributes of FlatTokens with which a loader packs rows.
 
-    Raises FlatTokensError for a file that can't be read or isn't as it should be, and, when it is
-    read, for an id from `vocab` on: no file says how large its ids are.
+    Raises FlatTokensError for a file that can't be read or is malformed. No file records its
+    largest id, so `read_encoded` raises it for an id of `vocab` or more.
     """
 
-    bytes_per_token = 0.0  # nobody knows
+    bytes_per_token = 0.0  # unknown
 
     def __init__(self, path: str, end_token: int | None, kind: str, vocab: int = MAX_ID + 1):
         self.name, self.max_token_id = path, vocab - 1

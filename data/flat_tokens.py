@@ -18,14 +18,14 @@ from shardlib.errors import UserError
 
 SPLITS = ("train", "validation")
 ARRAYS = {"encoded_tokens": "uint32", "seq_starts": "uint64"}
-COUNTS = ("tokens", "sequences", "max_token_id", "bytes")  # of what a writer has written
+COUNTS = ("tokens", "sequences", "max_token_id", "bytes")  # a Writer's progress
 MAX_ID = 2**30 - 2
 NO_TOKEN = 2**31 - 1  # no token's id
 FILL = 2 * NO_TOKEN  # the value of entries that were not written, and of padding
 CHUNK = 2**18  # tokens or sequences in a chunk: 1 or 2 MiB before compression
 
 Encoded = UInt32[np.ndarray, " tokens"]
-# Ids, and for each whether a sequence starts with it.
+# Ids, and whether a sequence starts with each.
 Decoded = tuple[UInt32[np.ndarray, "*shape"], Bool[np.ndarray, "*shape"]]
 
 # Decorator: checks the arrays of each call against the annotations. A mismatch is a bug of the
@@ -34,7 +34,7 @@ checked = jaxtyped(typechecker=beartype)
 
 
 class FlatTokensError(UserError):
-    """A dataset, or tokens to be written to one, break a rule of the format."""
+    """A dataset, or tokens to write to one, break a rule of the format."""
 
 
 @checked
@@ -47,7 +47,7 @@ def encode(ids: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " sequen
 
 @checked
 def decode(encoded: UInt32[np.ndarray, "*shape"]) -> Decoded:
-    """Returns the ids of encoded tokens, and for each whether a sequence starts with it."""
+    """Returns the ids of encoded tokens, and whether a sequence starts with each."""
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
@@ -58,8 +58,8 @@ class Writer:
             writer.append([5, 3, 8])
 
     Raises FileExistsError if the split exists. If the block ends with an exception, the split has
-    no `max_token_id`, so that readers refuse it. A new Writer then replaces it, or continues after
-    the last flush if `written` is what that `flush` returned.
+    no `max_token_id`, so that readers refuse it. A new Writer then replaces it. With the result of
+    the last `flush` as `written`, it continues there instead.
     """
 
     def __init__(self, path: str, split: str, written: dict[str, Any] | None = None):
@@ -88,7 +88,7 @@ class Writer:
             # Truncates to the last flush; the caller appends the rest again.
             self.tokens.resize((self.token_count,))
             self.starts.resize((self.sequence_count + 1,))  # the first start, 0, is the fill value
-        self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and ends to be written
+        self.pending: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and sequence ends
 
     def append(self, sequence: Sequence[int] | np.ndarray) -> None:
         """Adds one sequence of ids. Raises FlatTokensError if it is empty or has an id outside the
@@ -105,8 +105,8 @@ class Writer:
     def extend(
         self, tokens: Encoded, lengths: Int64[np.ndarray, " sequences"], text_bytes: int = 0
     ) -> None:
-        """Adds encoded sequences, given end to end, the length of each, which is at least 1, and
-        how many bytes of UTF-8 their texts have, if that is known of all sequences."""
+        """Adds encoded sequences, given end to end, with the length of each, at least 1.
+        `text_bytes`, their texts' size as UTF-8, is given in all calls or in none."""
         self.pending.append((tokens, self.token_count + np.cumsum(lengths)))
         self.token_count += len(tokens)
         self.sequence_count += len(lengths)
@@ -143,13 +143,13 @@ class Writer:
         self.flush()
         with storage.opening(self.name, "written"):
             known = {"bytes": self.text_bytes} if self.text_bytes else {}
-            # Last: this marks it complete.
+            # Last, as this marks the split complete.
             self.group.update_attributes(known | {"max_token_id": self.max_token_id})
 
 
 def tokenizer_of(path: str) -> str | None:
-    """Returns the name of the tokenizer that a dataset was converted with, or None if there is no
-    such dataset or it doesn't record it."""
+    """Returns the name of the tokenizer that a dataset records, or None if it records none or
+    doesn't exist."""
     try:
         return str(storage.attributes(path)["conversion"]["settings"]["tokenizer"])
     except Exception:  # stores raise errors of many types
@@ -159,7 +159,7 @@ def tokenizer_of(path: str) -> str | None:
 class FlatTokens:
     """One split of a dataset, opened for reading.
 
-    Raises FlatTokensError, with the path and the rule that is broken, if it isn't a valid split.
+    Raises FlatTokensError, with the path and the broken rule, if it isn't a valid split.
     """
 
     def __init__(self, path: str, split: str):
@@ -191,13 +191,13 @@ class FlatTokens:
         if "max_token_id" not in self.group.attrs:
             raise FlatTokensError(f"{self.name} has no max_token_id: its conversion is unfinished")
         self.tokens, self.seq_starts = arrays.values()
-        # Datasets of earlier versions, and other programs', have 0, and no token with that id.
+        # Datasets of earlier versions and of seqax have the fill value 0, and no id 0.
         self.no_token = int(self.tokens.fill_value or 0) >> 1
         largest: Any = self.group.attrs["max_token_id"]
         if type(largest) is not int or not 0 <= largest <= MAX_ID:
             raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
         self.max_token_id, size = largest, self.group.attrs.get("bytes")
-        # What rows were made from, as a checkpoint records it: nothing else is quick to look at.
+        # A checkpoint identifies the dataset by its token count: nothing else is quick to compare.
         self.token_count = self.rows_from = self.tokens.shape[0]
         self.sequence_count = self.seq_starts.shape[0] - 1
         if not 1 <= self.sequence_count <= self.token_count:
@@ -217,7 +217,7 @@ class FlatTokens:
         """Returns the encoded tokens of a range."""
         encoded = self._load(self.tokens, slice(start, stop))
         if (largest := int(encoded.max(initial=0)) >> 1) <= self.max_token_id < self.no_token:
-            return encoded  # as nearly always: none is missing or too large
+            return encoded  # the usual case: no token is missing or too large
         if len(missing := np.flatnonzero(encoded >> 1 == self.no_token)):
             at = start + int(missing[0])
             why = f"chunk {at // self.tokens.chunks[0]} is missing, or has the fill value"
@@ -228,12 +228,13 @@ class FlatTokens:
         return encoded
 
     def read(self, start: int, stop: int) -> Decoded:
-        """Returns the ids of a range of tokens, and for each whether a sequence starts with it."""
+        """Returns the ids of a range of tokens, and whether a sequence starts with each."""
         return decode(self.read_encoded(start, stop))
 
     @checked
     def starts(self, first: int, last: int) -> Int64[np.ndarray, " {last-first+1}"]:
-        """Returns where each of the sequences `first` to `last` starts, and where the last ends."""
+        """Returns where each sequence from `first` up to but excluding `last` starts, and where
+        the final one ends."""
         starts = self._load(self.seq_starts, slice(first, last + 1))
         if first == 0 and starts[0]:
             raise FlatTokensError(f"{self.name}/seq_starts begins with {starts[0]}, not with 0")
@@ -247,7 +248,7 @@ class FlatTokens:
         return starts.astype(np.int64)
 
     def validate(self) -> None:
-        """Reads the whole split. Raises FlatTokensError for the first rule that is broken."""
+        """Reads the whole split. Raises FlatTokensError for the first broken rule."""
         listed, marked, largest = self.starts(0, self.sequence_count)[:-1], [], 0
         for low in range(0, self.token_count, 8 * CHUNK):
             ids, is_start = self.read(low, min(low + 8 * CHUNK, self.token_count))

@@ -1,9 +1,9 @@
 """Makes batches directly from a streamed Hugging Face dataset, without converting it first.
 
 Each host reads its own part of the dataset (see text.py) and fills its rows of every batch with the
-tokens, packed end to end, so that no token is dropped. To resume, it needs a *place*, which is
-JSON: the position in its part, how many of the tokens after that position are already used, the
-last of these, and how many batches were made.
+tokens, packed end to end, so that no token is dropped. A host resumes from a *place*, which is
+JSON: the position in its part, how many tokens after that position are already used, the last used
+token, and how many batches were made.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     name: str | None
     train_split: Name
     validation_split: str | None
-    column: Name  # that holds the text
-    # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens.
+    column: Name  # holds the text
+    # bytes_utf8, a tokenizers JSON file, or a name for transformers.AutoTokenizer.
     tokenizer: Annotated[Kept, NOT_EMPTY]
-    num_workers: PositiveInt | None  # threads that tokenize, on each host; null: one per core
-    sequences_packed_per_batch: PositiveInt  # documents tokenized at a time, at most
-    # As for the converter. Checkpoints of earlier versions don't have them.
+    num_workers: PositiveInt | None  # tokenizing threads of each host; null: one per core
+    sequences_packed_per_batch: PositiveInt  # the most documents tokenized at a time
+    # As in the converter. Checkpoints of earlier versions lack them.
     end_token: bool = False
     skip_not_text: bool = False
 
@@ -50,8 +50,8 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
 def rows_of(
     encoded: UInt32[np.ndarray, " tokens"], length: int
 ) -> UInt32[np.ndarray, "rows {length+1}"]:
-    """Returns the rows of a range of tokens, each after the token before it. The range begins with
-    the token before the first row."""
+    """Returns the rows of a range of tokens, each preceded by the token before it. The range begins
+    with the token before the first row."""
     return np.lib.stride_tricks.sliding_window_view(encoded, length + 1)[::length]
 
 
@@ -75,7 +75,7 @@ class StreamLoader(Batches):
         say(f"{self.name} has {text.counted(found['files'], 'file')}")
         if (fewest := found["shards"] // hosts) and found["shards"] % hosts:
             uneven = f"{found['shards']} shards on {hosts} hosts, which take equally many tokens"
-            say(f"note: {uneven}: documents of those with {fewest} shards come more often")
+            say(f"note: {uneven}: documents of hosts with {fewest} shards come more often")
         if len(self.local_rows) * hosts != spec.rows:
             raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
 
@@ -99,13 +99,13 @@ class StreamLoader(Batches):
             position = {}
 
     def tokens(self, place: dict[str, Any], count: int) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yields `count` encoded tokens at a time from a place on, after the one before them, and
-        the place after them."""
+        """Yields `count` encoded tokens at a time from a place on, preceded by the token before
+        them, and the place after them."""
         position, used = place["position"], place["used"]
         parts = [np.array([place.get("last", FILL)], np.uint32)]
         missing = count
         for unit in self.units(position):
-            position = {**position, "source": unit.position["source"]}  # that `used` counts in
+            position = {**position, "source": unit.position["source"]}  # `used` counts from here
             while used < len(unit.tokens):
                 parts.append(unit.tokens[used : used + missing])
                 used, missing = used + len(parts[-1]), missing - len(parts[-1])

@@ -1,7 +1,7 @@
 """Shuffled batches of flat tokens. A batch depends on nothing but the config and its number.
 
-A *sequence* is what a row of a batch holds: `length` consecutive tokens of the flat array (packed),
-or one document, truncated or padded to `length`. The dataset's sequences are split into `streams`
+A *sequence* fills a row of a batch: `length` consecutive tokens of the flat array (packed), or one
+document, truncated or padded to `length`. The dataset's sequences are split into `streams`
 contiguous parts of equal size, and each stream fills an equal share of every batch's rows.
 
 A stream is shuffled in two stages. In each epoch, its read blocks of `sequences_per_read_block`
@@ -11,8 +11,8 @@ blocks of that order form a shuffle buffer, whose sequences are shuffled togethe
 Batch N can therefore be computed without the batches before it, each read is one long contiguous
 range, and memory holds one or two shuffle buffers per stream.
 
-A *mixture* takes each row of a batch from one of several datasets, as many from each as its weight
-says. Each dataset's rows come in the order that they would have without the others.
+A *mixture* takes each row of a batch from one of several datasets, in proportion to their weights.
+Each dataset's rows come in the order that they would have without the others.
 """
 
 import abc
@@ -40,14 +40,14 @@ from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, S
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
-# By name, which metrics have in theirs. Hydra takes null, and not {}, for a section to be given.
+# Paths by name, as in the metrics' names. Hydra lets a run set a section that is null, not {}.
 NamedPaths = Annotated[dict[Name, Kept], BeforeValidator(lambda given: given or {})]
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class WeightedDataset(Section, key="flat_tokens.mixture"):
     filespec: Annotated[Kept, NOT_EMPTY]
-    # Its share of the rows is this, divided by the sum of all weights.
+    # Divided by the sum of all weights, it is the dataset's share of the rows.
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -60,11 +60,11 @@ class FlatTokensConfig(Section, key="flat_tokens"):
     sequences_per_read_block: PositiveInt
     seed: NonNegativeInt
     sequence_packing: bool
-    other_rows: bool = False  # lets a run go on whose checkpoint chose its rows otherwise
+    other_rows: bool = False  # lets a run resume with settings that choose other rows
     # Of .bin files: the id after which a document starts, and the type of ids without a header.
     end_token: NonNegativeInt | None = None
     bin_dtype: Annotated[str, one_of("uint16 uint32")] = "uint16"
-    # To validate on these instead of the split `validation` of the datasets to train on.
+    # Datasets to validate on, instead of the training datasets' split `validation`.
     validation: NamedPaths = dataclasses.field(default_factory=dict, hash=False)
 
     def open(self, spec: "BatchSpec", split: str) -> "Batches":
@@ -92,35 +92,35 @@ class FlatTokensConfig(Section, key="flat_tokens"):
 
     @property
     def datasets(self) -> tuple[WeightedDataset, ...]:
-        """Those to train on."""
+        """The datasets to train on."""
         return self.mixture or (WeightedDataset(self.filespec or "", 1),)
 
     def tokenizer_used(self, remote: bool = False) -> str | None:
-        """Returns the tokenizer that a dataset names, if any. Opens no remote dataset unless told
-        to, as the config may be that of somebody else's checkpoint."""
+        """Returns the first tokenizer that a dataset names, if any. Opens remote datasets only if
+        `remote`, as the config may come from somebody else's checkpoint."""
         paths = [x.filespec for x in self.datasets if remote or "://" not in x.filespec]
         return next(filter(None, map(tokenizer_of, paths)), None)
 
 
 @pytree_dataclass
 class TokenBatch:
-    """A batch of B rows of L tokens, as the model takes it: the model predicts `targets[b, l]` from
+    """A batch of B rows of L tokens for the model, which predicts `targets[b, l]` from
     `inputs[b, :l+1]`, restricted to the target's document."""
 
     inputs: u32["B/d L/c"]  # the token before the target; where a document starts, the start token
     targets: u32["B/d L/c"]
     loss_mask: bool_["B/d L/c"]  # false where the target is padding, which the loss leaves out
     position: u32["B/d L/c"]  # index in the row
-    start: u32["B/d L/c"]  # the position where the target's document starts, or 0: before the row
+    start: u32["B/d L/c"]  # where the target's document starts, or 0 if that is before the row
 
     @classmethod
     @checked
     def of(
         cls, ids: UInt32[np.ndarray, "B n"], is_start: Bool[np.ndarray, "B n"], start_token: int
     ) -> "TokenBatch":
-        """Returns the batch, as NumPy arrays, whose targets are `ids`, without the first of each
-        row, which is the token before it. `is_start` marks the first token of each document.
-        NO_TOKEN is padding."""
+        """Returns the batch, as NumPy arrays. Column 0 of `ids` is the token before each row, the
+        others are targets. `is_start` marks the first token of each document. NO_TOKEN is
+        padding."""
         there = ids != NO_TOKEN
         if not there.all():
             ids = np.where(there, ids, np.uint32(0))
@@ -140,12 +140,12 @@ class TokenBatch:
 
 @typechecked
 def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> TokenBatch:
-    """Returns a batch of the sizes of B, L and V, as NumPy arrays, on which the checks try a step.
-    Rows have documents of any length from one token on, shorter ones in later rows, and end in
-    padding. They have the order of a mesh that splits them into so many parts."""
+    """Returns a batch with these sizes of B, L and V, as NumPy arrays, on which the checks try a
+    step. Rows have documents of one token or more, shorter ones in later rows, and end in padding.
+    Their positions are in the order of a mesh that splits rows into `order` parts."""
     random, rows, length = np.random.default_rng(0), sizes["B"], sizes["L"]
     ids = random.integers(0, sizes["V"], (rows, length + 1))
-    often = (np.arange(rows) / rows)[:, None] ** 3  # a document starts, by row
+    often = (np.arange(rows) / rows)[:, None] ** 3  # how often a document starts, by row
     is_start = np.pad(random.random((rows, length)) < often, ((0, 0), (1, 0)))
     is_start[rows // 2 :, length // 2] = True  # so that some devices have no long document
     ends = random.integers(1, length + 1, (rows, 1))
@@ -166,7 +166,7 @@ class BatchSpec:
     io_threads: int = 32
 
     def check_vocabulary(self, where: str, largest: int) -> None:
-        """Raises FlatTokensError if the largest id somewhere isn't in the vocabulary."""
+        """Raises FlatTokensError, beginning with `where`, if an id isn't in the vocabulary."""
         if largest >= self.vocab:
             raise FlatTokensError(f"{where} {largest}; model.vocab={self.vocab} must be larger")
 
@@ -187,9 +187,9 @@ class Buffer(NamedTuple):
     """A shuffle buffer of n sequences."""
 
     position: int  # of its first sequence in the stream's order
-    order: np.ndarray  # int64[n], in which to use them
-    numbers: np.ndarray  # int64[n], of the sequences in the dataset
-    sequences: np.ndarray  # uint32[n, L + 1], encoded, each after the token before it
+    order: np.ndarray  # int64[n], the order in which a run uses the sequences
+    numbers: np.ndarray  # int64[n], the sequences' numbers in the dataset
+    sequences: np.ndarray  # uint32[n, L + 1], encoded, each preceded by the token before it
     reads: Iterator[None]  # ends once all of `sequences` is read
 
 
@@ -227,8 +227,8 @@ class Stream:
         return Buffer(epoch * self.count + int(places[begin]), order, numbers, sequences, reads)
 
     def find(self, positions: np.ndarray) -> Iterator[tuple[Buffer, np.ndarray]]:
-        """Yields the buffers with the sequences at these increasing positions of the order, and
-        where in the buffer each is. In the second half of a buffer, begins to read the next one."""
+        """Yields each buffer that has sequences at these increasing positions of the order, and
+        their indices in it. In the second half of a buffer, begins to read the next one."""
         while len(positions):
             epoch, place = divmod(int(positions[0]), self.count)
             firsts, begins = self.epoch(epoch)
@@ -237,7 +237,7 @@ class Stream:
             try:
                 list(buffer.reads)  # waits for them; after an error cancels the others
             except BaseException:
-                self.buffer.cache_clear()  # nobody may take what wasn't read
+                self.buffer.cache_clear()  # drops the buffer, which isn't fully read
                 raise
             count = np.searchsorted(positions, buffer.position + len(buffer.order))
             places = positions[:count] - buffer.position
@@ -249,7 +249,7 @@ class Stream:
 
 
 class Batches(abc.ABC):
-    """Base class: the batches of a split, sharded over the mesh in context when it was made. Each
+    """Base class: the batches of a split, sharded over the mesh in context at construction. Each
     batch is read in a thread while the previous one is in use."""
 
     count: int | None = None  # rows of an epoch, if known
@@ -257,19 +257,19 @@ class Batches(abc.ABC):
     # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
     position: Any = None
     made_of: Any = None  # of flat tokens: each dataset's `rows_from`, and their tokenizer
-    bytes_per_token: float | None = None  # of the split's text as UTF-8, if known, on average
+    bytes_per_token: float | None = None  # the mean in the split's text as UTF-8, if known
 
     def __init__(self, spec: BatchSpec):
         self.spec, self.shape = spec, (spec.rows, spec.length)
         self.shardings = make_shardings(TokenBatch)
         places = self.shardings.targets.addressable_devices_indices_map(self.shape).values()
-        # The rows on this host's devices. It prepares no others.
+        # This host prepares only the rows on its devices.
         self.local_rows = sorted({row for rows, _ in places for row in range(spec.rows)[rows]})
         parts = mesh_shape()["c"]
         self.order = balanced(spec.length, parts) if parts > 1 else slice(None)
 
     def resume(self, position: Callable[[], Any]) -> None:
-        """Continues a stream from its position in a checkpoint. Here, nothing to do: a batch
+        """Continues a stream from its position in a checkpoint. Other batches need none, as each
         depends only on its number."""
         self.position = None
 
@@ -282,9 +282,9 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def make(self, numbers: Iterator[int]) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-        """Yields, for each of these increasing batch numbers, the ids and the document starts of
-        this host's rows, [local_rows, L + 1] each as TokenBatch.of takes them, and the position
-        after the batch."""
+        """Yields, for each of these increasing batch numbers, the ids and document starts of this
+        host's rows, [local_rows, L + 1] each, as arguments of TokenBatch.of, and the position after
+        the batch."""
 
     @abc.abstractmethod
     def origin(self, number: int) -> str:
@@ -325,7 +325,7 @@ class Shuffled:
         self.config, self.rows, self.length = config, spec.rows, spec.length
         data: Any = config.open_split(path, split, spec.vocab)
         self.data, self.threads = data, ThreadPoolExecutor(spec.io_threads)
-        # By sequence, the token before it, if the block before it was read.
+        # The token before a sequence, by the sequence's number, where the block before was read.
         self.ends = {0: FILL}
         spec.check_vocabulary(f"{data.name} has ids up to", data.max_token_id)
         spec.check_vocabulary("flat_tokens.end_token is", config.end_token or 0)
@@ -345,8 +345,8 @@ class Shuffled:
 
     @checked
     def read_block(self, first: int, rows: UInt32[np.ndarray, "rows n"]) -> None:
-        """Fills `rows` with the encoded sequences from `first` on, each after the token before it.
-        A document starts with its first token, so what is before it doesn't matter."""
+        """Fills `rows` with the encoded sequences from `first` on, each preceded by the token
+        before it; documents, whose first input is the start token, are preceded by FILL."""
         last, read = first + len(rows), self.data.read_encoded
         if self.config.sequence_packing:
             # Reading the token before a block may unpack another chunk, so each block's last token
@@ -374,11 +374,11 @@ class Shuffled:
     def sequences(
         self, rows: Int64[np.ndarray, " n"]
     ) -> tuple[UInt32[np.ndarray, "n _"], Int64[np.ndarray, " n"]]:
-        """Returns the sequences of increasing rows, counted from the first row of batch 0, encoded,
-        each after the token before it, and their numbers in the dataset."""
+        """Returns the encoded sequences of increasing rows, each preceded by the token before it,
+        and their numbers in the dataset. Row 0 is the first of batch 0."""
         encoded, found = np.empty((len(rows), self.length + 1), np.uint32), np.empty_like(rows)
         share = self.rows // len(self.streams)
-        rounds, places = np.divmod(rows, share)  # in each batch a round of each stream
+        rounds, places = np.divmod(rows, share)  # each batch takes a round from each stream
         for i, stream in enumerate(self.streams):
             here = np.flatnonzero(rounds % len(self.streams) == i)
             positions = rounds[here] // len(self.streams) * share + places[here]
@@ -388,7 +388,7 @@ class Shuffled:
         return encoded, found
 
     def describe(self, rows: np.ndarray) -> str:
-        """Returns where in the dataset rows come from, counted from the first one of batch 0."""
+        """Returns where in the dataset rows come from. Row 0 is the first of batch 0."""
         numbers = ", ".join(map(str, self.sequences(rows)[1]))
         kind = f"packed {self.length} tokens each" if self.config.sequence_packing else "documents"
         return f"{self.data.name}: sequences {numbers} ({kind})"
@@ -414,16 +414,16 @@ class Mixture(Batches):
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
         self.made_of = {"tokens": [x.rows_from for x in data], "tokenizer": first or None}
-        # As the decimals say, so that the counts of a long run are exact.
+        # Fractions of the decimals as written, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]
         sizes = [x.bytes_per_token * w for x, w in zip(data, weights, strict=True)]
         self.bytes_per_token = float(sum(sizes) / sum(weights)) if all(sizes) else None
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
     def counts(self, rows: int) -> list[int]:
-        """Returns how many of the first `rows` rows of a run each dataset has. Each takes its share
-        of what those before it left, rounded: both parts only grow with `rows`, which the
-        difference of two rounded cumulative shares wouldn't."""
+        """Returns how many of the first `rows` rows of a run each dataset has. Each takes its
+        rounded share of the rows that those before it left. So neither its count nor the rest falls
+        as `rows` grows; a difference of two rounded cumulative shares may."""
         counts = []
         for share in self.shares:
             counts.append(math.floor(rows * share + Fraction(1, 2)))
@@ -431,8 +431,8 @@ class Mixture(Batches):
         return counts
 
     def parts(self, number: int, indices: Sequence[int]) -> Iterator[tuple[Shuffled, np.ndarray]]:
-        """Yields each dataset, and which of its rows are those of a batch with these increasing
-        indices."""
+        """Yields each dataset, and the numbers of its rows at these increasing indices of a
+        batch."""
         size, left = self.spec.rows, np.array(indices)
         before, after = self.counts(number * size), self.counts((number + 1) * size)
         for dataset, first, end in zip(self.datasets, before, after, strict=True):

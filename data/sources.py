@@ -22,7 +22,7 @@ class DataConfig(Section):
 
     flat_tokens: FlatTokensConfig | None
     hf_dataset: HuggingFaceConfig | None
-    other_tokenizer: bool = False  # lets a run start from a model of another one
+    other_tokenizer: bool = False  # lets a run start from a model with another one
 
     def source(self) -> Any:
         """Returns the section of the source that is set. Raises UserError unless exactly one is."""
@@ -32,8 +32,8 @@ class DataConfig(Section):
         return sections[0]
 
     def check_tokenizer(self, checkpoint: Checkpoint) -> None:
-        """Raises UserError if the model of a checkpoint, from which a run starts, has another
-        tokenizer than the run's dataset, unless the config allows that."""
+        """Raises UserError if the model that a run starts from has another tokenizer than the run's
+        dataset, unless the config allows that."""
         if not self.other_tokenizer:
             used = self.source().tokenizer_used(remote=True)
             check_same_tokenizer(checkpoint, used, "other_tokenizer=true")
@@ -43,11 +43,11 @@ SOURCES = [x.name for x in dataclasses.fields(DataConfig) if x.name != "other_to
 
 
 def kept_by_import(checkpoint: Checkpoint) -> str | None:
-    """Returns the folder in which tools.huggingface_weights kept the tokenizer and settings of the
-    imported model that a checkpoint is, or that its run started from, with other runs in between or
-    not. None if there is none, or if a run was allowed another tokenizer."""
+    """Returns the folder in which tools.huggingface_weights kept an imported model's tokenizer and
+    settings, if a checkpoint is that model or was trained from it, in any number of runs. Returns
+    None otherwise, or if one of these runs allowed another tokenizer."""
     seen = set[str]()
-    with contextlib.suppress(UserError, OSError):  # of a checkpoint that is gone or damaged
+    with contextlib.suppress(UserError, OSError):  # a checkpoint is gone or damaged
         while checkpoint.path not in seen:
             seen.add(checkpoint.path)
             kept = os.path.join(os.path.dirname(checkpoint.path), "huggingface")
@@ -55,7 +55,7 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
                 return kept
             settings = flat(checkpoint.settings)
             cloned = str(settings.get("paths.clone_from") or "://")
-            # Nothing remote that only a checkpoint names is opened.
+            # A remote path that only a checkpoint names is never opened.
             if settings.get("other_tokenizer") or "://" in cloned:
                 return None
             checkpoint = newest(cloned)
@@ -63,20 +63,20 @@ def kept_by_import(checkpoint: Checkpoint) -> str | None:
 
 
 def has_tokenizer(folder: str | pathlib.Path) -> bool:
-    """Returns whether a folder of Hugging Face's has a tokenizer beside its config.json."""
+    """Returns whether a Hugging Face folder has a tokenizer beside its config.json."""
     return any(pathlib.Path(folder).glob("tokenizer*"))
 
 
 def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
-    """Returns what a checkpoint records of the datasets of flat tokens that its run's batches were
-    made of, `Batches.made_of`, or {}: for a stream, an import or an earlier version."""
+    """Returns the `Batches.made_of` that a checkpoint of a run on flat tokens records, or {} for a
+    stream, an import or an earlier version."""
     position = checkpoint.metadata["positions"][0]
     return position if isinstance(position, dict) and "tokens" in position else {}
 
 
 def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
-    """Returns the tokenizer that an import kept, else that of the dataset of a checkpoint's run, as
-    the dataset was then. None if neither is on this machine."""
+    """Returns the tokenizer that an import kept, else the dataset's, as the checkpoint records it
+    or, failing that, as the dataset does now. Returns None if there is none."""
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
         return kept
     with contextlib.suppress(UserError):
@@ -89,8 +89,8 @@ def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) -> None:
-    """Raises UserError, with the setting that allows it, if the tokenizer `used` for a dataset
-    isn't that of a checkpoint's model."""
+    """Raises UserError if the tokenizer `used` for a dataset differs from the one of a checkpoint's
+    model. `cure` is the setting that allows it."""
     ours = tokenizer_of_model(checkpoint)
     if ours and used and (problem := text.difference(ours, used)):
         both = f"in {checkpoint.path} is {ours}, the dataset's is {used}: {problem}"
@@ -98,16 +98,16 @@ def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) ->
         raise UserError(f"the tokenizer of the model {both}. {cure}")
 
 
-# How settings of a source begin that choose no row of a step. A dataset may have moved: its
-# tokenizer, and its files or tokens, are compared instead of its name.
+# Prefixes of a source's settings that don't determine a step's rows. A dataset may have moved: its
+# tokenizer, and its files or tokens, are compared instead of its path.
 NOT_ROWS = ("filespec", "other_rows", "path", "tokenizer", "num_workers", "validation")
 
 
 def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
-    """Raises UserError if a run that goes on from the checkpoint has settings by which the steps
-    that are done would have had other rows: some would come again, or never. The rows of a step
-    follow from the source, its settings but NOT_ROWS, training.tokens and training.skip_steps. A
-    stream goes on after the last token that was used, whatever training.tokens is."""
+    """Raises UserError if a run that resumes the checkpoint has settings with which the past steps
+    would have had other rows: some rows would come again, or never. A step's rows follow from the
+    source, its settings except NOT_ROWS, training.tokens and training.skip_steps. A stream
+    continues after the last used token, whatever training.tokens is."""
     if config.flat_tokens and config.flat_tokens.other_rows:
         return
     cure = ", accept that with flat_tokens.other_rows=true" if config.flat_tokens else ""
@@ -117,7 +117,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         given = (settings.get(source) or {}).items()
         chosen = {key: x for key, x in given if not key.startswith(NOT_ROWS)}
         chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
-        # Of the batches to skip those before the next step's: each moved the later ones up by one.
+        # The skipped batches before the next step's: each moved the later ones up by one.
         numbers = enumerate(sorted({*training.get("skip_steps", ())}))
         skipped = [number for i, number in numbers if number - i < checkpoint.step]
         tokens = {} if source == "hf_dataset" else training["tokens"]
@@ -128,7 +128,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     if (made_of := made_of_flat_tokens(checkpoint)) and data.made_of:
         key = "the datasets' tokens"
         before[key], now[key] = made_of["tokens"], data.made_of["tokens"]
-    for key in before:  # what the user has set comes first
+    for key in before:  # the user's settings come before the tokens
         if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             both = f"was written with {what}={before[key]}, now {now[key]}"
@@ -138,9 +138,9 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
 
 
 def say_problem_of_start(name: str, start: int) -> None:
-    """Notes that a dataset's tokenizer starts texts otherwise than the model. Opens no tokenizer
-    that isn't on this machine, and stops no run."""
-    with contextlib.suppress(Exception):  # of many types, if it isn't there or can't be opened
+    """Prints a note if a dataset's tokenizer starts texts with another token than the model. Opens
+    only a tokenizer that is on this machine, and stops no run."""
+    with contextlib.suppress(Exception):  # of many types, if the tokenizer can't be opened
         if name != "bytes_utf8" and not os.path.exists(name):
             from huggingface_hub import snapshot_download
 
@@ -150,9 +150,9 @@ def say_problem_of_start(name: str, start: int) -> None:
 
 
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str, Batches]]:
-    """Returns the batches to train on and, if the run validates, those of each validation set by
-    its name, for the mesh in context. The config needs the sections model, training and io besides
-    a source; `sizes` has the lengths of the dimensions B, L and V."""
+    """Returns the batches to train on and, if the run validates, each validation set's batches by
+    name, for the mesh in context. The config needs the sections model, training and io besides a
+    source; `sizes` has the lengths of the dimensions B, L and V."""
     rows, length, vocab = (sizes[dimension] for dimension in "BLV")
     source, training, threads = config.source(), config.training, config.io.max_io_threads
     spec = BatchSpec(rows, length, vocab, config.model.start_token, io_threads=threads)
@@ -160,7 +160,7 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     say_problem_of_start(source.tokenizer_used(remote=True) or "", spec.start_token)
     if not (training.validation_interval or training.validation_at_start):
         return train, {}
-    # Those that flat tokens name, or a single one without a name.
+    # The validation sets that flat tokens name, or a single one without a name.
     named = getattr(source, "validation", {}).items()
     alone = {name: dataclasses.replace(source, filespec=x, mixture=()) for name, x in named}
     sets = {n: each.open(spec, "validation") for n, each in (alone or {"": source}).items()}

@@ -73,11 +73,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def digest(value: Any) -> str:
-    """Returns a short hash of a value whose repr says all about it."""
+    """Returns a short hash of a value's repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-# Of some documents: their tokens, end to end, and the number of tokens of each.
+# Documents' tokens, end to end, and the number of tokens of each.
 Tokens = tuple[UInt32[np.ndarray, " tokens"], Int64[np.ndarray, " documents"]]
 
 
@@ -85,11 +85,11 @@ class Tokenizer:
     """Converts texts to encoded tokens (see flat_tokens.py) and back.
 
     `name` is bytes_utf8, a tokenizers JSON file, or a folder or hub repository that transformers
-    opens. No special tokens are added, because the dataset's format marks where a document starts,
-    unless `end_token` asks for the end-of-text token after each document. The name of a special
-    token within a text is tokenized as ordinary text. The id of a byte is the byte plus 1, which
-    leaves 0 for the start of a document. Raises UserError or OSError if the tokenizer can't be
-    opened, or lacks an end-of-text token that is asked for.
+    opens. No special tokens are added, because the dataset's format marks where a document starts.
+    `end_token` adds the end-of-text token after each document. The name of a special token within a
+    text is tokenized as ordinary text. bytes_utf8 stores each byte as byte + 1, which leaves 0 for
+    the start of a document. Raises UserError or OSError if the tokenizer can't be opened, or has no
+    end-of-text token to add.
     """
 
     def __init__(self, name: str, end_token: bool = False):
@@ -101,7 +101,7 @@ class Tokenizer:
             cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
             raise UserError(f"end_token=true: tokenizer={name} names no end-of-text token; {cure}")
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
-            # Called from several threads; its own would idle while units are read or written.
+            # Our threads call it; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
@@ -121,12 +121,12 @@ class Tokenizer:
                 return PreTrainedTokenizerFast(tokenizer_object=inner)
             opened = transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
             if transformers.utils.has_file(self.name, "tokenizer.json"):
-                # The class of a family may replace parts of it by its own, which give other ids.
+                # A family's class may replace parts of tokenizer.json, which changes ids.
                 end, opened = opened.eos_token, PreTrainedTokenizerFast.from_pretrained(self.name)
                 if opened.eos_token is None and end in opened.get_vocab():
-                    opened.eos_token = end  # which only the class names
+                    opened.eos_token = end  # only the class names it
             return opened
-        except Exception as error:  # what tokenizers raises is a plain Exception
+        except Exception as error:  # tokenizers raises plain Exceptions
             problem = f"tokenizer={self.name} can't be opened: {error}"
             raise UserError(problem.split("\n")[0]) from None
 
@@ -149,7 +149,7 @@ class Tokenizer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Identifies what it does to a text, or, if it is written in Python, its vocabulary."""
+        """Identifies the tokenizer by its definition or, if it is in Python, its vocabulary."""
         if self.name == "bytes_utf8":
             return self.name
         does = self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items())
@@ -182,8 +182,8 @@ tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 
 def difference(one: str, other: str) -> str:
-    """Says how two tokenizers differ, or returns "" if no id is one token of ordinary text for the
-    one and another for the other. Different names differ if either can't be opened."""
+    """Says how two tokenizers differ, or returns "" if each id that is ordinary text in both is the
+    same text. Two names also differ if either tokenizer can't be opened."""
     if one == other:
         return ""
     try:
@@ -197,8 +197,8 @@ def difference(one: str, other: str) -> str:
 
 
 def problem_of_start(used: Tokenizer, start: int) -> str:
-    """Says why texts of a tokenizer don't begin as a model's documents do, with the id `start`: the
-    tokenizer puts another one first, or none, and it is a word. Returns "" if they may."""
+    """Says why a tokenizer's texts don't begin with `start`, the id with which a model's documents
+    do: the tokenizer puts another id first, or none while `start` is a word. Else returns ""."""
     slow, word, first = used.slow, used.words().get(start), None
     if slow is not None:
         ids, alone = slow("a")["input_ids"], slow("a", add_special_tokens=False)["input_ids"]
@@ -212,13 +212,13 @@ def problem_of_start(used: Tokenizer, start: int) -> str:
 
 # --- Rows of a file -------------------------------------------------------------------------------
 
-# These readers take the place of those of `datasets`, which infer one type for all values of a
-# column, recode the values of other types, and name neither file nor row if they fail. Each takes
-# an open file, the column that holds the text, and the settings of `datasets` for the format.
+# These readers replace those of `datasets`, which infer one type for all values of a column, recode
+# the values of other types, and name neither file nor row if they fail. A reader takes an open
+# file, the column that holds the text, and the settings of `datasets` for the format.
 
 
 def field_rows(whole: Any, field: str) -> list[Any]:
-    """Returns the rows in a field of an object: a list, or columns, which are lists by name."""
+    """Returns the rows in an object's field: a list of rows, or columns as lists by name."""
     rows = whole.get(field) if isinstance(whole, dict) else None
     columns = rows if isinstance(rows, dict) else {}
     lists = [column for column in columns.values() if isinstance(column, list)]
@@ -243,8 +243,8 @@ def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of Arrow's record batches, with no other column if they have this one, or the
-    one that `meta.text` is in."""
+    """Yields the rows of Arrow record batches, with this column alone or, for `meta.text`, `meta`.
+    If both are missing, yields one row that only names the columns."""
     for batch in batches:
         names = [name for name in batch.schema.names if f"{column}.".startswith(f"{name}.")]
         if not names:
@@ -258,7 +258,7 @@ def table_rows(schema: Any, batches: Iterable[Any], column: str) -> Iterator[dic
 def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    # With pre_buffer, all of a file that has been read would stay in memory.
+    # With pre_buffer, the part of a file that has been read would stay in memory.
     parquet = pyarrow.parquet.ParquetFile(file, pre_buffer=False)
     batches = parquet.iter_batches(ROWS, columns=[column])
     yield from table_rows(parquet.schema_arrow, batches, column)
@@ -267,7 +267,7 @@ def parquet_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]
 def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pyarrow
 
-    try:  # Arrow has two formats of files
+    try:  # Arrow has two file formats
         opened = batches = pyarrow.ipc.open_stream(file)
     except pyarrow.ArrowInvalid:
         opened = pyarrow.ipc.open_file(file)
@@ -281,7 +281,7 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     import pandas
 
-    # By itself pandas takes the first of too many fields in the first row for an index, or warns.
+    # If the first row has too many fields, pandas by default takes one for an index, or warns.
     warnings.filterwarnings("error", "Length of header", pandas.errors.ParserWarning)
     as_typed = {"dtype": object, "na_filter": False, "chunksize": CSV_ROWS}  # 007, NA are texts
     as_typed["index_col"] = False if config.index_col is None else config.index_col
@@ -306,8 +306,8 @@ READERS = {
     "parquet": parquet_rows,
     "text": text_rows,
 }
-READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't know
-# Arguments that nobody heeds: of any dataset, and of CSV and parquet files.
+READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't implement
+# Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
 NOT_READ += " na_values keep_default_na na_filter usecols columns"
 
@@ -316,15 +316,15 @@ def decompressed(kind: str, file: Any, **_: Any) -> Any:
     """Opens a compressed file. Reading it raises OSError or EOFError if it ends early."""
     import pyarrow
 
-    zipped = kind == "gzip"  # may end in zeros, for which Arrow finds no reason
+    zipped = kind == "gzip"  # may end in zeros, which Arrow refuses
     stream = gzip.GzipFile(fileobj=file) if zipped else pyarrow.input_stream(file, compression=kind)
     if not (whole := io.BufferedReader(stream)).peek(1) and not file.tell():
-        raise EOFError("it is empty, as no compressed file is")
+        raise EOFError("it is empty, which no compressed file is")
     return whole
 
 
-# These take the place of fsspec's: with some packages it takes any end for the end, and for lz4 and
-# zstd it needs one.
+# These replace fsspec's, which need packages for lz4 and zstd, and with some packages don't notice
+# that a file ends early.
 for kind, suffix in {"bz2": "bz2", "gzip": "gz", "lz4": "lz4", "zstd": "zst"}.items():
     opener = functools.partial(decompressed, kind)
     fsspec.compression.register_compression(kind, opener, suffix, force=True)
@@ -355,12 +355,12 @@ class Source:
 
     load_dataset: dict[str, Any]  # arguments of datasets.load_dataset; `~` in paths is replaced
     split: str
-    column: str  # that holds the text
+    column: str  # holds the text
     tokenizer: str  # this and the next: as in Tokenizer
     end_token: bool = False
-    skip_not_text: bool = False  # takes a value that isn't text for an empty one
+    skip_not_text: bool = False  # counts a value that isn't text as empty
     documents: int = DOCUMENTS  # in a unit, at most
-    output: str = ""  # where they go, which may not be among the files
+    output: str = ""  # the folder to convert to, which may not be among the files read
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
@@ -371,7 +371,7 @@ class Source:
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
-        # That local paths are relative to.
+        # Local paths are relative to it.
         self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
 
     def check(self) -> dict[str, Any]:
@@ -383,8 +383,8 @@ class Source:
         raise UserError(f"the split {self.split} has no text")
 
     def _check_patterns(self) -> None:
-        """Raises UserError for an entry of `data_files` that matches no local file, which
-        `datasets` ignores, and for one that matches the output or will match files in it."""
+        """Raises UserError for an entry of `data_files` that matches no local file (`datasets`
+        would ignore it), is a folder, or would match files in the output."""
         from datasets.data_files import sanitize_patterns
 
         load, output = self.load_dataset, os.path.realpath(self.output)
@@ -432,9 +432,9 @@ class Source:
         return dataset, self._fingerprint(files, len(shards))
 
     def _files(self, splits: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Returns the files of the split, each with its ETag, if it is in a bucket. Raises
-        UserError if the split isn't there, or if a local folder, whose files `datasets` sorts by
-        their names, has a file of text that is in no split."""
+        """Returns the files of the split, each with its ETag if it is in a bucket. Raises UserError
+        if the split doesn't exist, or if a local folder, whose files `datasets` sorts into splits
+        by name, has a text file in no split."""
         from datasets.data_files import resolve_pattern
 
         def listed(files: Iterable[str]) -> str:
@@ -446,7 +446,7 @@ class Source:
         for name in {*wanted} - {*splits}:
             raise UserError(f"there is no split {name}: {found}. Choose one of these, or {cure}")
         folder, card = self.folder, self.folder / "README.md"
-        listing = card.is_file() and "data_files:" in card.read_text()  # of what is in a split
+        listing = card.is_file() and "data_files:" in card.read_text()  # of each split's files
         by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
         files = resolve_pattern("**", str(folder)) if by_name else []
         texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
@@ -457,12 +457,12 @@ class Source:
         return [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
-        """Yields the text of each row, after the name of its shard."""
+        """Yields each row's shard, by name, and text."""
         for name, rows in shards:
             number, columns = 0, dict[str, None]()
             try:
                 for number, found in enumerate(rows(), 1):
-                    # A column's name may be that of a field of a column: `meta.text`.
+                    # A column may be a field of another column: `meta.text`.
                     row = found if self.column in found else found | flat(found)
                     columns |= dict.fromkeys(row)
                     yield name, self._text(f"{name}, row {number}", row.get(self.column))
@@ -512,8 +512,8 @@ class Source:
     def read(
         self, position: dict[str, Any], host: int = 0, hosts: int = 1
     ) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Yields the texts of each unit of a host from a position on, and the position after. The
-        position {} is before the first unit, whatever the source."""
+        """Yields the texts of each unit of a host from a position on, and the position after it.
+        The position {} is before the first unit of any source."""
         from datasets.distributed import split_dataset_by_node
 
         dataset, found = self._open()
@@ -525,9 +525,9 @@ class Source:
                 problem = f"has changed since the part before was read: {'; '.join(differ)}"
                 cure = "delete an unfinished conversion, or clone a run's weights into a new one"
                 raise UserError(
-                    f"the split {self.split} {problem}. Restore it, or begin anew: {cure}"
+                    f"the split {self.split} {problem}. Restore it, or start over: {cure}"
                 )
-        # Each host has shards of its own, if there are enough; else it reads all, and skips some.
+        # Each host reads its own shards if there are enough. Else it reads all rows and skips some.
         by = "shards" if dataset.num_shards >= hosts else "examples"
         dataset = split_dataset_by_node(dataset, host, hosts, by)
         if "state" in position:
@@ -546,8 +546,9 @@ class Source:
 def units(
     source: Source, position: dict[str, Any] | None, threads: int, host: int = 0, hosts: int = 1
 ) -> Generator[Unit, None, None]:
-    """Yields the tokenized units of a host from a position on; none if it is None, the end. Close
-    it unless it has ended. Raises UserError or OSError if something can't be read or tokenized."""
+    """Yields a host's tokenized units from a position on; none if the position is None, the end.
+    Close the generator if you leave it early. Raises UserError or OSError if something can't be
+    read or tokenized."""
     if position is None:
         return
     opened = tokenizer(source.tokenizer, source.end_token)
@@ -567,5 +568,5 @@ def units(
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use, or, on macOS, of all."""
+    """Returns the number of cores that this process may use or, on macOS, of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
 """Silent bugs of distributed training that happened in other frameworks, each as an edit of this
 source. docs/bugs.md says what each was.
 
-What a bug did there may be different code here: autodiff derives our backward pass, so a reduction
-of a gradient can't just be forgotten. Such an edit puts a device's own part into a copy that passes
-no gradient on, and the gradient then misses what the other devices contribute.
+The same bug may need other code here: autodiff derives our backward pass, so nobody can forget to
+reduce a gradient. Instead, the edit puts a device's own part into a copy without gradients, and the
+gradient then misses the other devices' contributions.
 """
 
 from tests.edits import listed
@@ -250,5 +250,5 @@ jnp.array(numbers) % (rows // mesh_shape()["s"])
 count = size
 """)
 
-# In the loop around generation's step, and in evaluation, which no check compares.
+# In the loop around generation's step, and in evaluation, which no check runs.
 NOT_PROMISED = "hnet #20", "Megatron-LM #5983", "transformers #24839"

@@ -3,24 +3,24 @@
 A wrong edit makes a number depend on the mesh or on the number of parts (microbatches, loss
 chunks), or makes generation differ from training. A number is anything that a step returns: the
 loss, the state, the metrics, the validation loss, the initial state, a generated text. All edits
-trace, and nothing tells them apart but their numbers, for which these things matter:
+trace. Many wrong ones show only in their numbers, if batches, states and sizes are chosen well:
 
 - Batches with padding, unevenly spread, and documents of a few tokens.
 - Weights, gains and moments unlike those of a fresh state: gains of 1 and zero moments hide much.
 - Sizes that split over d and t into parts of different lengths, and into two microbatches. Model
-  sizes close to each other, so that the order of two lengths turns where one of them is split.
+  sizes close to each other, so that splitting one of them may reverse their order.
 - The updates themselves: compared with a weight, a wrong update is small.
-- RMSNorm hides a scale. With Adam, nu tells gradients apart that differ by a factor.
+- RMSNorm hides a scale. Adam's update hides a factor of the gradients; its nu shows it.
 
-There is one edit of each class (wrong, right, ...) and kind. tests/mutations.py makes many more.
+A list has one or two edits of a kind. tests/mutations.py makes many more.
 
-A list of edits is a text. A line `=== NAME: KIND` begins an edit, and a line `--- HOW FUNCTION:
-ANCHOR` or `--- HOW FUNCTION in FILE: ANCHOR` begins a change of it, in train.py or in that file; the
-lines below are its code. `--- NAME` stands for the changes of that shared edit. HOW says where the
-code goes: before, after, or instead of the statement at the anchor; swap puts it in place of the
-anchor itself. FUNCTION may be a class, and dotted: adamw.update. ANCHOR is a name, and stands for
-the last statement that sets it; `return`, for the last of those; nothing, for the function itself;
-or a type string or an expression that occurs once, in any format.
+A list of edits is a text. A line `=== NAME: KIND` begins an edit. A line `--- HOW FUNCTION: ANCHOR`
+or `--- HOW FUNCTION in FILE: ANCHOR` begins a change of it, in train.py or in that file; the lines
+below are its code. `--- NAME` stands for the changes of that shared edit. HOW says where the code
+goes: before, after, or instead of the statement at the anchor; swap replaces the anchor itself.
+FUNCTION may be a class, and dotted: adamw.update. ANCHOR is a name (the last statement that sets
+it), `return` (the last one), empty (the function itself), or a type string or an expression that
+occurs once, in any format.
 """
 
 import ast
@@ -72,7 +72,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _own(node: ast.AST, top: bool = True) -> Iterator[ast.AST]:
-    """The nodes of a function that aren't in another one within it."""
+    """Yields the nodes of a function that aren't in another one within it."""
     if top or not isinstance(node, Definition):
         yield node
         for child in ast.iter_child_nodes(node):
@@ -86,7 +86,7 @@ def _assigned(node: ast.AST) -> set[str]:
 
 
 def find(tree: ast.AST, change: Change) -> Any:
-    """The node that a change stands at."""
+    """Returns the node at a change's anchor."""
     scope: Any = tree
     for name in change.function.split("."):
         every = [n for n in ast.walk(scope) if isinstance(n, Definition) and n.name == name]
@@ -115,7 +115,7 @@ def find(tree: ast.AST, change: Change) -> Any:
 
 
 def spans(text: bytes) -> Callable[[Any], tuple[int, int]]:
-    """A function that says where a node of this source begins and ends."""
+    """Returns a function from a node of this source to the bytes where it begins and ends."""
     starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split(b"\n"))]
 
     def span(node: Any) -> tuple[int, int]:
@@ -325,8 +325,8 @@ def averaged(average: Stored, weights: Stored) -> Stored:
 STEP = -1
 """)
 
-# Wrong, and not refused: the loop on the host that calls generation's step, which
-# tests/tools/test_generate.py compares with an oracle.
+# Wrong, and not refused: in the host's loop around generation's step, which only
+# tests/tools/test_generate.py tests, against an oracle.
 NOT_PROMISED = listed("""
 === samples_with_a_seed_by_mesh: generation
 --- swap generate in tools/generate/steps.py: jax.random.key(seed)
@@ -466,8 +466,8 @@ def averaged(average: Stored, weights: Stored) -> Stored:
 jax.random.truncated_normal(own, -2, 2, shape.shape, shape.dtype)
 """)
 
-# Right: what is replicated over an axis is used by each device on its own. ops.broadcast, which
-# train.py calls for weights, says so: nothing forward, and backward an all-reduce.
+# Right: each device uses a replicated value for its own part. ops.broadcast, which train.py calls
+# for weights, sends nothing forward, and backward all-reduces the gradient.
 RIGHT_WITH_BROADCAST = listed("""
 === temperature_of_a_layer: replicated weight
 --- before block: rope(q, k, sin, cos)
@@ -507,8 +507,8 @@ hidden = hidden.at[..., ::2].multiply(0.5)
 hidden = hidden.at[jnp.arange(hidden.shape[0])].multiply(0.5)
 """)
 
-# Right on every mesh and in any number of parts. But generation differs, because it mixes positions
-# outside of attention, where generation has a cache.
+# Right on every mesh and in any number of parts. But generation differs, because the edit mixes
+# positions outside of attention, and generation caches only keys and values.
 RIGHT_IN_TRAINING = listed("""
 === depthwise_convolution_along_the_sequence: mixes positions outside of attention
 --- before swiglu: ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)

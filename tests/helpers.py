@@ -26,7 +26,7 @@ from shardlib.devices import QUICK_COMPILES, make_mesh
 from shardlib.types import make_shardings, named
 from tests import mutations
 
-# The folders of the product, from the lowest floor up.
+# The product's folders. Each imports only from itself and from those before it.
 ROOMS = "shardlib", "kernels", "runtime", "data", "variants", "configs", "checks", "tools"
 MESHES = [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4)]
 
@@ -88,7 +88,7 @@ def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tupl
 
 
 def slurm(job: int, process: int, count: int) -> dict[str, Any]:
-    """The environment of a process of a Slurm job, whose number determines the port."""
+    """The environment of a Slurm job's process. The job's number determines the port."""
     return {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_NODELIST": "localhost",
@@ -107,9 +107,8 @@ def start_hosts(
     cluster: Callable[..., dict[str, Any]] = slurm,
     **settings: str,
 ) -> list[subprocess.Popen]:
-    """Starts Python processes with `devices` CPU devices each, and a cluster's environment
-    variables to find each other. Host i prints to the file `<output>.<i>`, or to a pipe if `output`
-    is empty."""
+    """Starts Python processes with `devices` CPU devices each, which find each other by a cluster's
+    environment variables. Host i prints to `<output>.<i>`, or to a pipe if `output` is empty."""
     job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
     flags = f"--xla_force_host_platform_device_count={devices} "
     settings["XLA_FLAGS"] = flags + settings.pop("flags", QUICK_COMPILES)
@@ -151,7 +150,8 @@ def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[s
 
 
 def token_batch(kind: Any, targets: Any, is_start: Any, start_token: int = 0) -> Any:
-    """The TokenBatch, of the class `kind`, of rows[B, L] in which 0 is padding, after tokens 0."""
+    """Returns a TokenBatch of class `kind` with targets[B, L], in which 0 is padding. The token
+    before each row is 0."""
     ids = np.where(targets, targets, NO_TOKEN).astype(np.uint32)
     before = (0, 0), (1, 0)
     return kind.of(np.pad(ids, before), np.pad(is_start, before), start_token)
@@ -178,7 +178,7 @@ def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
 
 
 def small_config(*overrides: str) -> "train.Config":
-    """The config of a tiny model, each of whose dimensions splits over 8 devices."""
+    """The config of a tiny model whose dimensions all split over 8 devices."""
     name = "paths.model_name=test"
     return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
 
@@ -190,7 +190,7 @@ def take_step(module: Any, state: Any, batch: Any, config: "train.Config") -> An
 
 
 def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
-    """A model's weights on the mesh in context. None is zero or one, which would hide mistakes."""
+    """Returns random weights on the mesh in context. Zeros and ones would hide mistakes."""
     weights = module.init_state(config).weights
     keys = iter(jax.random.split(jax.random.key(1), 100))
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
@@ -198,7 +198,7 @@ def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
 
 
 def plain(tree: Any, norms_after: bool = False) -> dict[str, Any]:
-    """Turns weights into the oracle's dicts: arrays by their last names, those of layers apart."""
+    """Turns weights into the oracle's dict: arrays by last names, the layers' in a dict."""
     weights: dict[str, Any] = {}
     for name, value in named(tree).items():
         folder, *_, last = ["", *name.split("/")] if "/" not in name else name.split("/")

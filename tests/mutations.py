@@ -2,12 +2,12 @@
 
     python -m tests.mutations [PART ...]
 
-Wrong edits are every likely mistake in each op that the steps of a part's config call with a
-literal string, in whatever file, and those listed in tests/edits.py and tests/bugs.py, which also
-have right ones. An edited source is checked as `python -m tools.check` does: its types, then, if
-these hold, its numbers on two meshes. Prints a line per edit. Ends with an error if a wrong edit
-passes, if a right one is refused, or if a file's ops have fewer edits than
-tests/golden/mutations.txt says.
+A part is a config with edits to try. Wrong edits are the likely mistakes in each op that the
+config's steps call with a literal string, in any file, and those listed in tests/edits.py and
+tests/bugs.py. The right ones are in tests/edits.py. An edited source is checked as by `python -m
+tools.check`: its types, then, if these hold, its numbers on two meshes. Prints a line per edit.
+Ends with an error if a wrong edit passes, if a right one is refused, or if a file's ops have fewer
+edits than tests/golden/mutations.txt says.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
 
-# Half of a device's rows in a microbatch, half of a row in a chunk; dimensions so small that what
-# edits compare with their lengths lies between the length of a part and that of the whole.
+# A microbatch is half of a device's rows, a chunk half of a row. Dimensions are so small that
+# numbers that edits compare with a length lie between a part's length and the whole length.
 SETTINGS = (
     *("paths.model_name=none", "training.microbatches=2", "training.loss_chunks=2"),
     *("mesh={d: 2, t: 3}", "training.tokens={batch: 16, len: 24}", "model.d_model=48"),
@@ -95,8 +95,8 @@ class Called(NamedTuple):
 
 
 def calls_in(run: Callable[[], Any]) -> tuple[set[Called], Any]:
-    """The calls of ops, and of save_for_backward, that stand in this repository and are made while
-    `run` runs, and what it returns."""
+    """Returns the calls of ops and of save_for_backward that this repository's source makes while
+    `run` runs, and the result of `run`."""
     found = set()
     watched = ops.psum.__code__, activations.save_for_backward.__code__
 
@@ -117,7 +117,7 @@ def calls_in(run: Callable[[], Any]) -> tuple[set[Called], Any]:
 
 
 class Tried(NamedTuple):
-    """An edit that is tried: what it is expected to do, its name, and its file with it."""
+    """An edit to try. `kind` says what is expected of it, `source` is the edited file."""
 
     kind: str
     name: str
@@ -181,7 +181,7 @@ def by_jnp(op: str, signature: str, arguments: list[str]) -> str | None:
 def mutations(
     calls: Collection[Called], axes: tuple[str, ...] = ("d", "s", "c", "t")
 ) -> Iterator[Tried]:
-    """Yields edits of these calls, named by line, function and what is edited."""
+    """Yields edits of these calls, named by line, function and kind of edit."""
     for file in sorted({call.file for call in calls}):
         names = {call.place: call.op for call in calls if call.file == file}
         yield from _of_file(file, names, axes)
@@ -215,7 +215,7 @@ def _of_file(
         module, _, op = names[place(call)].rpartition(".")
         if not module:
             yield edit(f"{op} deleted", call, f"({arguments[0]})")
-        if not isinstance(call.args[0], ast.Constant):  # a string that is made of others
+        if not isinstance(call.args[0], ast.Constant):  # a computed string
             continue
         signature = str(call.args[0].value)
         if module == "ops":  # deleting a kernel gives another model
@@ -241,8 +241,8 @@ def load(source: str, file: str = "train.py", name: str = "") -> types.ModuleTyp
 
 
 def probe(source: str, config: Any) -> tuple[str, str]:
-    """Returns the kind of check of an edited train.py's types that refuses it, and the first line
-    of its message; or two empty strings."""
+    """Checks an edited train.py's types. Returns the kind of check that refuses it and the first
+    line of its message, or two empty strings."""
     try:
         preflight.probe(module := load(source), runtime.config.load(module.Config, config.values()))
     except Exception as error:  # of any class
@@ -265,7 +265,7 @@ def _kind(error: Exception) -> str:
 
 
 class Verdict(NamedTuple):
-    """The check that refuses an edit, and why, or the loss and gradient's norm that it gives."""
+    """The check that refuses an edit, and why, or the edit's loss and gradient norm."""
 
     net: str = ""
     why: str = ""
@@ -287,7 +287,7 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
     try:
         before = vars(sys.modules.get(name, object))
         module = load(source, file, name)
-        for other in [*sys.modules.values()]:  # those that have imported names of it
+        for other in [*sys.modules.values()]:  # which may have imported names of it
             for key, value in [*vars(other).items()]:
                 if key in before and value is before[key]:
                     setattr(other, key, vars(module).get(key, value))
@@ -302,15 +302,15 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
         if not found.net and (untried := preflight.untried(train, config, *traces)):
             return Verdict("structure", untried)
         return found
-    except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # that says nothing of the edit
+    except (MemoryError, OSError, jax.errors.JaxRuntimeError):  # this says nothing about the edit
         raise
     except Exception as error:  # of any class
         return Verdict(_kind(error), str(error).split("\n")[0])
 
 
 def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
-    """The calls that a config's steps make, and the verdict. Like `verdict`, for a process of its
-    own."""
+    """The calls that a config's steps make, and the verdict on the unedited source. Needs a process
+    of its own, like `verdict`."""
     text = (ROOT / "train.py").read_text()
     found, result = calls_in(lambda: verdict("train.py", text, settings))
     calls = {call._replace(file=call.file.replace("_edited.py", ".py")) for call in found}
@@ -318,7 +318,7 @@ def unedited(settings: Collection[str]) -> tuple[set[Called], Verdict]:
 
 
 def tried(train: types.ModuleType, config: Any) -> list[Any]:
-    """Lists what a run's start computes, and a step of generation, whose ops are edited, too."""
+    """Lists what a run's start computes, and a step of generation, as its ops are edited, too."""
     found = preflight.tried(train, config)
     for name, _, arrays, *_ in found:
         if name == "generation":
@@ -327,7 +327,7 @@ def tried(train: types.ModuleType, config: Any) -> list[Any]:
             (_, _, inputs), size = arrays, train.dimensions(config)["V"]
             draws = np.random.default_rng(0).random(len(inputs)).astype(np.float32)
             start = np.zeros(len(inputs), np.int32)
-            # The likeliest id: with others, a draw near the bound between two of them gives either.
+            # Only the likeliest id, as a draw near the bound between two ids may give either.
             how = steps.Sampling(0.8, top_k=1, top_p=0.9, ids=range(size))
             given = *arrays, np.int32(0), start, draws
             return [*found, ("generate.step", steps.step, given, config, how)]
@@ -336,7 +336,7 @@ def tried(train: types.ModuleType, config: Any) -> list[Any]:
 
 def by_numbers(train: types.ModuleType, configs: Any) -> Verdict:
     """Compares what the configs compute, as checks/preflight.py does, but in this process. The last
-    one comes first, as it shows most mistakes."""
+    config comes first, as it shows most mistakes."""
 
     def computed(config: Any) -> Iterator[tuple[str, Any]]:
         mesh, results = meshes[config], None
@@ -349,7 +349,7 @@ def by_numbers(train: types.ModuleType, configs: Any) -> Verdict:
 
     meshes = {config: make_mesh(config.mesh.axes) for config in configs}
     first: dict[str, Any] = {}
-    # A mesh that splits c doesn't generate, and nothing shows mistakes in that.
+    # Meshes that split c don't generate, so mistakes in generation don't show there.
     all_of_them = configs[-1].mesh.c == 1
     pairs = zip(computed(configs[-1]), computed(configs[0]), strict=all_of_them)
     for (function, made), (_, one) in pairs:
@@ -430,7 +430,7 @@ def run_part(part: str, args: argparse.Namespace, pool: Any) -> tuple[dict[str, 
     nets: dict[str, str] = {}
     results = pool.imap(_try, ((each, settings) for each in tried))
     for kind, name, *_ in tried:
-        net, why, made = results.next(timeout=600)  # a process that was killed gives none
+        net, why, made = results.next(timeout=600)  # a killed process gives no result
         result = net or "passes"
         if kind == "op" and not net:
             same = np.abs(np.array(made) - original).max() < 1e-4 * max(original)
@@ -457,8 +457,8 @@ def main() -> None:
     if unknown := {*args.part} - {*PARTS}:
         parser.error(f"no part {unknown}")
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
-    # Each edit has a process of its own, a fork of this one, which has imported and traced all that
-    # edits have in common, without starting a backend.
+    # Each edit runs in a fork of this process, which has imported everything and traced the
+    # unedited source without starting a backend.
     warm = load((ROOT / "train.py").read_text())
     preflight.probe(warm, config_of(warm, ()))
     bad: list[str] = []

@@ -10,9 +10,9 @@ import numpy as np
 
 
 def layout(targets, is_start, preceding=0):
-    """Returns, for targets[B, L], the token before each one, or 0 for the first of a document, and
-    `preceding`[B] for the first of a row that isn't; its position in the document; and whether it
-    attends to each token of its row."""
+    """Returns for targets[B, L]: the token before each, which is 0 at the start of a document, and
+    `preceding`[B] where a row begins within one; its position in the document's part of the row;
+    and whether it attends to each token of the row."""
     preceding = np.broadcast_to(preceding, len(targets))
     before, position = np.zeros_like(targets), np.zeros(targets.shape, np.int32)
     sees = np.zeros((*targets.shape, targets.shape[1]), bool)
@@ -73,11 +73,11 @@ def swiglu(x, gate, up, down):
 
 
 def mix(x, layer, experts):
-    """Experts of x[B, L, M]: each does all tokens, and token after token says whether it counts.
-    Returns what they add, and, of each expert, the tokens that chose it and their probabilities,
-    the square of the logarithm of the softmax's denominator, and the choices without a place. These
-    add nothing: of a row's tokens, or of each group of `group`, an expert takes the first
-    `capacity_factor` times an even share. training.routing has both if it limits them."""
+    """Applies each expert to all tokens of x[B, L, M], and weights its outputs by their choices.
+    Returns the sum, and (each expert's number of tokens, its summed probabilities, the sum of the
+    squared logarithms of the softmax's denominators, the number of choices without a place). If
+    training.routing limits places, an expert takes the first `capacity_factor` times an even share
+    of a row's tokens, or of each `group` of them. Choices beyond that add nothing."""
     experts, routing = experts
     (_, length, _), count = x.shape, experts.per_token
     places = size = getattr(routing, "group", None) or length
@@ -116,8 +116,8 @@ def mean_loss(weights, *args, **options):
 
 
 def objective(weights, targets, is_start, max_timescale, preceding=0, window=None, experts=None):
-    """The mean loss as `mean_loss` has it, plus costs of experts, and (the mean loss, each layer's
-    tokens that chose an expert, the part of the choices that found no place)."""
+    """Returns the mean loss plus the experts' costs, and (the mean loss, the number of tokens of
+    each layer's experts, the fraction of choices without a place), or None without experts."""
     before, position, sees = layout(np.asarray(targets), np.asarray(is_start), preceding)
     if window:
         sees &= ~np.tri(targets.shape[1], k=-window, dtype=bool)
@@ -148,12 +148,12 @@ def laid_out_logits(*args):
 
 @functools.partial(jax.jit, static_argnames="experts")
 def decode(weights, before, position, sees, max_timescale, experts=None):
-    """The logits, and what `mix` returns of each layer."""
+    """Returns the logits, and each layer's second result of `mix`."""
     x, routed = weights["embed"][before], []
     for i in range(len(weights["layers"]["w_q"])):
         layer = {name: value[i] for name, value in weights["layers"].items()}
 
-        def norm(x, name, gains=layer):  # which a layer may lack
+        def norm(x, name, gains=layer):  # a layer may lack it
             return normalize(x, gains[name]) if name in gains else x
 
         h = norm(x, "attention_norm")

@@ -46,19 +46,19 @@ def outputs(page: str) -> Iterator[Output]:
 
 
 def key(line: str) -> str:
-    """The line without the widths of its columns, and without the numbers of source lines whose
-    function is named next to them, as in `train.py:316 block`. Pages have ### in their place."""
+    """Returns the line without the widths of its columns, and without the numbers of source lines
+    that precede a function's name, as in `train.py:316 block`. Pages have ### for the number."""
     line = re.sub(r"(\.py):[\d#]+(?=,?( in)? [a-z_][\w.]*([,:]|  |$))", r"\1", line.strip())
     return " ".join(line.split())
 
 
 def is_shown(line: str) -> bool:
-    """False for blank lines, and for those that stand for lines left out."""
+    """False for blank lines, and for "...", which stands for lines left out."""
     return line.strip() not in ("", "...")
 
 
 def missing(text: str, printed: list[str]) -> list[str]:
-    """Lines of the text that are not among the printed ones, or not in this order."""
+    """Lines of the text that aren't among the printed ones, or not in this order."""
     keys, first, lines = [key(line) for line in printed], 0, []
     for line in filter(is_shown, text.splitlines()):
         try:
@@ -69,8 +69,8 @@ def missing(text: str, printed: list[str]) -> list[str]:
 
 
 def current(line: str, printed: list[str], first: int = 0) -> int | None:
-    """The index of the printed line that is most similar; of several that differ in the numbers of
-    source lines alone, the one with the same number, or else the first."""
+    """Returns the index of the most similar printed line, if one is similar. Of lines that differ
+    only in numbers of source lines, it is the one with the same number, or else the first."""
 
     def split(text: str) -> tuple[str, list[str]]:
         return re.sub(r"\.py:[\d#]+", ".py", key(text)), re.findall(r"\.py:\d+", text)
@@ -85,7 +85,7 @@ def current(line: str, printed: list[str], first: int = 0) -> int | None:
 
 
 def updated(text: str, printed: list[str]) -> str:
-    """The text with each line replaced by the printed line that is most similar, if one is."""
+    """The text with each line replaced by its `current` one, if it has one."""
     first, lines, group = 0, list[str](), list[str]()
     for line in [*text.splitlines(), ""]:
         if not is_shown(line):
@@ -131,7 +131,7 @@ def rounds_to(exact: float, number: str) -> bool:
 
 
 def unknown(text: str, source: str, kind: re.Pattern[str] = FIGURE) -> list[str]:
-    """Figures of the text to which no figure of the source rounds: numbers with units, or BARE."""
+    """Figures of the text to which no figure of the source rounds: with units, or BARE numbers."""
     known = collections.defaultdict[str, list[float]](list)
     for number, unit in kind.findall(source):
         known[unit].append(value(number))

@@ -2,9 +2,9 @@
 
     python -m tests.twin
 
-The twin is local_test_synthetic's model, loss and AdamW written for one device, in bf16 with f32
-weights. It shares no code with train.py. The steps run in turns. Prints the median time of each,
-and its ratio to the twin's.
+The twin is local_test_synthetic's model and loss for one device, in bf16 with f32 weights, and
+optax's AdamW. It shares no code with train.py. The steps run in turns. Prints the median time of
+each, and its ratio to the twin's.
 """
 
 import statistics
@@ -91,8 +91,8 @@ def twin(weights, batch):
 
 
 def train_step(mesh, host_batch):
-    """Returns such a function for train.py on a mesh, and its initial weights and batch on the
-    host."""
+    """Returns a function like `twin`'s for train.py's step on a mesh, and its initial weights and
+    batch on the host."""
     config = compose_config(*NAMES, f"mesh={mesh}")
     with jax.set_mesh(make_mesh(config.mesh.axes)):
         if host_batch is None:

@@ -121,7 +121,7 @@ def test_hosts_with_fewer_shards_are_named(folder, capsys, monkeypatch):
         with pytest.raises(UserError, match="needs a mesh"):
             open_loader(folder)
     assert re.findall("(?m)^note: .*", capsys.readouterr().out) == [
-        "note: 4 shards on 3 hosts, which take equally many tokens: documents of those with 1 "
+        "note: 4 shards on 3 hosts, which take equally many tokens: documents of hosts with 1 "
         "shards come more often"
     ]
 
@@ -232,7 +232,7 @@ def grow(file):
 
 
 NUMBERS = r"bytes \d+, now \d+; names and sizes \w+, now \w+"
-CURE = r"\. Restore it, or begin anew: .*, or clone a run's weights into a new one$"
+CURE = r"\. Restore it, or start over: .*, or clone a run's weights into a new one$"
 CHANGES = {
     "added": (lambda x: grow(x / "train-4.jsonl"), f"files 4, now 5; {NUMBERS}; shards 4, now 5"),
     "removed": (lambda x: (x / "train-2.jsonl").unlink(), f"files 4, now 3; {NUMBERS}; shards 4, "),

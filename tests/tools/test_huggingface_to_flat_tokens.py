@@ -228,7 +228,7 @@ def test_killed_at_any_write_and_its_source_changed(shards, tmp_path, monkeypatc
     assert not deadly.convert(settings(folder / "*.jsonl", output))
     most, whole, output = deadly.count // 3, contents(output), next(outputs)
     problem = r"train has changed .* read: bytes \d+, now \d+; names and sizes \w+, now \w+\. "
-    problem += "Restore it, or begin anew: delete an unfinished conversion, or "
+    problem += "Restore it, or start over: delete an unfinished conversion, or "
     for number in range(20):
         while not deadly.convert(settings(folder / "*.jsonl", output), rng.randrange(1, most)):
             assert contents(output) == whole
