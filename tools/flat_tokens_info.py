@@ -26,8 +26,8 @@ MAX_CHARACTERS = 400  # printed per document
 
 
 def checked_bounds(data: FlatTokens | Bins) -> tuple[np.ndarray, int]:
-    """Reads a whole split. Returns its documents' starts with the last one's end, and its largest id.
-    Raises FlatTokensError if the split breaks a rule of the format."""
+    """Reads a whole split. Returns its documents' starts and the last one's end, and the largest
+    id. Raises FlatTokensError if the split breaks a rule of the format."""
     if isinstance(data, FlatTokens):
         data.validate()
         return data.starts(0, data.sequence_count), data.max_token_id
