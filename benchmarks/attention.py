@@ -1,5 +1,5 @@
-"""Times ways to compute a config's attention on one GPU, and compares each with the one that
-training runs, cuDNN's with a mask.
+"""Times ways to compute a config's attention on one GPU, and compares each with the way that
+training runs, cuDNN with a mask.
 
     python -m benchmarks.attention --config-name=c4_a100x1_84m document=500 spread=1
 
@@ -8,15 +8,15 @@ lengths whose logarithms have the standard deviation `spread`. A row is one of:
 
     mask           what training runs: a mask of queries by keys, and no later key
     causal         no mask. Exact only if each row is one document; else a bound
-    packed         cuDNN's offsets of documents, with the mask for batches in which a row has more
-                   than `most`, at least 2; 0 stands for those in the fullest row. No windows
+    packed         cuDNN with offsets of documents; with the mask for batches in which a row has
+                   more than `most` documents; 0: as many as the fullest row. No windows
     tokamax        tokamax's kernels, given each query's first key: pip install tokamax
     tokamax_mask   the same, given the mask of documents
 
-The error is the norm of the largest difference, of the result or a gradient, from that of the mask,
-over its norm. The memory is what the compiler adds to arguments and results, with the workspaces of
-cuDNN. With `attention` one of these names, times the config's whole step with it instead, and
-prints the table of tools.benchmark. Writes no files.
+The error is the largest, of the result and the gradients, of the norm of the difference from the
+mask's, over the norm of the mask's. The memory is the compiled program's besides arguments and
+results, with cuDNN's workspaces. attention=NAME times the config's whole step with one of these
+instead, and prints the table of tools.benchmark. Writes no files.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class AttentionConfig(train.Config):
 
 
 # --- Ways to compute it ---------------------------------------------------------------------------
-# Each takes and returns what `attention.cudnn_attention` does, which is "mask".
+# Each has the arguments and the result of `attention.cudnn_attention`, which is "mask".
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array:
@@ -65,12 +65,12 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array
 
 
 def documents(start: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths, i32[B, most], of each row's documents, and the offsets, i32[B, most + 1], of
-    their first tokens, both -1 where there is none, given `start` [B, L], where each token's
-    document starts. The third result is whether no row has more than `most`."""
+    """Returns the lengths, i32[B, most], of each row's documents, the offsets, i32[B, most + 1], of
+    their first tokens, both -1 where there is no document, and whether no row has more than `most`.
+    `start` [B, L] is where each token's document starts."""
     length = start.shape[1]
     number = jnp.cumsum(start == jnp.arange(length), axis=1)  # of a token's document, from 1
-    before = number[:, :, None] <= jnp.arange(most + 1)  # a token is in one of the first documents
+    before = number[:, :, None] <= jnp.arange(most + 1)  # [b, l, j]: in one of the first j
     offsets = before.sum(axis=1, dtype=jnp.int32)
     lengths = jnp.diff(offsets)
     fits = (number[:, -1] <= most).all()
@@ -80,7 +80,7 @@ def documents(start: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Ar
 def by_offsets(
     heads: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, offsets: jax.Array
 ) -> jax.Array:
-    """Attention within documents by cuDNN, on Hopper and newer GPUs. It isn't public in JAX."""
+    """Attention within documents by cuDNN, on Hopper and newer GPUs; not public in JAX."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     return cudnn.dot_product_attention(
@@ -107,8 +107,8 @@ def packed(
 
 
 def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: an operation that computes what `fn` does, and that has kernels in it which
-    shard_map's checks refuse. Its results vary over the axes over which its first argument does."""
+    """Decorator: makes a JAX primitive of `fn`, whose kernels shard_map's checks refuse. Results
+    vary over the same axes as the first argument."""
     operation = Primitive(fn.__name__)
     operation.multiple_results = True
 
@@ -222,7 +222,7 @@ def ways(config: AttentionConfig, most: int) -> dict[str, Callable[..., jax.Arra
 
 
 def seconds(program: Any, arrays: Any) -> float:
-    """The median time of a run."""
+    """Returns the median time of a run."""
     times = []
     for _ in range(REPEATS + 2):
         since = time.perf_counter()
@@ -265,7 +265,7 @@ def compare(config: AttentionConfig) -> None:
 
 
 def compiled(attend: Callable[..., jax.Array], arrays: Any) -> tuple[Any, Any]:
-    """The forward pass, and that and the backward pass, as programs."""
+    """Compiles the forward pass alone, and the forward and backward pass together."""
 
     def forward(q: Any, k: Any, v: Any, _: Any, start: Any, position: Any) -> jax.Array:
         return attend(q, k, v, start, position, position)
@@ -279,7 +279,7 @@ def compiled(attend: Callable[..., jax.Array], arrays: Any) -> tuple[Any, Any]:
 
 @jax.jit
 def difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The norm of the difference over the norm of b."""
+    """Returns the norm of the difference over the norm of b."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
 

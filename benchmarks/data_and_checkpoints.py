@@ -6,14 +6,14 @@ bound that it can't exceed by much.
 - The bound of a conversion is the tokenizer alone, on the same texts in memory: source files of the
   Python standard library, which the conversion reads from eight parquet files. The tokenizer is a
   byte-level BPE with as many ids as the config's model, trained on these sources.
-- That of the config's shuffled batches is a plain read of the same chunks, one after another, or of
-  the same tokens in a .bin file, in which an id ends documents, of the file.
-- That of a save until it is on disk, and of a restore from there, are plain files of the same
-  bytes, one per device's part. The state is that of the config's model before the first step.
+- The bound of the config's shuffled batches is a plain read: of the same chunks, one after another,
+  or of a .bin file with the same tokens, if batches come from there.
+- The bound of a save until it is on disk, and of a restore from there, is to write or read plain
+  files of the same bytes, one per device's part. The state is the one before the first step.
 
-Each round does all of this in turns; one before the first is a warm-up. Prints the medians, and the
-range of the ratios. The config's dataset is ignored. Takes some minutes, three times as much memory
-as the state, and in a temporary folder twice as much disk space.
+Each round measures everything once; a warm-up round comes first. Prints the medians, and the range
+of the ratios. The config's dataset is ignored. Takes some minutes, three times as much memory as
+the state, and in a temporary folder twice as much disk space.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ THREADS = ThreadPoolExecutor(32)  # as many as write a checkpoint by base.yaml
 
 # --- What is timed --------------------------------------------------------------------------------
 
-# Each generator yields the name of what comes next, and after it how many tokens or bytes that
-# handled. Everything is followed by its bound.
+# Each generator yields in turns a task's name, before the task, and the number of tokens or bytes
+# that it handled, after it. Each task is followed by its bound.
 
 
 def data(config: train.Config, folder: pathlib.Path, texts: list[str], bpe: Any) -> Iterator[Any]:

@@ -1,5 +1,5 @@
-"""Makes a dataset of real text without a network: sources and documentation of the packages that
-are installed beside this Python, in random order, tokenized by a BPE of their own.
+"""Makes a dataset of real text without a network: sources and documentation of this Python's
+installed packages, in random order, tokenized by a BPE trained on them.
 
     python -m benchmarks.packages packages.zarr
     python -m train --config-name=packages_a100x1_84m flat_tokens.filespec=packages.zarr \

@@ -18,8 +18,8 @@ All steps use the same random tokens, with each row a document. The config's dat
 rate schedule and adam_eps_root are ignored.
 
 With curve=true it trains instead, as `python -m train` does with the same arguments: from the same
-initial weights, on the same batches, documents apart, with the same schedule. Attention then takes
-a mask. Writes config.yaml and metrics.jsonl to the run's folder, for tools.plot.
+initial weights, on the same batches, with the same schedule. Attention then takes a mask, so as not
+to cross documents. Writes config.yaml and metrics.jsonl to the run's folder, for tools.plot.
 """
 
 import dataclasses

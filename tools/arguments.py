@@ -1,10 +1,10 @@
-"""What the command lines of several programs have in common."""
+"""Defaults and the argument parser that several programs share."""
 
 import argparse
 import os
 from typing import Any
 
-# Values of keys that a program of a config may leave out: of a run's folder and its dataset.
+# Values for the required keys of a run's folder and dataset, in programs that can do without.
 NOT_USED = {
     "paths": {"model_name": "none"},
     "flat_tokens": {"filespec": "none"},
@@ -13,8 +13,8 @@ NOT_USED = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser for which an argument without a type is a path, in which a leading ~ is the home
-    folder: shells leave it as it is in --output=~/x."""
+    """A parser that takes an argument without a type for a path, and expands its leading ~ to the
+    home folder, since shells don't in --output=~/x."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -22,5 +22,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(program: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows the program's docstring as it is in the source."""
+    """Makes a parser whose help shows the program's docstring as it is in the source."""
     return Parser(prog=f"python -m {program}", description=doc)

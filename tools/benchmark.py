@@ -50,8 +50,8 @@ class Times(NamedTuple):
 def time_steps(
     step_once: Callable[..., Any], batches: Iterator[Any], state: Any, wait: Callable[[Any], Any]
 ) -> Times:
-    """Times steps. `step_once` takes state and batch, and returns the next state and a value for
-    `wait`, which blocks until the step is done.
+    """Times steps. `step_once(state, batch)` returns the next state and a value for `wait`, which
+    blocks until the step is done.
 
     As in training, step n is waited for while step n+1 runs. A step's time is from the end of the
     step before to its own end.
@@ -76,7 +76,7 @@ def time_steps(
 
 
 def peak_memory() -> tuple[int, str]:
-    """Returns the peak number of bytes in use, and where."""
+    """Returns the peak of the bytes in use, and whose they are."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(each["peak_bytes_in_use"] for each in stats if each), "per device"
@@ -88,7 +88,7 @@ def show(
     config: train.Config, kind: str, parameters: int, peak: tuple[int, str], packages: list[str],
     times: Times, start: dict[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """Prints a table. `start` is the seconds of each part of the start."""
+    """Prints the table. `start` has the seconds of each part of the time to the first step."""
     steps, waits, cpu = times
     axes = config.mesh.axes
     count = math.prod(axes.values())
@@ -122,7 +122,7 @@ def show(
 
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
-    # Without a validation split.
+    # No step here needs the validation split.
     training = dataclasses.replace(config.training, validation_interval=0)
     config = dataclasses.replace(config, training=training)
     mesh = make_mesh(config, config.mesh.axes)
@@ -142,7 +142,7 @@ def main(config: train.Config) -> None:
         state = timed("initialize the state", train.init_state(config))
         batches = (batch for _, batch in loader.from_step(0, 2**31))
         batch = timed("load a batch", next(batches))
-        numbers = hyper_at(0, training)  # of the first step, in all
+        numbers = hyper_at(0, training)  # each step uses those of the first
 
         def step_once(state: Any, batch: Any) -> Any:
             return compiled(state, batch, numbers)

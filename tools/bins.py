@@ -3,10 +3,10 @@
     python -m tools.bins stdlib.zarr/train train.bin --end-token 0
     python -m tools.bins 'fineweb/*train*.bin' fineweb.zarr/train --end-token 50256
 
-A .bin file gets ids of 16 bits, or of 32 bits if 16 are too few, and no header, as nanoGPT's have
-none; --header writes llm.c's. --end-token is written after each document that doesn't end with it,
-and in files that are read a document starts after it. Without it nothing marks documents, and all
-that is read is one. Files of Megatron-LM's, with an .idx file beside each, say where they start.
+A .bin file gets ids of 16 bits, or of 32 bits if 16 are too few, and no header, like nanoGPT's;
+--header writes llm.c's. When writing, --end-token follows each document that doesn't end with it.
+When reading, a document starts after each --end-token; without one, all files are one document.
+Megatron-LM's files need none: the .idx file beside each says where documents start.
 """
 
 import os
@@ -25,7 +25,7 @@ from tools import arguments
 
 PART = 8 * CHUNK  # tokens in memory
 MEGATRON = b"MMIDIDX\0\0"  # how an index begins
-# Its types of ids by their codes, read as unsigned, so that a negative one is far too large.
+# Its id types by code. Signed ones are read as unsigned, so that negative ids exceed MAX_ID.
 CODES = {1: "uint8", 3: "uint16", 4: "uint32", 5: "uint64", 8: "uint16"}
 
 
@@ -38,12 +38,12 @@ def split_of(path: str) -> tuple[str, str]:
 
 
 def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int:
-    """Writes a file of a split's ids. Returns their number."""
+    """Writes a split's ids to a file. Returns how many it wrote."""
     if os.path.exists(output):
         raise UserError(f"{output} exists; choose another output")
     data, count = FlatTokens(*split_of(source)), 0
     kind = np.dtype("uint16" if max(data.max_token_id, end_token or 0) < 2**16 else "uint32")
-    last = end_token  # no document ends before the first
+    last = end_token  # so that none is written before the first document
     part = pathlib.Path(f"{output}.part")
     with part.open("wb") as file:
         file.write(bytes(1024 * header))
@@ -66,14 +66,14 @@ def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int
 
 
 def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids in a file, and where documents start by the .idx file beside it, whose format
-    is in megatron/core/datasets/indexed_dataset.py. Raises UserError if they don't fit."""
+    """Returns a file's ids and where its documents start, by the .idx file beside it, whose format
+    is in megatron/core/datasets/indexed_dataset.py. Raises UserError if the two don't match."""
     index = f"{file.removesuffix('bin')}idx"
     try:
         content = np.memmap(index, np.uint8, "r")
         kind = np.dtype(CODES[int(content[17])] if content[:9].tobytes() == MEGATRON else "")
         count, documents = np.frombuffer(content, "<u8", 2, 18).tolist()
-        # Of sequences the lengths and their places in bytes; of documents the first sequences.
+        # The lengths of sequences and their offsets in bytes; the first sequence of each document.
         lengths = np.frombuffer(content, "<i4", count, 34)
         places = np.frombuffer(content, "<i8", count, 34 + 4 * count)
         firsts = np.frombuffer(content, "<i8", documents, 34 + 12 * count)
@@ -104,7 +104,7 @@ def parts_of(source: str, end_token: int | None, kind: str) -> Iterator[np.ndarr
 
 
 def from_bins(source: str, output: str, end_token: int | None, kind: str) -> int:
-    """Writes a split of the ids in files. Returns their number."""
+    """Writes the ids in files as a split. Returns how many it wrote."""
     with Writer(*split_of(output)) as writer:
         for encoded in parts_of(source, end_token, kind):
             low = writer.token_count

@@ -2,9 +2,9 @@
 
     python -m tools.check --config-name=c4_h100x8_1b
 
-This is what `python -m train` checks before its first step, even if it has passed before; types
-alone with check=types. It takes 20 seconds on two cores, up to two minutes with experts, needs no
-devices but a CPU, and depends on the config's model and training settings, not on its sizes. Exits
+Runs the check that `python -m train` makes before its first step, even if it has passed before;
+check=types checks types alone. It takes 20 seconds on two cores, up to two minutes with experts. It
+needs only a CPU, and depends on the config's model and training settings, not on its sizes. Exits
 with status 1 and a message if the check fails.
 """
 
@@ -19,7 +19,7 @@ from tools.arguments import NOT_USED
 @program(train.Config, "configs", preset=NOT_USED)
 def main(config: train.Config) -> int:
     config.require(config.check != "none", "check", "choose what to check: numbers or types")
-    jax.config.update("jax_compilation_cache_dir", None)  # so that nothing is remembered
+    jax.config.update("jax_compilation_cache_dir", None)  # reuses no earlier result
     with preflight.begun(train, config) as wait_for_check:
         if wait_for_check():
             return 1

@@ -29,7 +29,8 @@ def damage(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def describe(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """Returns a line on a checkpoint, and whether it is complete with readable attributes."""
+    """Describes a checkpoint in a line. Also returns whether it is complete and its attributes are
+    readable."""
     when = datetime.datetime.fromtimestamp(checkpoint.start / 1000).isoformat(" ", "seconds")
     line = f"{checkpoint.path}: step {checkpoint.step:,}, written by the run started {when}"
     if not checkpoint.may_be_complete:

@@ -3,7 +3,7 @@
     python -m tools.flat_tokens_info stdlib.zarr --decode 2
     python -m tools.flat_tokens_info train.bin --end-token 50256
 
-Reads the whole dataset: both splits, or .bin files. If one breaks a rule of the format, prints the
+Reads both splits completely, or the .bin files. If one breaks a rule of the format, prints the
 first broken rule and exits with 1.
 """
 
@@ -22,12 +22,12 @@ from runtime.errors import user_errors
 from shardlib.errors import UserError
 from tools import arguments
 
-MAX_CHARACTERS = 400  # printed of a document
+MAX_CHARACTERS = 400  # printed per document
 
 
 def checked_bounds(data: FlatTokens | Bins) -> tuple[np.ndarray, int]:
-    """Reads a whole split. Returns where its documents start and the last one ends, and the largest
-    id. Raises FlatTokensError if it breaks a rule of the format."""
+    """Reads a whole split. Returns its documents' starts and the last one's end, and the largest
+    id. Raises FlatTokensError if the split breaks a rule of the format."""
     if isinstance(data, FlatTokens):
         data.validate()
         return data.starts(0, data.sequence_count), data.max_token_id
@@ -40,7 +40,7 @@ def checked_bounds(data: FlatTokens | Bins) -> tuple[np.ndarray, int]:
 
 
 def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
-    """Returns a line on a split, given the lengths of its documents and its largest id."""
+    """Describes a split in a line, given the lengths of its documents and its largest id."""
     if isinstance(data, FlatTokens):
         arrays = data.tokens, data.seq_starts
         size, packed = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)

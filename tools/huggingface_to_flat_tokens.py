@@ -84,7 +84,7 @@ class Conversion:
                     f"{config.output} is an unfinished conversion with {key}={before}, not "
                     f"{settings.get(key)}; choose another output, or delete it"
                 )
-        # Of train_split and validation_split. Nothing more is read after null.
+        # In train_split and validation_split; after null nothing more is read.
         self.positions: list[Any] = saved.get("positions", [{}, {}])
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
@@ -94,8 +94,8 @@ class Conversion:
         self.committed = time.monotonic()
 
     def add(self, unit: Unit, source: int) -> None:
-        """Appends a unit of a source: 0 is train_split, 1 is validation_split. Its position is None
-        once `max_tokens` allows no more from it."""
+        """Appends a unit of a source: 0 is train_split, 1 is validation_split. A source's position
+        becomes None once its split has `max_tokens`."""
         lengths, sizes = unit.lengths[unit.lengths > 0], unit.sizes[unit.lengths > 0]
         self.empty += len(unit.lengths) - len(lengths)
         split, other = SPLITS[source], SPLITS[1 - source]

@@ -8,25 +8,24 @@ and OLMo 2; with experts Mixtral, OLMoE and Qwen3.
 
 Import takes a folder of safetensors as `hf download` makes it, one tensor at a time. It prints a
 config for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`, which
-starts from the imported weights. The tokenizer, config.json and generation_config.json are kept
-beside the checkpoint, if that is in a local folder, and come back from an export, also of a run
-that started from it: what config.json says is lost only where a run was allowed another tokenizer.
+starts from the imported weights. If the checkpoint is in a local folder, the tokenizer, config.json
+and generation_config.json are kept beside it. An export of it, or of a run that started from it,
+restores them, unless a run was allowed another tokenizer.
 
-What config.json says of training alone isn't imported: dropout, router_jitter_noise, and
-router_aux_loss_coef, as transformers averages loads and scores over layers before it multiplies
-them, which is another cost than training.routing.balance_cost's. Nothing of training.routing is
-exported.
+Settings of training alone aren't imported: dropout, router_jitter_noise, and router_aux_loss_coef,
+as transformers averages loads and scores over layers before it multiplies them, so that its cost
+differs from training.routing.balance_cost's. Nothing of training.routing is exported.
 
-Export takes a checkpoint, or the newest complete one of a folder, and makes it the first of the
-families whose files say all of the model. The weights stay float32, bit for bit, unless
---dtype=bfloat16 rounds them. The tokenizer is that of the import that the run started from, or
---tokenizer, which takes what tools.huggingface_to_flat_tokens takes. One that begins texts with
-another id than the model's start token, or has that for a word, is refused. The ids that end a text
-are the tokenizer's, and those of a config.json or generation_config.json beside it. config.json is
-written last: a folder without it is unfinished. Memory must hold a file of weights (4 GB) plus the
-layers that a chunk of the checkpoint spans, and both embeddings.
+Export takes a checkpoint, or the newest complete one of a folder, and writes it as the first family
+whose config.json can express the model. The weights stay float32, bit for bit, unless
+--dtype=bfloat16 rounds them. The tokenizer is the one kept by the import that the run started from,
+or --tokenizer, with the values that tools.huggingface_to_flat_tokens takes. It is refused if it
+begins texts with another id than the model's start token, or with none and has that id for a word.
+The ids that end a text are the tokenizer's, and those of a config.json or generation_config.json
+beside it. config.json is written last: a folder without it is unfinished. Memory must hold a file
+of weights (4 GB) plus the layers that a chunk of the checkpoint spans, and both embeddings.
 
-Both name tensors with NaN or infinite values on standard error.
+Import and export name tensors with NaN or infinite values on standard error.
 """
 
 import dataclasses
@@ -66,13 +65,13 @@ from tools import arguments
 from tools.generate.text import Text, check_ids
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
-# The files of a tokenizer, and what generation needs to know.
+# The files of a tokenizer and of the settings for generation.
 SETTINGS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "generation_config.json"),
 )
-OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # of weights
-UNFINISHED = "config.json.unfinished"  # while an export is at work
+OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # weights
+UNFINISHED = "config.json.unfinished"  # its name until the export is complete
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
 
 # The Hugging Face name and dimensions, in einops notation, of each array of train.Weights. A {} in
@@ -110,10 +109,10 @@ TENSORS = {
         for ours, (theirs, dims) in LAYER.items()
     },
 }
-# What every model has.
+# The arrays that every model has.
 REQUIRED = {name for name in TENSORS if re.fullmatch(r"weights/(layers/)?\w+", name)}
 REQUIRED -= {"weights/unembed"}
-# What has another name in a family's files.
+# By family, parts of names that differ in its files.
 RENAMED = {
     "mixtral": {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "olmo2": {
@@ -122,7 +121,7 @@ RENAMED = {
     },
 }
 
-# The families by model_type, and in what train.ModelConfig their models differ from Llama's.
+# By model_type, the fields of train.ModelConfig in which a family differs from Llama.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -133,10 +132,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"qk_norm": "all", "norms_after": True},
     "olmoe": {"qk_norm": "all"},
 }
-WITH_WINDOW = {"mistral", "mixtral"}  # or without
+WITH_WINDOW = {"mistral", "mixtral"}  # may have a sliding window
 
-# config.json's names for the fields of train.ModelConfig, for those of ExpertsConfig by
-# family, and for those of RopeScalingConfig, which are in its rope_parameters of type llama3.
+# config.json's names for the fields of train.ModelConfig, of ExpertsConfig by family, and of
+# RopeScalingConfig, which are in rope_parameters of type llama3.
 MODEL = {
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -190,13 +189,13 @@ class Tensor:
 
 
 def stacked(array: str) -> list[str]:
-    """The dimensions of an array of which each index has a tensor of its own."""
+    """Returns the dimensions of an array along which each index is a tensor of its own."""
     name, theirs = TENSORS.get(array, ("", ""))
     return theirs.split()[: name.count("{}")]
 
 
 def entries(model: train.ModelConfig) -> dict[str, Any]:
-    """Describes the arrays of a checkpoint of the weights, by name, except their chunks."""
+    """Describes a checkpoint's arrays of weights, by name, except their chunks."""
     known = flat(dataclasses.asdict(model), "model.")
     sizes = {name: known[key] for name, key in train.DIMENSIONS.items() if known.get(key)}
     hint = type_tree(train.Stored, train.weights_type(model))
@@ -229,8 +228,8 @@ def tensors(model: train.ModelConfig, family: str) -> list[Tensor]:
 
 
 def described(model: train.ModelConfig, length: int, family: str) -> dict[str, Any]:
-    """The entries of config.json that determine what the model computes, and the row length it was
-    trained on, with the names of transformers 5. A family may have no such model, see config_of."""
+    """Returns the entries of config.json that determine what the model computes, and its row
+    length, as transformers 5 names them. The family may have no such model: see config_of."""
     rope = {"rope_type": "default", "rope_theta": float(model.rope_max_timescale)}
     if scaling := model.rope_scaling:
         rope |= {theirs: getattr(scaling, ours) for theirs, ours in LLAMA3.items()}
@@ -267,7 +266,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     ignored = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
     rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
     config.rope_parameters, theta = rope, rope["rope_theta"]
-    # Families without a token that starts a text put one that ends it between texts.
+    # Families without a start token put the end token between texts.
     end = config.eos_token_id
     end = next(iter(end), None) if isinstance(end, list) else end
     start = end if config.bos_token_id is None else config.bos_token_id
@@ -305,8 +304,8 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
 
 
 def config_of(model: train.ModelConfig, length: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json, with `more` in it, of the first family from whose config.json an
-    import would make this model. Raises UserError if there is none."""
+    """Returns a config.json, with the entries `more`, of the first family from which an import
+    gives this model back. Raises UserError if there is none."""
     problems = []
     for family in (name for name in FAMILIES if (name in MIXTURES) == bool(model.experts)):
         config = more | described(model, length, family)
@@ -349,9 +348,9 @@ def model_of(source: Checkpoint) -> tuple[train.ModelConfig, int]:
 def copy_tokenizer(
     name: str, folder: pathlib.Path, model: train.ModelConfig, kept: str | None = None
 ) -> dict[str, Any]:
-    """Copies a tokenizer and the settings beside it. Returns the ids that end a text and that pad a
-    batch, also those that an import kept. Raises UserError if there is no tokenizer, or if it isn't
-    the model's, by its ids or by how it starts a text."""
+    """Copies a tokenizer and the settings beside it. Returns the ids that end a text, also those
+    in the folder `kept`, and the one that pads a batch. Raises UserError if there is no tokenizer,
+    or if its ids or its start of a text don't suit the model."""
     tokenizer = Text(name, kept)
     if tokenizer.slow and not os.path.exists(name):
         wanted = [*SETTINGS, "config.json"]
@@ -402,7 +401,7 @@ def write_weights(
             for tensor, value in itertools.islice(pairs, len(names))
         }
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / UNFINISHED, folder / file)  # theirs, 600, leaves others out
+        shutil.copymode(folder / UNFINISHED, folder / file)  # safetensors makes files with mode 600
         del part  # frees it before the next file is read
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -413,7 +412,7 @@ def write_weights(
 def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = None) -> None:
     """Exports a checkpoint. Raises UserError or OSError if it can't be read, if no family of
     transformers has the model, or if the output can't be written."""
-    # It takes two seconds.
+    # This import takes two seconds.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if "://" in output:

@@ -19,7 +19,7 @@ The model sees the ids that lm-eval's own model `hf` gives the exported folder:
 - A text that is scored as a whole (perplexity) comes after one start token, which isn't scored.
   With `hf` compare with add_bos_token=False: a tokenizer that adds BOS makes it score a second BOS.
 - The names of special tokens in a text are parsed, and special tokens are left out of answers.
-- What doesn't fit into a row of the training's length is cut off on the left, start token included.
+- A text longer than a row of the training is cut off on the left, start token included.
   As in `hf`, an answer and the context before it share a row, which must be longer than the answer.
 
 Log-probabilities are over the whole vocabulary, in f32. An answer is greedy unless the task samples
@@ -70,7 +70,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         dtype: str | None = None,
         tokenizer: str | None = None,
         batch_size: int | str = 16,
-        device: str = "",  # PyTorch's, which lm-eval names
+        device: str = "",  # ignored: lm-eval passes PyTorch's
     ):
         super().__init__()
         if not str(batch_size).isdecimal() or not int(batch_size):
@@ -95,7 +95,7 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Scores (name, context, answer). A row's last token is no input, so there is one more."""
+        """Scores (name, context, answer). A row's last token is only a target, so one more fits."""
         results = [(0.0, False)] * len(requests)
         for name, _, answer in requests:
             if not 0 < len(answer) <= self.room:

@@ -1,5 +1,5 @@
-"""Finds the layouts in which a config's training step is fastest on some chips, by the audit's
-figures.
+"""Finds the layouts in which a config's training step is fastest on given chips, as predicted by
+the audit.
 
     python -m tools.plan --config-name=c4_h100x8_2b chips=h100:64
     python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
@@ -7,11 +7,11 @@ figures.
     chips=KIND:COUNT    a key of runtime/chips.py, and how many of them: h100:64, v5p:4x4x8
 
 Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
-choose them. The config's own mesh and microbatches don't matter; all else stays as it is. It says
-what it finds for each mesh as it goes, on standard error: a mesh takes a second or a few.
+choose them. The config's own mesh and microbatches are ignored; all else is kept. Reports each mesh
+on standard error as it goes: one takes a second or a few.
 
-A layout's time is that of the resource which needs longest: see `tools.audit`. If a step doesn't
-fit, loss chunks and microbatches are added, no more than it needs.
+A layout's time is that of its slowest resource: see `tools.audit`. If a step doesn't fit, the plan
+adds loss chunks and microbatches, no more than needed.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from tools.audit.roofline import Bound, bound, bound_head
 from tools.audit.step import audit_step, check_rates
 from tools.tables import show, table
 
-SHOWN, NEAREST = 10, 3  # rows that fit, and that don't
-# Of the config, what the plan chooses.
+SHOWN, NEAREST = 10, 3  # numbers of listed layouts: that fit, and that don't
+# Settings that the plan chooses.
 CHOSEN = {"mesh": {"d": 1, "t": 1, "r": 1, "c": 1}, "training": {"microbatches": 1}}
 MICROBATCHES, CHUNKS = "training.microbatches", "training.loss_chunks"
-# Of a chip's memory. What compilers reported of the tests' programs was never more than 10% above a
-# prediction: see docs/audit.md.
+# Share of a chip's usable memory. For the tests' programs, compilers never reported more than 10%
+# above the prediction: see docs/audit.md.
 ROOM = 0.9
 
 
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
     @property
     def order(self) -> tuple[float, float]:
-        """Faster ones come first; of two with the same longest time, that with less besides."""
+        """Sorts by the time of the slowest resource, then by the sum over resources."""
         return float(f"{self.seconds:.3g}"), sum(self.bound.seconds.values())
 
     @property
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def chips_of(written: str) -> tuple[chips.Chip, int]:
-    """The kind and the number of chips. Raises UserError if they aren't written like h100:64."""
+    """Returns the kind and the number of chips. Raises UserError unless written like h100:64."""
     name, _, count = written.partition(":")
     if name not in chips.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
         cure = "write a kind and a number, such as h100:64 or v5p:4x4x8"
@@ -99,8 +99,8 @@ def divisors(n: int) -> list[int]:
 
 def meshes(chip: chips.Chip, count: int) -> Iterator[dict[str, int]]:
     """Yields the meshes of `count` chips with t within fast links, and with either no replicas or
-    as many as there are groups of chips with fast links. Those that split no rows come first, as
-    they are usually faster."""
+    as many as there are groups of chips with fast links. Meshes that split no rows (c=1) come
+    first, as they are usually faster."""
     replicas = {1, *({count // int(chip.near)} if count % chip.near == 0 else ())}
     for c, t, r in itertools.product(divisors(count), divisors(count), replicas):
         d, rest = divmod(count, c * t)
@@ -117,11 +117,11 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
 
 
 def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
-    """The layout with more loss chunks, if the logits alone may shrink by the excess, else with
-    more microbatches, if all activations may: with the fewest, if all that they divide becomes so
-    much smaller. If no number is enough, that with the most of both; None if it was that one."""
+    """Returns the layout with the fewest more loss chunks, or else microbatches, that may save the
+    excess; if none may, the layout with the most of both, or None if the plan has it. Chunks divide
+    the logits; microbatches divide the other activations, with the logits counted as gone."""
     logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
-    shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # wholly, and in proportion
+    shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # bytes gone, and divided
     for key, (wholly, divided) in shrinks.items():
         parts = operator.attrgetter(key)(plan.config)
         for more in divisors(most[key]):
@@ -131,8 +131,8 @@ def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
 
 
 def lightest(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Plan:
-    """The plan for the layout's mesh with the fewest parts that fits; if none does, the one that
-    needs the least memory. Raises UserError if the config doesn't split this way."""
+    """Returns the plan for the layout's mesh that fits with the fewest chunks and microbatches; if
+    none fits, the one with the least memory. Raises UserError if the config doesn't split so."""
     tried = [audited(config, layout, chip)]
     tokens, mesh = tried[0].config.training.tokens, tried[0].config.mesh
     most = {CHUNKS: tokens.len // mesh.c, MICROBATCHES: tokens.batch // mesh.d}
@@ -143,7 +143,7 @@ def lightest(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pl
 
 
 def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan], list[Plan]]:
-    """Finds a plan for each mesh, and says so. Returns those that fit, fastest first, and the
+    """Finds and reports a plan for each mesh. Returns the plans that fit, fastest first, and the
     others, nearest first. Raises UserError if none fits."""
     found, problems, tried = list[Plan](), list[str](), [*meshes(chip, count)]
     for number, mesh in enumerate(tried, 1):
@@ -166,7 +166,7 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
 def main(config: PlanConfig) -> None:
     check_rates(config)
     chip, count = chips_of(config.chips)
-    room = ROOM * chip.usable  # raises here, not for each mesh
+    room = ROOM * chip.usable  # raises once here, not for each mesh
     preflight.check_types(train, config)
     fitting, larger = plans(config, chip, count)
 
@@ -183,7 +183,7 @@ def main(config: PlanConfig) -> None:
         print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
     shown = fitting[:SHOWN]
     cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
-    print(f"\nAt least:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
+    print(f"\nThe least that a step needs:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
     if any(CHUNKS in plan.layout for plan in shown):
         print(f"\nRows that change {CHUNKS}={training.loss_chunks} don't fit with it.")
     if larger:

@@ -2,12 +2,12 @@
 
     python -m tools.plot runs/a runs/b --output curves.svg
 
-A table below has each run's last loss and the settings in which the runs differ, but none that a
-run doesn't use, or that changes a loss only by rounding, such as the mesh. Faint lines show each
-step's loss, the others its exponential moving average, whose weights fall to 1/e within the number
-of steps in the title, 1% of the run by default. Validation is drawn in bits per byte if tokenizers
-differ and all runs know their bytes. Time counts training steps only, not validation or saving.
---log shows losses that are close, from a tenth of the shortest run on.
+A table below has each run's last losses and the settings that differ between runs, except those
+that change a loss only by rounding, such as the mesh; "-" marks settings that a run doesn't use.
+Faint lines show each step's loss, the others its exponential moving average, whose weights fall to
+1/e within the number of steps in the title, 1% of the longest run by default. Validation is in bits
+per byte if tokenizers differ and all runs recorded it. Time counts training steps only, not
+validation or saving. --log starts at a tenth of the shortest run, to tell close losses apart.
 """
 
 import itertools
@@ -34,11 +34,11 @@ from tools import arguments
 
 SECONDS = {"days": 86400, "hours": 3600, "minutes": 60}
 TITLES = {"L": "loss by tokens", "T": "loss by time", "S": "throughput", "V": "validation loss"}
-# What a loss depends on, in the table's order: how the keys begin.
+# Prefixes of the table's keys, in its order: losses, and the settings that a loss depends on.
 SEEN = ("loss", "validation_loss", "validation_bits", "tokenizer", "model.", "training.", "dtype",
         "flat_tokens.", "hf_dataset.", "paths.clone_")  # fmt: skip
-LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # the metrics of them
-# What of these a run with this setting doesn't use; "": what changes a loss only by rounding.
+LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # names of these metrics
+# By setting, prefixes of keys that a run with it doesn't use; "": keys that change only rounding.
 UNUSED = {
     "": ("training.microbatches", "training.loss_chunks", "training.unroll",
          "training.validation_", "training.max_skipped_updates", "flat_tokens.other_rows",
@@ -53,8 +53,8 @@ UNUSED = {
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
-    """A run's config, with dotted keys, and its metrics: a row per step, with the tokens and
-    seconds so far. Raises UserError if they can't be read."""
+    """Returns a run's config, with dotted keys, and its metrics: a row per step, with the tokens
+    and seconds so far. Raises UserError if they can't be read."""
     try:
         text = (folder / "config.yaml").read_text()
         config = flat(plain(text))
@@ -79,7 +79,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
 
 
 def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) -> np.ndarray:
-    """The tokens in the batch of each step: the run may go on with another batch at a start."""
+    """Returns the tokens in each step's batch, whose size may change when a run is restarted."""
 
     def tokens(config: dict[str, Any]) -> int:
         return int(config["training.tokens.batch"] * config["training.tokens.len"])
@@ -87,13 +87,13 @@ def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) ->
     file = folder / "starts.jsonl"
     starts = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     found = np.full(steps, tokens(config))
-    for number, start in enumerate(starts):  # a clone's first start stands for the steps before it
+    for number, start in enumerate(starts):  # the first also covers steps that a clone skips
         found[start["first_step"] if number else 0 :] = tokens(flat(plain(start["config"])))
     return found
 
 
 def used(config: dict[str, Any]) -> dict[str, str]:
-    """The settings that a loss can depend on, as text; "-" for those that this run doesn't use."""
+    """Returns the settings that a loss can depend on, as text; "-" if this run doesn't use one."""
     texts = {key: json.dumps(value).strip('"') for key, value in config.items()}
     given = {"", *(f"{key}={text}" for key, text in texts.items())}
     unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
@@ -102,17 +102,17 @@ def used(config: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> pandas.DataFrame:
-    """The settings in which runs differ, one in a column, by run; "-" where a run doesn't use it.
-    One that follows another in all runs, as steps_for_lr follows steps, isn't repeated."""
+    """Returns the settings that differ between runs, by run; "-" where a run doesn't use one. Of
+    settings with equal values in all runs, such as steps and steps_for_lr, keeps only the first."""
     table = pandas.DataFrame(map(used, configs), index=names).fillna("-")
-    sections = {key.rpartition(".")[0] for key in table}  # null in a run without
+    sections = {key.rpartition(".")[0] for key in table}  # a section that a run lacks is null
     differ = [key for key in table if table[key].nunique() > 1 and key not in sections]
     return table[[*table[differ].T.drop_duplicates().index]]
 
 
 def smooth(values: pandas.Series, steps: float) -> pandas.Series:
-    """The exponential moving average, whose weights fall to 1/e in this many steps. A NaN has no
-    weight and stays NaN."""
+    """Returns the exponential moving average whose weights fall to 1/e in this many steps. NaNs
+    have no weight and stay NaN."""
     fall = math.exp(-1 / steps) if steps > 0 else 0.0
     return values.ewm(alpha=1 - fall).mean().where(values.notna())
 
@@ -120,8 +120,8 @@ def smooth(values: pandas.Series, steps: float) -> pandas.Series:
 def draw(
     folders: Sequence[pathlib.Path], output: pathlib.Path, smoothing: float | None, log: bool
 ) -> None:
-    """Draws the runs into one picture, except those that can't be read, which it names. Raises
-    UserError if none can, and for an unknown picture format."""
+    """Draws the runs into one picture. Warns of runs that can't be read. Raises UserError if none
+    can, or if the picture can't be written."""
     if output.is_dir():
         raise UserError(f"--output={output} is a folder: name a file in it")
     found = []
@@ -156,7 +156,7 @@ def draw(
     lines = text.count("\n") / 8 + len(runs) / columns / 5
     figure = Figure(figsize=(12, 8.5 + lines), layout="constrained")
     colors = matplotlib.colormaps["tab10" if len(runs) <= 10 else "turbo"]
-    # Of each run, the columns to draw.
+    # The columns to draw, by run.
     validations = [[*run.filter(regex="^validation_loss(/|$)")] for run in runs]
     in_bits = [[x.replace("loss", "bits_per_byte", 1) for x in found] for found in validations]
     known = all({*found} <= {*run} for found, run in zip(in_bits, runs, strict=True))

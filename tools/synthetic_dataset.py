@@ -41,7 +41,7 @@ def sequence(rng: np.random.Generator, vocab: int, length: int) -> np.ndarray:
         head.append(TASKS + distance)
         symbols = np.resize(symbols[:distance], length)
     else:
-        # Distribution m is Zipf's, over the symbols shifted by m / MIXTURES of their range.
+        # Distribution m is Zipf's law over the symbols, shifted by m / MIXTURES of their range.
         count = vocab - FIRST_SYMBOL
         shift = int(rng.integers(MIXTURES)) * count // MIXTURES
         rank = np.exp(rng.random(length) * np.log(count)).astype(np.int64) - 1

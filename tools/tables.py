@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def show(amount: float, unit: str = "B") -> str:
-    """An amount to three digits: `1.07 GB`, `2.5 ms`."""
+    """Formats an amount to three digits: `1.07 GB`, `2.5 ms`."""
     amount = float(f"{amount:.3g}")
     thousands = math.floor(math.log10(abs(amount)) / 3) if amount else 0
     thousands = min(max(thousands, -2), 6)
@@ -18,7 +18,7 @@ def show(amount: float, unit: str = "B") -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """Aligned columns, those of numbers to the right. A cell may be empty."""
+    """Formats aligned columns, numbers to the right. A cell may be empty."""
     columns = []
     for title, *texts in zip(head, *rows, strict=True):
         width = max(map(len, (title, *texts)))
@@ -29,13 +29,13 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def texts(row: dict[str, Any], keys: Iterable[str]) -> tuple[str, ...]:
-    """Values of a row, those of a list separated by commas."""
+    """Returns values of a row as text, the items of a list separated by commas."""
     values = (row[key] for key in keys)
     return tuple(value if isinstance(value, str) else ",".join(value) for value in values)
 
 
 def totals(amounts: Iterable[tuple[T, float]]) -> dict[T, float]:
-    """The sum of the amounts that have the same label."""
+    """Sums the amounts with the same label."""
     sums: dict[T, float] = {}
     for label, amount in amounts:
         sums[label] = sums.get(label, 0) + amount

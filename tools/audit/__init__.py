@@ -1,1 +1,1 @@
-"""What a training step saves, sends and computes, from its source."""
+"""Reports what a training step saves, sends and computes, without running it."""

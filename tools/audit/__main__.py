@@ -7,12 +7,12 @@ weights.
     python -m tools.audit --config-name=c4_h100x8_1b audit.against=main
 
     audit.chip=KIND              adds a roofline for a key of runtime/chips.py, such as h100 or v5p
-    audit.links={AXIS: LINK}     the chip's link over which a mesh axis goes, such as {s: ib}
+    audit.links={AXIS: LINK}     the chip's link that a mesh axis uses, such as {s: ib}
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
-                                 of a git revision's source; configs that it lacks are today's
+                                 of a git revision; configs missing there are today's
     audit.json=FILE              writes the ledger as JSON
     audit.html=FILE              writes the source as a page, with the amounts beside its lines
-    audit.least=SHARE            lists rows above this part of a table's total: 0.001; 0: all
+    audit.least=SHARE            lists rows above this share of a table's total, 0.001 by default
 
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
 of saved activations, collectives and matmuls. Also predicts the step's peak memory. Sizes are
@@ -57,8 +57,8 @@ class AuditConfig(train.Config):
 
 
 def chip_of(config: AuditConfig) -> chips.Chip | None:
-    """The chip that audit.chip names, if any. Raises UserError if chips.CHIPS lacks it, or if it
-    lacks a link in audit.links."""
+    """Returns the chip that audit.chip names, if any. Raises UserError if chips.CHIPS lacks it, or
+    if audit.links has an unknown axis or link."""
     name, links = config.audit.chip, config.audit.links
     if not name and not links:
         return None
@@ -74,8 +74,8 @@ def chip_of(config: AuditConfig) -> chips.Chip | None:
 
 
 def roofline(config: AuditConfig, chip: chips.Chip) -> str:
-    """A table with a row for the config's mesh, and one for each doubling of d, and of r if there
-    are replicas, up to 4096 devices or until a dimension no longer splits."""
+    """Formats a table with a row for the config's mesh, and one for each doubling of d (and of r,
+    if there are replicas), up to 4096 devices or until a dimension no longer splits."""
     rows, end, mesh = [], "", config.mesh
     while math.prod((axes := mesh.axes).values()) <= 4096:
         try:

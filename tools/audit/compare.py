@@ -1,4 +1,4 @@
-"""Compares two audits: what an edit of the source, or other overrides, change."""
+"""Compares two audits, before and after an edit of the source or with other overrides."""
 
 import json
 import math
@@ -22,8 +22,8 @@ Result = dict[str, Any]  # of tools.audit's `audit_step`
 
 
 def earlier(against: str) -> Result:
-    """The audit to compare with: a JSON file that an audit wrote, or that of a revision, made with
-    this command's config. Raises UserError if there is no such audit."""
+    """Returns the audit to compare with, read from a JSON file or made from a git revision's source
+    with this command's config. Raises UserError if there is no such audit."""
     if pathlib.Path(against).is_file():
         try:
             return dict(json.loads(pathlib.Path(against).read_text()))
@@ -33,7 +33,7 @@ def earlier(against: str) -> Result:
         _check_out(against, folder)
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
         options += [f"++audit.json={folder}/audit.json"]
-        # In the user's folder, where a relative --config-dir is, which -P keeps out of the path.
+        # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
         command, env = [sys.executable, "-P", "-m", "tools.audit"], {"PYTHONPATH": folder}
         done = subprocess.run(
             command + options, env=os.environ | env, capture_output=True, text=True
@@ -45,7 +45,7 @@ def earlier(against: str) -> Result:
 
 
 def _check_out(revision: str, folder: str) -> None:
-    """Writes the files of a revision into a folder, and today's configs that it lacks."""
+    """Writes the files of a revision into a folder, over a copy of today's configs."""
     shutil.copytree(ROOT / "configs", f"{folder}/configs")
     archive = subprocess.run(
         ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."],
@@ -54,7 +54,7 @@ def _check_out(revision: str, folder: str) -> None:
     if archive.returncode:
         said = archive.stderr.strip().splitlines()[-1]
         raise UserError(f"audit.against={revision}: it is neither a file nor a revision ({said})")
-    # The filter leaves links out of the folder as they are.
+    # Unlike the filter "data", this one allows links that point out of the folder.
     shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
 
 
@@ -64,13 +64,13 @@ Labels = tuple[str, ...]
 
 
 def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[str, str]) -> str:
-    """Tables of what differs. `links` overrides the chip's links by axis. Raises UserError if the
-    earlier audit lacks what later ones have."""
+    """Formats tables of the differences. `links` overrides the chip's links by axis. Raises
+    UserError if the earlier audit lacks tables, or is for another chip."""
     if lacking := after.keys() - before.keys() - {"chip"}:
-        cure = "make it anew with this version of tools.audit, or choose a later revision"
+        cure = "write it again with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
     if (other := before.get("chip", after["chip"])) != after["chip"]:
-        raise UserError(f"the earlier audit is for {other or 'no chip'}: set audit.chip alike")
+        raise UserError(f"the earlier audit is for {other or 'no chip'}: set the same audit.chip")
     both = before, after
     bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)
@@ -84,10 +84,11 @@ def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[s
 def _amounts(
     result: Result, least: Bound | None
 ) -> Iterator[tuple[Labels, str, dict[Labels, float]]]:
-    """Yields the headings of each table, its unit, and the amounts by their labels."""
+    """Yields each table's headings, its unit, and its amounts by label."""
 
     def by(kind: str, *keys: str) -> dict[Labels, float]:
-        """Knows a line's function, but not the line, which moves when the source is edited."""
+        """Sums the totals of rows with equal keys. A row's line moves with edits, so the key is
+        its function."""
         rows = (row | {"function": row["line"].partition(" ")[2]} for row in result[kind])
         return totals((texts(row, keys), row["total"]) for row in rows)
 
@@ -105,8 +106,8 @@ def _amounts(
 
 
 def _changes(head: Labels, unit: str, old: dict[Labels, float], new: dict[Labels, float]) -> str:
-    """A table of the amounts that differ; empty if none does. The last line counts changes that are
-    smaller than a thousandth of the largest."""
+    """Formats a table of the amounts that differ; "" if none does. Its last line counts the changes
+    of at most a thousandth of the largest."""
     change = {key: new.get(key, 0) - old.get(key, 0) for key in {**old, **new}}
     least = max(map(abs, change.values()), default=0) / 1000
     rows = []

@@ -25,8 +25,8 @@ class Transfer(NamedTuple):
     phase: str
     times: float  # at most; see `Runs`
     at_least: int
-    elements: int  # of the array gathered over the axes; for a permute, of a device's part
-    bytes: float  # with a ring: each of n devices gets what the other n - 1 hold; or a part
+    elements: int  # of its largest operand or result on a device
+    bytes: float  # received with a ring: see `share_received`
 
 
 class Product(NamedTuple):
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     at_least: int
     flops: int
     bytes: int  # of operands and result
-    in_kernel: bool  # so that not all of these go through memory
+    in_kernel: bool  # if so, not all of these bytes go through memory
 
 
 class Saved(NamedTuple):
@@ -47,25 +47,25 @@ class Saved(NamedTuple):
     gathered before the layers aren't listed."""
 
     line: str
-    times: int  # arrays that a loop stacks
+    times: int  # number of such arrays: a loop stacks one per iteration
     shape: tuple[int, ...]  # of one of them
     dtype: str
     bytes: int  # of all of them
     memory: str  # "device" or "host"
-    statistics: bool = False  # of a kernel, which its twin doesn't save
+    statistics: bool = False  # True for softmax statistics, which only a fused kernel saves
 
 
 class Ledger(NamedTuple):
     transfers: list[Transfer]
     products: list[Product]
     saved: list[Saved]
-    kernel_bytes: int  # that ops with a kernel read and write, at least
+    kernel_bytes: int  # the least that ops with a kernel read and write
 
 
 def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
-    """Lists what each device of a mesh of these axes receives, computes and, with a gradient,
-    saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where devices of
-    the kind `chip` run a kernel, it lists the matmuls of the kernel's twin."""
+    """Lists what each device of a mesh with these axes receives, computes and, if there is a
+    gradient, saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where
+    devices of the kind `chip` run a fused kernel, lists the matmuls of its plain twin."""
     used = live(jaxpr)
     transfers, products = [], []
     for eqn, path, line, runs in equations(used):
@@ -89,25 +89,25 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
 
 
 def share_received(kind: str, count: int) -> float:
-    """The share of the whole array that each of `count` devices receives in a collective, with a
-    ring: what the other devices hold."""
+    """Returns the share of a collective's largest array that each of `count` devices receives, with
+    a ring: the other devices' parts, twice in an all-reduce; all of it in a permute."""
     others = (count - 1) / count
     return {"all-reduce": 2 * others, "permute": 1, "collective-permute": 1}.get(kind, others)
 
 
 def live(jaxpr: Any) -> Any:
-    """The jaxpr without the equations whose results nothing uses."""
+    """Returns the jaxpr without equations whose results nothing uses."""
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def nbytes(array: Any) -> int:
-    """The bytes of an array with this shape and dtype."""
+    """Returns the bytes of an array with this shape and dtype."""
     return int(array.size * array.dtype.itemsize)
 
 
 def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
-    """The FLOPs of a matmul or convolution. Counts those on the zeros that pad or dilate the
-    operand of a convolution. Takes the groups of a ragged_dot to cover all rows."""
+    """Returns the FLOPs of a matmul or convolution, including those on zeros that pad or dilate the
+    convolution's operand. Assumes that the groups of a ragged_dot cover all rows."""
     params = eqn.params
     if eqn.primitive.name == "conv_general_dilated":
         features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
@@ -120,8 +120,8 @@ def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
 
 
 def _kernel_bytes(jaxpr: Any, chip: str) -> int:
-    """The least bytes that ops with a kernel read and write in a run of a jaxpr: the
-    arrays that other equations have too."""
+    """Returns the least bytes that ops with a kernel read and write in one run of a jaxpr: those of
+    arrays that other equations also use."""
     touched: list[set[Any]] = [{*jaxpr.invars}, set()]
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
@@ -136,10 +136,10 @@ def _kernel_bytes(jaxpr: Any, chip: str) -> int:
 
 
 def _saved(body: Any, chip: str) -> Iterator[Saved]:
-    """Yields what the backward pass takes from the forward pass. For a loop these are the arrays
-    that it stacks. A loop over microbatches has both passes in its body: it saves what one
-    iteration saves. A kernel of attention saves, beside its result, the logarithm of the softmax's
-    denominator for each query and head."""
+    """Yields the arrays that the forward pass saves for the backward pass; of a loop, those that it
+    stacks. A loop over microbatches has both passes in its body, so it saves what one iteration
+    saves. An attention kernel also saves the logarithm of the softmax's denominator for each query
+    and head."""
     made_by: dict[Any, Any] = {}
     for eqn in body.eqns:
         name, path = eqn.primitive.name, str(eqn.source_info.name_stack)

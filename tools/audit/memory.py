@@ -1,30 +1,30 @@
 """Predicts the peak memory of a training step as a sum of terms that can be checked by hand.
 
-The peak is in the backward pass. In memory are then:
+The peak is in the backward pass. Memory then holds:
 
     weights                     as they are stored, in f32
     moments                     of the optimizer
-    batch                       and the numbers of an update
-    weights of the replica      the stored ones whole along r, in the compute dtype
-    gradients                   as large; with microbatches also their sums, in f32
-    saved for the backward pass what the ledger lists, the unembedding's gradient among it
+    batch                       and the hyperparameters of the update
+    weights of the replica      gathered over r, in the compute dtype
+    gradients                   of the same size; with microbatches also their sums, in f32
+    saved for the backward pass as the ledger lists it, with the unembedding's gradient
     gathered weights            a layer's, whole along s and c, and their gradients before these are
                                 summed over s and c
     arrays of a layer           three of the largest size in its backward pass: SwiGLU's result, and
-                                the gradients of its two factors. Or, if this is more, all that
-                                matmuls and loops recompute, and two of the largest size, as the
-                                result may then overwrite a factor
+                                the gradients of its two factors. Or, if this is more, all results
+                                that matmuls and loops recompute and two of the largest size, as
+                                SwiGLU's result may then overwrite a factor
 
-If more is needed while the loss is computed, there are instead of the last two:
+If the loss needs more than a layer, these replace the last two:
 
     gathered weights            the unembedding
     logits of a chunk           in f32, and on GPUs also their gradient in the compute dtype, which
-                                the matmuls of the backward pass read. TPUs' matmuls compute it
-                                from the logits meanwhile, and a gradient in f32 overwrites these
+                                matmuls of the backward pass read. On TPUs these matmuls compute
+                                it from the logits. A gradient in f32 overwrites the logits
 
 A step with few tokens for the size of its weights may have its peak in the update, which has no
-terms here. Compilers may need less: they overwrite other arrays, too, and TPUs keep small ones
-outside of this memory. They may need more: for copies, padding, and more arrays of a layer at once.
+terms here. Compilers may need less, as they overwrite other arrays, too, and TPUs keep small ones
+elsewhere. They may need more, for copies, padding, and more arrays of a layer at once.
 tests/test_tpu.py and tests/test_gpu_compile.py measure the errors.
 """
 
@@ -49,11 +49,11 @@ SAVED, ARRAYS, LOGITS = "saved for the backward pass", "arrays of a layer", "log
 
 
 def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dict[str, int]:
-    """The bytes that a device of the kind `chip` holds at the peak, by term, in a training step
-    with this jaxpr and ledger."""
+    """Returns the bytes, by term, that a device of the kind `chip` holds at the peak of a training
+    step with this jaxpr and ledger."""
     axes, sizes, training = config.mesh.axes, train.dimensions(config), config.training
     parts, state = training.microbatches, train.state_type(config)
-    whole = axes | {"s": 1, "c": 1}  # for what is gathered
+    whole = axes | {"s": 1, "c": 1}  # axes of gathered weights
     kinds = train.weights_type(config.model)
 
     def bytes_of(hint: Any, axes: dict[str, int]) -> int:
@@ -91,22 +91,22 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
 
 
 def arguments(jaxpr: Any) -> int:
-    """The bytes per device of the arguments that a function under `typed_shard_map` uses, given the
-    jaxpr of its `jax.jit`."""
+    """Returns the bytes per device of the arguments that a function under `typed_shard_map` uses,
+    given the jaxpr of its `jax.jit`."""
     (outer,) = (eqn for eqn in live(jaxpr).eqns if eqn.primitive.name == "shard_map")
     return sum(nbytes(var.aval) for var in next(jaxprs_in_params(outer.params)).invars)
 
 
 def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
-    """The bytes that each device holds of arrays typed by `hint`."""
+    """Returns the bytes that each device holds of arrays typed by `hint`."""
     kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
     parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
     return sum(nbytes(s) // part for s, part in zip(shapes, parts, strict=True))
 
 
 def _results(jaxpr: Any, layers: int, chip: str) -> Iterator[tuple[str, int]]:
-    """Yields the phase and the bytes of each result of a matmul or loop in the backward pass of the
-    layers, where all runs at least `layers` times."""
+    """Yields the phase and the bytes of each result of a matmul or loop in the layers' backward
+    pass, whose equations run at least `layers` times."""
     for eqn, path, _, runs in equations(live(jaxpr)):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
         written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path, chip)

@@ -1,4 +1,4 @@
-"""The least time that a chip needs for a training step, by the audit of the step."""
+"""Computes the least time that a chip needs for a training step from its audit."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from tools.tables import show
 
 
 class Bound(NamedTuple):
-    """The least that a step needs on a chip."""
+    """A step's peak memory, and the least time that it needs on a chip."""
 
     peak: int  # bytes
     seconds: dict[str, float]  # by resource
@@ -30,10 +30,9 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
 
 
 def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bound:
-    """The least time that a step needs of each resource, if what runs "at most" so often runs as
-    rarely as it may. `links` has the link of each axis. Memory traffic counts what matmuls, ops
-    with a kernel, and the optimizer read and write. A collective over several axes takes their
-    slowest link."""
+    """Returns the least time that a step needs on each resource, from the lower bounds of counts.
+    `links` maps each axis to its link. Memory traffic is what matmuls, ops with a kernel, and the
+    optimizer read and write. A collective over several axes takes their slowest link."""
     products = result["products"]
     moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
     moved += result["kernel_bytes"]

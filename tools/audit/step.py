@@ -1,4 +1,4 @@
-"""Audits the training step of a config: its ledger, and the memory that it holds at its peak."""
+"""Audits the training step of a config: its ledger and its peak memory."""
 
 import math
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ class Probed(NamedTuple):
     saved: list[Shape]  # in the ledger's order, without statistics
 
     def type_string(self, config: train.Config, dtype: str, shape: Shape, probed: Shape) -> str:
-        """The type of an array of this shape, which has the shape `probed` at probe sizes:
-        `bf16["B/d L F/t"]`, or `bf16["B/d/2 L F/t"]` in a loop over halves. Gives plain lengths if
-        the dimensions can't be told."""
+        """Returns the type of an array of this shape, which has the shape `probed` at probe sizes:
+        `bf16["B/d L F/t"]`, or `bf16["B/d/2 L F/t"]` in a loop over halves. Shows plain lengths if
+        the dimensions are ambiguous."""
         axes, sizes = config.mesh.axes, train.dimensions(config)
         names = []
         for length, at_probe in zip(shape, probed, strict=False):
@@ -52,8 +52,8 @@ def probe(config: train.Config) -> Probed:
 def audit_step(
     config: train.Config, probed: Probed | None, chip: chips.Chip | None
 ) -> dict[str, Any]:
-    """The ledger and the predicted memory, ready for JSON; without `probed`, no types of what is
-    saved. Raises UserError if a dimension doesn't split evenly over the mesh."""
+    """Returns the ledger and the predicted memory, ready for JSON. Without `probed`, saved arrays
+    have no types. Raises UserError if a dimension doesn't split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
     jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
     costs = ledger(jaxpr, axes, kind)
@@ -81,9 +81,9 @@ def audit_step(
 
 
 def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
-    """Merges rows that differ only in how often they run, and adds to each its `total`: `times`
-    times its `amount`, the key "bytes" or "flops". `bound` says what `times` is: "at most" if a
-    compiler may run them less often, "at least" in a while_loop, which counts as one iteration."""
+    """Merges rows that differ only in how often they run. `total` is `times` times the row's
+    `amount`, the key "bytes" or "flops". `bound` is "at most" if a compiler may run the row less
+    often, "at least" in a while_loop, which counts as one iteration, else ""."""
     found: dict[Any, dict[str, Any]] = {}
     for row in rows:
         alike = row | {"times": 0, "at_least": 0}
@@ -99,5 +99,5 @@ def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
 
 
 def check_rates(config: train.Config) -> None:
-    """Raises UserError if the dtype isn't that of the chips' rates."""
+    """Raises UserError unless the dtype is bf16, the only one whose rates are known."""
     config.require(config.dtype == "bf16", "dtype", "rates of chips are known in bf16 alone")

@@ -8,7 +8,7 @@ from runtime import chips
 from shardlib.devices import show_axes
 from tools.tables import show, table, texts, totals
 
-LEAST = 1e-3  # of a table's total: smaller rows are counted
+LEAST = 1e-3  # share of a table's total; smaller rows become one line
 
 
 class Table(NamedTuple):
@@ -43,21 +43,21 @@ def total_of(rows: Iterable[dict[str, Any]]) -> float:
 
 
 def show_total(rows: list[dict[str, Any]], unit: str) -> str:
-    """The total of rows: `1.07 GB`, or `at most 1.07 GB` if some of their counts are upper bounds.
-    With lower bounds as well it is `about 1.07 GB`."""
+    """Formats the total of rows: `1.07 GB`, or `at most 1.07 GB` if some counts are upper bounds,
+    `at least` if some are lower bounds, `about` if both occur."""
     bounds = {row.get("bound", "") for row in rows} - {""}
     bound = "about" if len(bounds) > 1 else "".join(bounds)
     return f"{bound} {show(total_of(rows), unit)}".strip()
 
 
 def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
-    """The sum by name: `backward 2 GB, forward 1 GB`."""
+    """Formats the sums by name: `backward 2 GB, forward 1 GB`."""
     by_name = totals(amounts).items()
     return ", ".join(f"{name} {show(amount, unit)}" for name, amount in by_name if amount)
 
 
 def summary(result: dict[str, Any], chip: chips.Chip | None) -> str:
-    """Sentences about the memory of each device."""
+    """Describes each device's memory in sentences."""
     room, host = "", result["host"]
     if chip:
         left = chip.usable - result["peak"]
@@ -68,13 +68,13 @@ def summary(result: dict[str, Any], chip: chips.Chip | None) -> str:
 
 
 def terms_table(result: dict[str, Any]) -> str:
-    """The terms of tools/audit/memory.py, which add up to the peak."""
+    """Formats the terms of tools/audit/memory.py, which add up to the peak."""
     rows = [(name, show(size)) for name, size in result["held"].items()]
     return table(("held at the peak", "a device"), rows)
 
 
 def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float = LEAST) -> str:
-    """The result of `audit_step` as text."""
+    """Formats the result of `audit_step`."""
     axes, sent, products = result["mesh"], result["transfers"], result["products"]
     largest_first = sorted(sent, key=lambda row: -row["total"])
     by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)

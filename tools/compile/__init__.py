@@ -1,1 +1,1 @@
-"""What compilers for GPUs and TPUs make of a training step."""
+"""Compiles a training step for GPUs and TPUs, and reads the resulting program."""

@@ -1,5 +1,5 @@
 """Compiles a config's training step ahead of time, and reports whether it fits. For GPUs it also
-says what the program sends beside what, and for TPUs it estimates how long a step takes.
+reports which communication overlaps with compute; for TPUs it estimates the time of a step.
 
     python -m tools.compile --config-name=c4_h100x8_1b topology=h100:8
     python -m tools.compile --config-name=c4_h100x8x4_2b topology=h100:4x8
@@ -7,11 +7,11 @@ says what the program sends beside what, and for TPUs it estimates how long a st
     python -m tools.compile --config-name=local_test_synthetic
 
     topology=KIND:SHAPE    the devices to compile for; without it, the local ones
-    slices=COUNT           of that topology of TPUs, over which r splits the devices
+    slices=COUNT           TPU slices of that topology, over which r splits the devices
 
-With a topology it compiles on a machine without such chips: for GPUs of a host, or of several (4x8:
-4 hosts of 8 GPUs), with requirements-gpu-compile.txt, or for a slice of TPUs, with
-requirements-tpu.txt. Otherwise it compiles for the local devices. It may take some minutes.
+Compiling for a topology needs no such chips. GPUs of a host, or of several (4x8: 4 hosts of 8),
+need requirements-gpu-compile.txt; slices of TPUs need requirements-tpu.txt. It may take some
+minutes.
 """
 
 import contextlib
@@ -62,9 +62,9 @@ TPU_CURE = "like v5e:2x4", "libtpu", "tpu"
 
 
 def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.sharding.Mesh:
-    """A mesh of GPUs or of the chips of TPU slices, for compiling only; the outermost axis is over
-    the slices. Raises UserError if the compiler is missing or doesn't know the topology, or if that
-    doesn't have as many chips as the mesh."""
+    """Makes a mesh of GPUs or TPU chips, for compiling only; slices of TPUs split its outermost
+    axis. Raises UserError if the compiler is missing or doesn't know the topology, or if the
+    topology and the mesh differ in their number of chips."""
     jax.config.update("jax_platforms", "cpu")
     is_gpu = topology.partition(":")[0] in gpus.known()
     # The two cores of a v4 chip act as one device, as those of later chips do by default.
@@ -105,7 +105,7 @@ def main(config: CompileConfig) -> None:
         mesh = make_mesh(config, axes)
     kind = mesh.devices.flat[0].device_kind
     is_tpu, chip = kind.startswith("TPU"), chips.find_chip(kind)
-    usable = chip.usable if chip else 0  # raises before minutes of compiling
+    usable = chip.usable if chip else 0  # raises here, not after minutes of compiling
     predicted = audit_step(config, None, chip)
     held = predicted["peak"]
 

@@ -1,8 +1,8 @@
 """Estimates how long a step takes on TPUs, from the estimates in its compiled program.
 
 The TPU's compiler notes for its scheduler how many cycles each instruction takes. Their sum, times
-the trip counts of the loops around them, is a pessimistic figure. In the optimistic one, no
-instruction takes longer than its FLOPs and bytes do at the chip's peak rates.
+the trip counts of the loops around them, is the pessimistic figure. In the optimistic one, an
+instruction takes no longer than its FLOPs and bytes do at the chip's peak rates.
 """
 
 import atexit
@@ -43,7 +43,7 @@ MOVES = {"parameter", "copy", "bitcast", "transpose", "reshape", "tuple", "get-t
 
 
 def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, str]]:
-    """The instructions that it calls, and that these call, each with its computation."""
+    """Yields the instructions that `call` calls, at any depth, each with its computation."""
     for name in call.called():
         for each in program[name].values():
             yield each, name
@@ -51,7 +51,7 @@ def inside(call: Instruction, program: Program) -> Iterator[tuple[Instruction, s
 
 
 def trip_count(loop: Instruction, program: Program) -> int:
-    """Returns how often a loop runs, which counts from 0 to the constant in its condition."""
+    """Returns how often a loop runs: it counts from 0 to the constant in its condition."""
     condition = program[loop.called("condition")[0]].values()
     numbers = (i.rest.partition(")")[0] for i in condition if i.op == "constant")
     return max((int(number) for number in numbers if number.isdigit()), default=1)
@@ -62,7 +62,7 @@ def elements(dims: str) -> int:
 
 
 def size(shape: str) -> tuple[int, int]:
-    """Elements and bytes of a shape such as `(bf16[8,128]{1,0:T(8,128)}, pred[])`."""
+    """Returns elements and bytes of a shape such as `(bf16[8,128]{1,0:T(8,128)}, pred[])`."""
     parts = [(elements(dims), int(bits or 8)) for bits, dims, _ in ARRAY.findall(shape)]
     return sum(n for n, _ in parts), sum(n * bits // 8 for n, bits in parts)
 
@@ -81,7 +81,7 @@ class Sent(NamedTuple):
 
 
 def payload(call: Instruction, program: Program) -> tuple[int, int] | None:
-    """Elements and bytes of the collective that an instruction is or calls."""
+    """Returns elements and bytes of the collective that an instruction is or calls, if any."""
     if call.op not in ("all-gather", "reduce-scatter", "all-reduce"):
         called = (payload(each, program) for each, _ in inside(call, program))
         return next(filter(None, called), None)
@@ -92,7 +92,7 @@ def payload(call: Instruction, program: Program) -> tuple[int, int] | None:
 
 
 def group_size(rest: str) -> int:
-    """Devices that communicate with each other, given an instruction's text with its
+    """Returns how many devices communicate with each other, given an instruction's text with its
     `replica_groups`: `mesh['d'=64,'t'=4] {'t'}`, or `{{0,1},{2,3}}` with jax 0.10."""
     if named := re.search(r"groups=mesh\[([^]]*)\] \{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
@@ -102,8 +102,8 @@ def group_size(rest: str) -> int:
 
 
 def share_overlapped(sent: list[Sent]) -> str:
-    """Sentences on how much a program sends in a step, and how much of that is overlapped with a
-    microsecond or more of compute."""
+    """Says how much a program sends in a step, and what share of it overlaps with more than a
+    microsecond of compute."""
     sentences = []
     for between_slices in False, True:
         rows = [row for row in sent if row.between_slices == between_slices]
@@ -125,7 +125,7 @@ class Row(NamedTuple):
     """The cost of an instruction in a step."""
 
     kind: str
-    at: str  # the line of the source, or what the compiler added
+    at: str  # the line of the source, or an op that the compiler added
     phase: str
     most: float  # seconds
     least: float
@@ -133,16 +133,16 @@ class Row(NamedTuple):
 
 
 def matmul_flops(call: Instruction, computation: dict[str, Instruction]) -> float:
-    """FLOPs of a matmul. It is a convolution, of b pairs of matrices if dilated by b; its arrays
-    have b M K, b K N and b M N elements."""
+    """Returns the FLOPs of a matmul. TPU programs write it as a convolution, which if dilated by b
+    multiplies b pairs of matrices. Its arrays have b M K, b K N and b M N elements."""
     shapes = [call.shape, *(computation[name].shape for name in call.operands())]
     batch = math.prod(int(n) for n in call.find(r"lhs_dilate=([\dx]+)").split("x") if n)
     return 2 * math.sqrt(math.prod(size(shape)[0] for shape in shapes) / batch)
 
 
 def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[Row], list[Sent]]:
-    """Estimates what a scheduled program takes and sends in a step. `bundles` is from
-    `dump_bundles`; without it, kernels take nothing."""
+    """Estimates the time and the communication of a scheduled program's step. `bundles` is from
+    `dump_bundles`; without it, kernels take no time."""
     program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
     link = next(iter(chip.links.values()))
     rows, sent = list[Row](), list[Sent]()
@@ -158,7 +158,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
             arrays = ARRAY.finditer(" ".join([call.shape, *(s for s in read if s[0] != "(")]))
             moved = sum(size(a[0])[1] for a in arrays if "S(" not in a[0])  # S: not in HBM
             least = min(most, times * max(flops / chip.flops, moved / chip.bandwidth))
-        # A fusion without a line of its own is at that of its last instruction that has one.
+        # A fusion without a line of its own gets that of its last instruction with a line.
         at, name = call.op, call.find(r'op_name="([^"]*)"')
         for each in (call, *(i for i, _ in reversed(fused))):
             if line := source_line(traces[each.find(r"stack_frame_id=(\d+)") or "0"]):
@@ -188,7 +188,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
                 add(call, computation, times, cycles, "kernels")
                 now += cycles
             elif call.op == "recv" and "megascale" in call.rest:
-                # Buffers for the parts of all slices, of which a device receives all but its own.
+                # The buffers have a part for each slice; a device receives all but its own.
                 started[call.name] = call, size(next(ARRAY.finditer(call.shape))[0]), now
             elif call.op == "recv-done" and call.operands()[0] in started:
                 _, array, since = started.pop(call.operands()[0])
@@ -213,8 +213,8 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
 
 
 def report(rows: list[Row], chip: Chip, flops: float) -> str:
-    """Reports what a step takes, by kind of instruction and by line, if the model needs that many
-    FLOPs of a chip."""
+    """Reports a step's time by kind of instruction and by line, and its MFU, given the FLOPs that
+    the model needs on each chip."""
     most, least = sum(row.most for row in rows), sum(row.least for row in rows)
 
     def totals(names: tuple[str, ...], key: Callable[[Row], tuple[str, ...]]) -> str:
@@ -252,8 +252,8 @@ BRANCH = re.compile(r"sbr\.rel .*target = \$region(\d+)")
 
 
 def dump_bundles() -> pathlib.Path:
-    """Makes libtpu write the bundles of what it compiles to a folder, which is deleted at exit.
-    Call it before libtpu is loaded."""
+    """Makes libtpu write the instruction bundles of its programs to a folder, which is deleted at
+    exit. Call it before libtpu is loaded."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
@@ -262,12 +262,12 @@ def dump_bundles() -> pathlib.Path:
 
 
 def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
-    """Cycles of a kernel of flash_attention.py, for which the compiler has no estimate.
+    """Returns the cycles of a kernel of flash_attention.py, which the compiler doesn't estimate.
 
-    A bundle of instructions takes a cycle. The inner loop, with the matmuls, runs for those blocks
-    of queries and keys that causal attention sees, at least for as long as the MXUs take.
+    A bundle of instructions takes a cycle. The inner loop, with the matmuls, runs for each pair of
+    blocks of queries and keys that causal attention sees, and no faster than the MXUs.
     """
-    # Of several instructions with the same program, one is written.
+    # Instructions with the same program share a file, named after one of them.
     names = (call.name, re.sub(r"\.\d+$", ".*", call.name))
     files = [path for name in names for path in folder.glob(f"*-{name}-*-final_bundles.txt")]
     _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", files[0].read_text(), flags=re.M)
@@ -284,14 +284,14 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     iterations, cores = int(limit) - 2, CLOCKS[chip.kind][1]
     operands = ARRAY.findall(call.rest.partition("attributes=")[0])
     heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
-    n = int(operands[0][1].split(",")[-1])  # blocks, of each of which it has the range it sees
-    # The sequence may be split: the other blocks, queries' or keys', are more or fewer.
+    n = int(operands[0][1].split(",")[-1])  # blocks: the first operand is `ranges`, [B, 2, n]
+    # If the sequence is split, there are more blocks of keys than of queries.
     queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
     forward = "forward" in call.name
     others = n * keys // queries if forward else n * queries // keys
     seen = heads / cores * (n * others + (n if forward else others)) / 2
     start, end = loops[-1], ends[loops[-1]]
-    # A bf16 register has 16 rows, of which some forms take 8. The MXUs take 4 rows a cycle.
+    # A bf16 register has 16 rows, of which some vmatmuls take 8. The MXUs take 4 rows a cycle.
     matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
     on_mxus = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls) / 4
     inner, outer = end - start, ends[loops[0]] - loops[0]

@@ -1,5 +1,5 @@
-"""Compiles for NVIDIA GPUs on a machine without one, and reads a GPU's program: what it sends, what
-it computes meanwhile, and which libraries compute its matmuls and attention."""
+"""Compiles for NVIDIA GPUs on a machine without one, and reads a GPU's program: its collectives,
+the compute scheduled beside them, and the libraries that run its matmuls and attention."""
 
 import collections
 import contextlib
@@ -24,21 +24,21 @@ from tools.compile.cycles import group_size, inside, size
 from tools.tables import show, table
 
 CAVEAT = """\
-Nothing has run. On a GPU XLA times each matmul with Triton and with cuBLAS, and takes the faster;
-here it could not. The bytes leave out the workspaces of cuDNN and, outside the part that JAX takes,
-NCCL's buffers and CUDA's context. What is beside a matmul may still take longer than it does."""
+Nothing has run. On a GPU XLA times each matmul with Triton and with cuBLAS, and takes the faster
+one; here it could not. The memory leaves out cuDNN's workspaces and, outside the part that JAX
+takes, NCCL's buffers and CUDA's context. A collective beside a kernel may still outlast it."""
 
 
 @functools.cache
 def known() -> dict[str, Any]:
-    """Returns what the compiler is told of each GPU, by its name in `chips.CHIPS`."""
+    """Returns the compiler's description of each GPU, by its name in `chips.CHIPS`."""
     file = OmegaConf.load(pathlib.Path(__file__).with_name("gpus.yaml"))
     found: Any = OmegaConf.to_container(file)
     return {name: found[name] for name in chips.CHIPS if name in found}
 
 
 def as_proto(fields: dict[str, Any]) -> str:
-    """Fields as the text form of protocol buffers."""
+    """Formats fields in the text form of protocol buffers."""
     lines = []
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -50,11 +50,11 @@ def as_proto(fields: dict[str, Any]) -> str:
 
 
 def devices_of(topology: str) -> list[Any]:
-    """The GPUs of a topology such as h100:8 or, on eight hosts, h100:8x8, for compiling only.
-    Raises an exception of any kind if the compiler is missing or doesn't understand it."""
+    """Returns GPUs of a topology such as h100:8 or, on eight hosts, h100:8x8, for compiling only.
+    Raises an exception of any kind if the compiler is missing or doesn't know the topology."""
     # Else JAX's CUDA plugin refuses a machine without CUDA's libraries.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    jax.config.update("jax_enable_compilation_cache", False)  # it can't load what has no device
+    jax.config.update("jax_enable_compilation_cache", False)  # can't load for absent devices
     name, _, shape = topology.partition(":")
     hosts, _, each = shape.rpartition("x")
     fields = known()[name]
@@ -73,7 +73,7 @@ def devices_of(topology: str) -> list[Any]:
 @contextlib.contextmanager
 def cudnn_as_of(topology: str) -> Iterator[None]:
     """Lets cuDNN's attention be traced for GPUs that aren't there. JAX asks the first local GPU for
-    its capability, and the installed cuDNN for its version, and has no public way to say them."""
+    its capability and the installed cuDNN for its version, with no public way to override them."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     fields = known()[topology.partition(":")[0]]
@@ -109,29 +109,29 @@ class Sent(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A matmul or an attention."""
+    """A kernel for a matmul or for attention."""
 
     what: str
     by: str
-    dtype: str  # of what it multiplies
+    dtype: str  # of its operands
     times: int
-    flops: float  # each time; of attention for the causal half of its scores
+    flops: float  # each time; for attention, of the causal half of the scores
 
 
 def first(shape: str) -> tuple[str, list[int]]:
-    """The dtype and the dimensions of an array, or of the first one of a tuple."""
+    """Returns the dtype and the dimensions of an array, or of the first one in a tuple."""
     dtype, dims = re.search(r"([a-z]\w*)\[([\d,]*)\]", shape).groups()  # type: ignore[union-attr]
     return dtype, [int(n) for n in dims.split(",") if n]
 
 
 def received(kind: str, shape: str, count: int) -> float:
-    """The bytes that each of `count` devices receives, given the shape of a collective's result."""
+    """Returns the bytes that each of `count` devices receives, given a collective's result."""
     whole = size(shape)[1] * (count if kind == "reduce-scatter" else 1)
     return whole * share_received(kind, count)
 
 
 def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> Kernel | None:
-    """The matmul or attention that an instruction of a computation is."""
+    """Returns an instruction's kernel, if it has one. `around` is the instruction's computation."""
     target = call.find(r'custom_call_target="(\w+\$\w+)')
     if call.op != "dot" and not target.startswith(("__cublas", "__cudnn$fmha")):
         return None
@@ -152,7 +152,7 @@ class Read(NamedTuple):
 
     sent: list[Sent]
     kernels: list[Kernel]
-    unknown: list[str]  # loops
+    unknown: list[str]  # names of these loops
 
 
 def read(text: str, chip: chips.Chip) -> Read:
@@ -216,6 +216,6 @@ def report(step: Read, chip: chips.Chip) -> str:
         for key, found in sorted(totals.items())
         for flops in (sum(k.times * k.flops for k in found),)
     ]
-    head = ("kernel", "by", "of", "times", "computes", "at peak")
-    least = "At least: a loop's length isn't in the program.\n\n" if step.unknown else ""
+    head = ("kernel", "library", "dtype", "times", "computes", "at peak rate")
+    least = "Lower bounds: a loop's length isn't in the program.\n\n" if step.unknown else ""
     return f"{least}{text}\n\n{table(head, cells)}"

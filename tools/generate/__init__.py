@@ -1,1 +1,1 @@
-"""Text from a checkpoint's model."""
+"""Generates text from a checkpoint's model."""

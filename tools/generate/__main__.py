@@ -7,17 +7,16 @@
 The model is the one in the checkpoint's config. Only the weights are read.
 
 Text. The model gets its start token and the prompt, then generates one token per step with a cache
-of keys and values. A prompt that begins with that token, parsed as a special one, gets no other. A
-token attends to at most as many tokens as a row had in training, so a text may be longer than a
-row. A text ends after --tokens, or when the model emits an id that ends one: the tokenizer's, or
-one of a config.json or generation_config.json beside it, or of the imported model. A model trained
-on flat tokens rarely emits it: the format marks the starts of documents and has no end token. The
+of keys and values. A prompt that already begins with the start token, as a special token, gets no
+second one. A token attends to at most as many tokens as a row had in training, so a text may be
+longer than a row. A text ends after --tokens, or at an end-of-text id: the tokenizer's, or one in a
+config.json or generation_config.json beside the tokenizer or of the imported model. A model trained
+on flat tokens rarely emits one: the format marks the starts of documents and has no end token. The
 tokenizer bytes_utf8 has no end-of-text id.
 
-Prompts. --prompts FILE continues each line of a file. Texts are generated in batches of --batch,
-and a text doesn't depend on the other prompts: it is what --prompt would give. A line that is
-repeated gets further samples, like those of --samples. The names of special tokens in a prompt are
-parsed.
+Prompts. --prompts FILE continues each line of a file, --batch lines at a time. A text doesn't
+depend on the other prompts: it is the one that --prompt would give. A repeated line gets further
+samples, as with --samples. The names of special tokens in a prompt are parsed.
 
 Sampling. --temperature divides the logits. Then --top-k keeps the likeliest tokens, and --top-p
 the likeliest of these, up to this probability in total.
@@ -28,7 +27,7 @@ of key-value heads (model.n_kv), model.d_ff, model.vocab and the number of exper
 divide model.d_model. Any such mesh will do, whatever mesh the model was trained on. If d doesn't
 divide the batch, it is padded. The same seed gives the same text on any mesh, up to rounding.
 
-Evaluation. The tokens of the validation split, in order, packed into rows of the training's length.
+Evaluation. Packs the validation split's tokens, in order, into rows of the training's length.
 Attention doesn't cross documents. "Nats per token" is the mean loss over all tokens. "Bits per
 byte" is the summed loss / ln 2, divided by the number of UTF-8 bytes of the decoded text. The model
 is told where documents start and doesn't predict where they end, so boundaries cost no bits. As in
@@ -65,9 +64,9 @@ from tools.generate.text import Text, check_ids
 def evaluate(
     model: Model, codec: Text | None, data: flat_tokens.FlatTokens, length: int, batches: int | None
 ) -> str:
-    """Returns a line on how well the model predicts a split, or its first batches, in rows of a
-    length. Batches have about as many tokens as in training. Raises UserError if the data's ids
-    aren't the model's."""
+    """Returns a line on how well the model predicts a split, or its first `batches`, in rows of
+    `length`. Batches have about as many tokens as in training. Raises UserError if the model lacks
+    an id of the data."""
     config, tokens = model.config, model.config.training.tokens
     check_ids(data.name, data.max_token_id, config.model)
     rows = padded(max(1, tokens.batch * tokens.len // length))
@@ -81,19 +80,19 @@ def evaluate(
         likelihoods = np.asarray(scores(model.weights, batch, config.model)[0], np.float64)
         nats -= likelihoods[batch.loss_mask].sum()
     bits = "bits per byte: name a --tokenizer to compute them"
-    # In large parts, whatever the rows: what is cut at their ends is miscounted.
+    # In parts larger than rows: characters that are cut at the ends of parts are miscounted.
     parts = (data.read(i, min(i + 2**20, last)) for i in range(0, last, 2**20))
     if codec and (size_of_text := sum(codec.count_bytes(*part) for part in parts)):
         bits = f"{nats / math.log(2) / size_of_text:.4f} bits per byte"
     loss = nats / last
-    perplexity = math.inf if loss > 709 else math.exp(loss)  # which raises for what is no float
+    perplexity = math.inf if loss > 709 else math.exp(loss)  # exp raises above it
     found = f"{loss:.4f} nats per token, perplexity {perplexity:.4g}, {bits}"
     return f"{data.name}, {last:,} tokens: {found}"
 
 
 def write(args: argparse.Namespace, model: Model, codec: Text) -> None:
     """Prints the texts, a single one as it is generated. Raises UserError or OSError if the prompts
-    can't be read, or aren't of the model's ids."""
+    can't be read, or if the model lacks one of their ids."""
     texts, shown = [args.prompt or ""], 0
     if args.prompts:
         lines = pathlib.Path(args.prompts).read_text("utf-8-sig", "surrogateescape")

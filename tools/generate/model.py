@@ -21,9 +21,9 @@ from tools.generate.text import Text
 
 
 def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
-    """Returns the checkpoints and the config of the newest. Raises CheckpointError, or UserError if
+    """Returns the checkpoints and the newest one's config. Raises CheckpointError, or UserError if
     the model doesn't split over the mesh."""
-    # Defaults for keys that a checkpoint lacks: an older one, or one of imported weights.
+    # Defaults for keys that the checkpoint of an older version or of an import lacks.
     none = ["paths.model_name=none", "flat_tokens.filespec=none"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         defaults = compose("local_test_synthetic", none)
@@ -35,12 +35,12 @@ def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:
 
 class Model:
     """The model of a checkpoint, on a mesh of its own. Raises CheckpointError, or UserError if the
-    model doesn't split over it."""
+    model doesn't split over the mesh."""
 
     def __init__(self, path: str, d: int = 1, t: int = 1, dtype: str | None = None):
-        with contextlib.suppress(RuntimeError):  # JAX has its devices
+        with contextlib.suppress(RuntimeError):  # JAX already has its devices
             have_cpu_devices(d * t)
-        # All of d are replicas, which hold whole weights along d: generating gathers none.
+        # Devices along d are replicas: each holds whole weights, so generating gathers none.
         self.mesh = make_mesh(MeshConfig(d, t, r=d).axes)
         with jax.set_mesh(self.mesh):
             self.checkpoints, self.config = open_checkpoint(path)

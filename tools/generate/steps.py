@@ -46,7 +46,7 @@ class Sampling:
     temperature: float  # divides the logits; 0: always the likeliest token
     top_k: int | None  # sample from this many of the likeliest tokens; None: from all
     top_p: float  # sample from the likeliest tokens that together have this probability
-    ids: range  # the ids of the tokenizer
+    ids: range  # the tokenizer's ids
     ends: tuple[int, ...] = ()  # the ids that end a text
 
 
@@ -55,8 +55,8 @@ def sample(logits: f32["B/d l/c V/t"], draws: f32["B/d"], how: Sampling) -> u32[
     """Samples an id from each row's last logits by inverting the cumulative distribution, likeliest
     id first, at a draw that is above 0 and at most 1. Top-p keeps the ids before which the
     cumulative probability is below top_p: Holtzman et al. 2019, https://arxiv.org/abs/1904.09751,
-    section 3.1. It applies to what top-k keeps. All probabilities are those at the given
-    temperature."""
+    section 3.1. It applies to the ids that top-k keeps. The temperature applies to all
+    probabilities."""
     last = ops.all_gather("B/d V/t -> B/d V", logits[:, -1])[:, how.ids.start : how.ids.stop]
     falling, indices = lax.top_k(last, 1 if how.temperature == 0 else last.shape[-1])
     probabilities = jax.nn.softmax(falling[:, : how.top_k] / (how.temperature or 1), axis=-1)
@@ -95,11 +95,11 @@ def generate(
     model: Any, prompts: list[list[int]], numbers: list[int], tokens: int, rows: int,
     how: Sampling, seed: int = 0, longest: int = 0,
 ) -> Iterator[np.ndarray]:  # fmt: skip
-    """Yields the next ids, one a row, of texts that begin with the prompts, which include the start
-    token; further rows are padding. A row draws by the seed and its entry in `numbers`, whatever
-    the other rows are. Calls with the same rows, tokens and `longest`, the length of the longest
-    prompt of all calls, share what is compiled. The devices run a step ahead of what is yielded, so
-    that they don't wait for the host."""
+    """Yields the next ids, one for each row, of texts that begin with the prompts, which include
+    the start token; further rows are padding. A row's samples depend on the seed and its entry in
+    `numbers`, not on other rows. Calls with the same rows, tokens and `longest`, the length of the
+    longest prompt of all calls, share compiled programs. The devices run a step ahead of the
+    yielded ids, so that they don't wait for the host."""
     length = round_up(max(map(len, prompts)))
     inputs, start = np.zeros((rows, length), np.uint32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -117,7 +117,7 @@ def generate(
     first, ids = 0, parts[0]
     for i in range(1 - len(parts), tokens):
         these = parts.pop(0) if parts else ids
-        cache = jax.device_put(cache, placed)  # else one that a step returned is compiled anew
+        cache = jax.device_put(cache, placed)  # else `step` compiles again for its result
         given = these, np.int32(first), start, draws[:, max(i, 0)]
         before, (ids, cache) = ids, step(model.weights, cache, *given, model.config, how)
         first += these.shape[1]
@@ -130,9 +130,9 @@ def continued(
     model: Any, prompts: list[list[int]], numbers: list[int], tokens: int, batch: int,
     how: Sampling, ended: Callable[[list[int]], bool], seed: int = 0,
 ) -> Iterator[list[int]]:  # fmt: skip
-    """Yields the ids that follow each prompt, given as to `generate`: at most so many tokens, or
-    until `ended` says of a text's new ids, after each one, that it ends with them. A text also ends
-    before an id that ends one. Computes a batch of texts at a time."""
+    """Yields the ids that follow each prompt: at most `tokens`, or until `ended(new_ids)`, called
+    after each id, is true. A text also ends before an id of `how.ends`. Computes `batch` texts at a
+    time; the other arguments are those of `generate`."""
     rows, longest = padded(min(batch, len(prompts))), max(map(len, prompts))
     for first in range(0, len(prompts), rows):
         part = slice(first, first + rows)
@@ -161,9 +161,9 @@ def padded(rows: int) -> int:
 def scores(
     weights: train.Weights, batch: TokenBatch, config: train.ModelConfig
 ) -> tuple[f32["B/d L/c"], bool_["B/d L/c"]]:
-    """Each target's log-probability, and whether no id is likelier. The vocabulary stays split, as
-    in train.total_loss. Logits of at most 1,024 tokens exist at once on a device, or of one in each
-    row."""
+    """Returns each target's log-probability, and whether no id is likelier. The vocabulary stays
+    split, as in train.total_loss. A device holds the logits of at most 1,024 tokens at once,
+    or of one token in each row."""
     output, (rows, length) = train.output_weights(weights), batch.targets.shape
     least = min(length, -(-rows * length // 1024))
     parts = next(n for n in range(least, length + 1) if length % n == 0)

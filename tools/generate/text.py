@@ -17,10 +17,9 @@ ENDS_IN = "generation_config.json", "config.json"
 
 
 class Text(Tokenizer):
-    """The tokenizer that a model's dataset was made with, which here parses the names of special
-    tokens. The ids that end a text are the tokenizer's, and those by the config.json and the
-    generation_config.json in its folder, or in that of an imported model. Raises UserError or
-    OSError if it can't be opened."""
+    """A model's tokenizer, which here parses the names of special tokens. The ids that end a text
+    are the tokenizer's, and those in the config.json and generation_config.json of its folder, or
+    of the folder `imported`. Raises UserError or OSError if it can't be opened."""
 
     def __init__(self, name: str, imported: str | None = None):
         super().__init__(name)
@@ -32,7 +31,7 @@ class Text(Tokenizer):
                 said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
                 ends += said if isinstance(said, list) else [said]
         self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
-        if self.fast:  # one written in Python does so anyway
+        if self.fast:  # tokenizers in Python parse them anyway
             self.fast.encode_special_tokens = False
 
     def encode(self, text: str, config: train.Config) -> list[int]:
@@ -40,7 +39,7 @@ class Text(Tokenizer):
         id."""
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # Python keeps other bytes as halves of characters
+        except UnicodeEncodeError as error:  # Python keeps invalid bytes as surrogates
             near = text[max(0, error.start - 20) : error.start + 20]
             raise UserError(f"a text is not UTF-8: {near!r}") from None
         ids, _ = flat_tokens.decode(self([text])[0])
@@ -48,7 +47,7 @@ class Text(Tokenizer):
         return ids.tolist()
 
     def prompt(self, text: str, config: train.Config) -> list[int]:
-        """Returns the ids after the start token, unless they begin with it as a special token."""
+        """Returns the start token and a text's ids, unless these begin with it as a special one."""
         ids, start = self.encode(text, config), config.model.start_token
         named = self.slow is not None and start in self.slow.added_tokens_decoder
         return ids if named and ids[:1] == [start] else [start, *ids]
