@@ -35,7 +35,7 @@ from tools.audit import compare
 from tools.audit.page import page
 from tools.audit.roofline import bound, bound_head
 from tools.audit.step import audit_step, check_rates, probe
-from tools.audit.text import LEAST, report, summary
+from tools.audit.text import LEAST, report
 from tools.tables import table
 
 
@@ -98,16 +98,18 @@ def main(config: AuditConfig) -> None:
     result = audit_step(config, probe(config), chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-    text = report(result, chip, config.audit.least)
-    if config.audit.html:
-        pathlib.Path(config.audit.html).write_text(page(result, summary(result, chip), text))
+    text, results = report(result, chip, config.audit.least), [result]
+    printed = text
     if config.audit.against:
-        before = compare.earlier(config.audit.against)
-        print(compare.report(before, result, chip, config.audit.links))
-        return
-    print(text)
-    if chip:
-        print(f"\n{roofline(config, chip)}")
+        results = [compare.earlier(config.audit.against), result]
+        printed = compare.report(*results, chip, config.audit.links)
+        text = f"{printed}\n\n{text}"
+    elif chip:
+        text = printed = f"{text}\n\n{roofline(config, chip)}"
+    if config.audit.html:
+        shown = page(results, chip, config.audit.links, text)
+        pathlib.Path(config.audit.html).write_text(shown)
+    print(printed)
 
 
 if __name__ == "__main__":
