@@ -98,16 +98,16 @@ def main(config: AuditConfig) -> None:
     result = audit_step(config, probe(config), chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-    text, results = report(result, chip, config.audit.least), [result]
+    text, before = report(result, chip, config.audit.least), []
     printed = text
     if config.audit.against:
-        results = [compare.earlier(config.audit.against), result]
-        printed = compare.report(*results, chip, config.audit.links)
+        before = [compare.earlier(config.audit.against)]
+        printed = compare.report(before[0], result, chip, config.audit.links)
         text = f"{printed}\n\n{text}"
     elif chip:
         text = printed = f"{text}\n\n{roofline(config, chip)}"
     if config.audit.html:
-        shown = page(results, chip, config.audit.links, text)
+        shown = page([*before, result], chip, config.audit.links, text)
         pathlib.Path(config.audit.html).write_text(shown)
     print(printed)
 

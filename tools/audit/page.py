@@ -6,11 +6,9 @@ import html
 import itertools
 import math
 import pathlib
-import shlex
 import string
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from runtime import chips
 from runtime.config import ROOT
@@ -21,8 +19,7 @@ from tools.audit.text import TABLES, show_total, summary, total_of
 # The columns beside each line: the table whose rows at that line are added up, and their phase.
 MARGIN = [("saved", ""), *itertools.product(("transfers", "products"), figures.PHASES[:3])]
 
-# By line, table and phase.
-Amounts = dict[tuple[str, ...], list[dict[str, Any]]]
+Amounts = dict[tuple[str, ...], list[figures.Row]]  # by line, table and phase
 
 
 def page(
@@ -30,15 +27,19 @@ def page(
 ) -> str:
     """The first screen has the figures of an audit, or of two with what changed. Below are train.py
     and each file of variants/ and kernels/ that the step calls, with what each line saves, receives
-    and computes; definitions without amounts are folded, as is the text. `links` overrides the
+    and computes. Definitions without amounts are folded, and so is the text. `links` overrides the
     chip's links by axis."""
-    result, changed = results[-1], len(results) > 1
-    bound, times = "unknown", iter(["<tr><td>audit.chip=h100, or another chip, adds it.</td></tr>"])
+    result, options = results[-1], [a.lstrip("+") for a in sys.argv[1:] if "audit.html" not in a]
+    bound, times = "What bounds the step? audit.chip=h100, or another chip, says it", iter([""])
+    measure = "by share of all that is saved, received or computed"
     if chip:
         bound, times = figures.times(results, chip, links)
-    at = _amounts(result)
+        measure = "by least time, without what kernels and the optimizer read and write"
+    at: Amounts = collections.defaultdict(list)
+    for table, row in ((name, row) for name in TABLES for row in result[name]):
+        phase = row.get("phase", "").replace("update", "forward")
+        at[row["line"].partition(" ")[0], table, phase].append(row)
     files = [ROOT / "train.py", *sorted([*ROOT.glob("variants/*.py"), *ROOT.glob("kernels/*.py")])]
-    measure = "least time" if chip else "share of what is saved, received or computed"
     parts = {
         "bars": figures.bars(results, chip),
         "held": figures.held(results),
@@ -48,31 +49,23 @@ def page(
         "lines": figures.lines(results, chip, links),
         "source": (line for file in files for line in _source(file, at)),
     }
+    count, kind = math.prod(result["mesh"].values()), f"x {chip.kind}" if chip else "devices"
     template = string.Template(pathlib.Path(__file__).with_suffix(".html").read_text())
-    devices = f"{math.prod(result['mesh'].values())} {chip.kind if chip else 'devices'}"
     return template.substitute(
         {name: "\n".join(rows) for name, rows in parts.items()},
-        devices=f"{devices}, {show_axes(result['mesh'])}",
-        command=html.escape(shlex.join(sys.argv[1:])),
+        devices=f"{count} {kind}, {show_axes(result['mesh'])}",
+        options=html.escape(" ".join(options)),
         summary=summary(result, chip),
         bound=bound,
-        which=f"{'Largest changes' if changed else 'Most expensive lines'}, by {measure}",
-        kind="changed" if changed else "",
+        which="Largest changes" if len(results) > 1 else "Most expensive lines",
+        measure=measure,
         text=html.escape(text),
     )
 
 
-def _amounts(result: dict[str, Any]) -> Amounts:
-    at: Amounts = collections.defaultdict(list)
-    for name in TABLES:
-        for row in result[name]:
-            phase = row.get("phase", "").replace("update", "forward")
-            at[row["line"].partition(" ")[0], name, phase].append(row)
-    return at
-
-
 def _cell(at: Amounts, *key: str) -> str:
-    if not (rows := at.get(key)) or not (amount := total_of(rows)):
+    rows = at.get(key, [])
+    if not (amount := total_of(rows)):
         return "<td></td>"
     name, shown = key[1], show_total(rows, TABLES[key[1]].unit)
     largest = max(total_of(rows) for (_, table, _), rows in at.items() if table == name)
@@ -83,7 +76,7 @@ def _cell(at: Amounts, *key: str) -> str:
 def _source(file: pathlib.Path, at: Amounts) -> Iterator[str]:
     """Yields the lines of a file, with the amounts beside them, if it has any. Folds neighboring
     definitions without amounts."""
-    costly = {line for line, *_ in at}
+    costly = {line for (line, *_), rows in at.items() if total_of(rows)}
     if not any(line.startswith(f"{file.name}:") for line in costly):
         return
     yield f"<tbody><tr><th></th><th>{file.relative_to(ROOT)}</th></tr></tbody>"
@@ -100,8 +93,9 @@ def _source(file: pathlib.Path, at: Amounts) -> Iterator[str]:
         numbers = range(ranges[0].start, ranges[-1].stop)
         yield f"<tbody{'' if open_ else ' class=folded'}>"
         if not open_:
-            title = f"{numbers[0]}–{numbers[-1]} {', '.join(filter(None, defined))}"
-            yield f"<tr><td></td><td><label><input type=checkbox>{title}</label></td></tr>"
+            title = f"lines {numbers[0]} to {numbers[-1]}: {', '.join(filter(None, defined))}"
+            label = f"<label><input type=checkbox>{title}</label>"
+            yield f"<tr><td></td><td colspan=8>{label}</td></tr>"
         for i in numbers:
             cells = "".join(_cell(at, f"{file.name}:{i}", *column) for column in MARGIN)
             line = html.escape(code[i - 1])

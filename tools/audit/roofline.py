@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from runtime import chips
 from tools.tables import show
 
-Row = dict[str, Any]  # of an audit's tables
-
 
 class Bound(NamedTuple):
     """The least that a step needs on a chip."""
@@ -31,18 +29,17 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def seconds(
-    products: list[Row], transfers: list[Row], chip: chips.Chip, links: dict[str, str]
-) -> dict[str, float]:
-    """The least time that these rows of an audit need of each resource. `links` has the link of
+def seconds(rows: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> dict[str, float]:
+    """The least time of each resource for the rows of an audit's tables. `links` has the link of
     each axis. A collective over several axes takes their slowest link."""
-    in_memory = (row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
+    products = rows.get("products", ())
+    moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
     spent = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
-        "memory": sum(in_memory) / chip.bandwidth,
+        "memory": moved / chip.bandwidth,
         **dict.fromkeys(chip.links, 0.0),
     }
-    for row in transfers:
+    for row in rows.get("transfers", ()):
         link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
         spent[link] += row["at_least"] * row["bytes"] / chip.links[link]
     return spent
@@ -52,7 +49,7 @@ def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bo
     """The least time that a step needs of each resource, if what runs "at most" so often runs as
     rarely as it may. Memory traffic counts what matmuls, ops with a kernel, and the optimizer read
     and write."""
-    spent = seconds(result["products"], result["transfers"], chip, links)
+    spent = seconds(result, chip, links)
     # Weights and moments are read and written, and gradients read.
     moved = 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
     spent["memory"] += (result["kernel_bytes"] + moved) / chip.bandwidth
