@@ -11,7 +11,8 @@ weights.
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
                                  of a git revision's source; configs that it lacks are today's
     audit.json=FILE              writes the ledger as JSON
-    audit.html=FILE              writes the source as a page, with the amounts beside its lines
+    audit.html=FILE              writes a page: the figures, or what differs, on its first screen;
+                                 below the source, with the amounts beside its lines
     audit.least=SHARE            lists rows above this part of a table's total: 0.001; 0: all
 
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables

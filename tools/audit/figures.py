@@ -68,7 +68,7 @@ def times(results: Results, chip: chips.Chip, links: dict[str, str]) -> tuple[st
     least = [bound(x, chip, chip.links_of(x["mesh"]) | links) for x in results]
     mfu = " → ".join(dict.fromkeys(f"{x.mfu:.0%}" for x in least))
     tables = [_cells({names.get(k, k): s for k, s in x.seconds.items()}) for x in least]
-    longest = NAMES.get(least[-1].longest, least[-1].longest)
+    longest = " → ".join(dict.fromkeys(NAMES.get(x.longest, x.longest) for x in least))
     return f"Bound by {longest}. MFU at most {mfu}", _rows(tables, "s")
 
 

@@ -30,7 +30,8 @@ def page(
     and computes. Definitions without amounts are folded, and so is the text. `links` overrides the
     chip's links by axis."""
     result, options = results[-1], [a.lstrip("+") for a in sys.argv[1:] if "audit.html" not in a]
-    bound, times = "What bounds the step? audit.chip=h100, or another chip, says it", iter([""])
+    how = "<small>audit.chip=h100, or another chip, adds it</small>"
+    bound, times = f"What bounds the step? {how}", iter([""])
     measure = "by share of all that is saved, received or computed"
     if chip:
         bound, times = figures.times(results, chip, links)
