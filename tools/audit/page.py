@@ -29,7 +29,8 @@ def page(
     and each file of variants/ and kernels/ that the step calls, with what each line saves, receives
     and computes. Definitions without amounts are folded, and so is the text. `links` overrides the
     chip's links by axis."""
-    result, options = results[-1], [a.lstrip("+") for a in sys.argv[1:] if "audit.html" not in a]
+    result, options = results[-1], [option.lstrip("+") for option in sys.argv[1:]]
+    options = [x for x in options if not x.startswith(("audit.html=", "audit.json="))]
     how = "<small>audit.chip=h100, or another chip, adds it</small>"
     bound, times = f"What bounds the step? {how}", iter([""])
     measure = "by share of all that is saved, received or computed"
