@@ -4,6 +4,8 @@ import json
 import math
 import pathlib
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -13,8 +15,9 @@ from tests import golden
 from tests.helpers import ROOT, compose_config, train_here
 from tools import tables
 from tools.audit import __main__ as audit
-from tools.audit import memory
+from tools.audit import figures, memory, roofline
 from tools.audit import text as audit_text
+from tools.audit.page import page
 from tools.audit.step import audit_step, merged, probe
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
@@ -239,8 +242,9 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
     assert amounts[gather] == ["", "201 MB", "201 MB", "201 MB", "", "", ""]
     product = 'up = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_up)'
     assert amounts[product] == ["", "", "", "", "17.6 TFLOP", "", "35.2 TFLOP"]
-    folded = re.findall(r'<tr id="train.py:(\d+)" class=before>', page)
-    assert len(folded) == next(i for i, line in enumerate(source) if "--- Model -" in line)
+    folded = rows_of("".join(re.findall("<tbody class=folded>.*?</tbody>", page, re.DOTALL)))
+    assert {f"train.py:{i}" for i in range(1, 1 + source.index("class Weights:"))} <= {*folded}
+    assert not any("".join(row[2:]) for row in folded.values()), "no amount is folded away"
     assert f"At its peak a step holds {tables.show(result['peak'])}." in out
     assert result["peak"] == sum(result["held"].values())
     assert f"<pre>{html.escape(out.rstrip())}</pre>" in page
@@ -248,6 +252,89 @@ def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
         assert re.search(f"^{name} +{tables.show(size)}$", out, re.MULTILINE)
     listed = sum(row["total"] for row in result["saved"] if row["memory"] == "device")
     assert listed == result["held"][memory.SAVED]
+
+
+def figures_of(page):
+    """The first screen's cells, by the label of their row."""
+    rows = re.findall(
+        r"<tr[^>]*><th>(.*?)</th>(.*?)</tr>", page.partition("<table class=source")[0]
+    )
+    return {text_of(name): [text_of(x) for x in re.split("<td.*?>", row)[1:]] for name, row in rows}
+
+
+def test_the_figures_of_the_page_are_those_of_the_text():
+    chip, (_, result) = chips.CHIPS["h100"], audited(*CONFIG[1:], chip="h100")
+    shown = figures_of(page([result], chip, {"s": "ib"}, ""))
+    text, terms = audit_text.report(result, chip), audit_text.terms_table(result)
+    held = dict(re.findall(r"^(\w[\w ]*?) {2,}([\d.]+ \w?B)$", terms, re.MULTILINE))
+    assert held.keys() == result["held"].keys()
+    received = re.search("receives (.*?) a step, .*?: (.*?); (.*).", text).groups()
+    computed = re.search("computes (.*?) a step: (.*).", text).groups()
+    over = dict(re.findall(r"(over [\w,]+) ([\d.]+ \w+)", received[1]))
+    least = roofline.bound(result, chip, {"s": "ib", "t": "nvlink"})
+    times = "compute", "memory bandwidth", "nvlink, over t", "ib, over s"
+    one = held | dict(zip(times, least.cells()[1:], strict=False))
+    assert {name: [amount] for name, amount in one.items()}.items() <= shown.items()
+    assert {k.replace(",", ", "): x for k, x in over.items()} == {
+        k: cells[-1] for k, cells in shown.items() if k.startswith("over")
+    }
+    for name, total, by_phase in ("received", *received[::2]), ("computed", *computed):
+        cells = dict(zip([*figures.PHASES, ""], shown[name], strict=True))
+        phases = dict(x.split(" ", 1) for x in by_phase.split(", "))
+        assert {k: x for k, x in cells.items() if x[0] != "0"} == phases | {"": total}
+    top = [name for name in shown if name.startswith("train.py:")]
+    assert len(top) == figures.MOST and shown[top[0]][-2:] == ["compute", "53.4 ms"]
+
+
+# Which texts of the figures are in view: both ends of each line, with nothing above them.
+IN_VIEW = """<script>
+const texts = {true: [], false: []}, range = document.createRange()
+const all = document.createTreeWalker(document.querySelector(".figures"), NodeFilter.SHOW_TEXT)
+for (let node; node = all.nextNode();) {
+  if (!node.data.trim()) continue
+  range.selectNodeContents(node)
+  const seen = [...range.getClientRects()].every(line => [line.left + 1, line.right - 1].every(x =>
+    node.parentElement.contains(document.elementFromPoint(x, (line.top + line.bottom) / 2))))
+  texts[seen].push(node.data.trim())
+}
+const sideways = document.documentElement.scrollWidth > innerWidth
+document.body.innerHTML = ""
+document.body.dataset.found = JSON.stringify([innerWidth, innerHeight, sideways, texts])
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["audit.chip=h100"],
+        ["audit.chip=v5e", "model.d_ff=65536"],  # it doesn't fit
+        ["audit.chip=h100", "audit.against=before.json"],
+        ["mesh={d: 4, t: 2, r: 2, c: 2}", "model.experts={count: 8, per_token: 2, d_ff: 512}"],
+    ],
+)
+def test_the_figures_fit_on_the_first_screen(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = functools.partial(train_here, capsys, monkeypatch, program=audit.main)
+    if "audit.against=before.json" in options:
+        run(CONFIG[0], "audit.json=before.json", options[0], "training.microbatches=2")
+    out, message = run(*CONFIG, *options, "audit.html=page.html", "audit.json=audit.json")
+    assert out and not message
+    page, browser = pathlib.Path("page.html"), pathlib.Path("browser")
+    page.write_text(page.read_text() + IN_VIEW)
+    flags = "headless no-sandbox disable-gpu disable-background-networking window-size=1280,900"
+    command = ["chromium", *(f"--{flag}" for flag in flags.split()), f"--user-data-dir={browser}"]
+    command += ["--dump-dom", page.resolve().as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = json.loads(html.unescape(re.search('data-found="(.*?)"', dom).group(1)))
+    width, height, sideways, texts = found
+    assert width == 1280 and height <= 900 and not sideways and not texts["false"]
+    result = json.loads(pathlib.Path("audit.json").read_text())
+    shown = "\n".join(texts["true"])
+    for text in (*result["held"], tables.show(result["peak"]), "over t", "train.py:"):
+        assert text in shown
+    assert ("MFU at most" in shown) == ("audit.chip" in options[0])
 
 
 def test_the_text_can_list_every_collective():

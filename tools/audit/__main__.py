@@ -11,7 +11,8 @@ weights.
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
                                  of a git revision; configs missing there are today's
     audit.json=FILE              writes the ledger as JSON
-    audit.html=FILE              writes the source as a page, with the amounts beside its lines
+    audit.html=FILE              writes a page: the figures, or what differs, on its first screen;
+                                 below the source, with the amounts beside its lines
     audit.least=SHARE            lists rows above this share of a table's total, 0.001 by default
 
 Traces the step that train.py runs, on the config's mesh, and prints the ledger of its jaxpr: tables
@@ -35,7 +36,7 @@ from tools.audit import compare
 from tools.audit.page import page
 from tools.audit.roofline import bound, bound_head
 from tools.audit.step import audit_step, check_rates, probe
-from tools.audit.text import LEAST, report, summary
+from tools.audit.text import LEAST, report
 from tools.tables import table
 
 
@@ -98,16 +99,18 @@ def main(config: AuditConfig) -> None:
     result = audit_step(config, probe(config), chip)
     if config.audit.json:
         pathlib.Path(config.audit.json).write_text(json.dumps(result, indent=1))
-    text = report(result, chip, config.audit.least)
-    if config.audit.html:
-        pathlib.Path(config.audit.html).write_text(page(result, summary(result, chip), text))
+    text, before = report(result, chip, config.audit.least), []
+    printed = text
     if config.audit.against:
-        before = compare.earlier(config.audit.against)
-        print(compare.report(before, result, chip, config.audit.links))
-        return
-    print(text)
-    if chip:
-        print(f"\n{roofline(config, chip)}")
+        before = [compare.earlier(config.audit.against)]
+        printed = compare.report(before[0], result, chip, config.audit.links)
+        text = f"{printed}\n\n{text}"
+    elif chip:
+        text = printed = f"{text}\n\n{roofline(config, chip)}"
+    if config.audit.html:
+        shown = page([*before, result], chip, config.audit.links, text)
+        pathlib.Path(config.audit.html).write_text(shown)
+    print(printed)
 
 
 if __name__ == "__main__":

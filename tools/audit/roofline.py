@@ -29,22 +29,28 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bound:
-    """Returns the least time that a step needs on each resource, from the lower bounds of counts.
-    `links` maps each axis to its link. Memory traffic is what matmuls, ops with a kernel, and the
-    optimizer read and write. A collective over several axes takes their slowest link."""
-    products = result["products"]
-    moved = sum(r["at_least"] * r["bytes"] for r in products if not r["in_kernel"])
-    moved += result["kernel_bytes"]
-    # Weights and moments are read and written, and gradients read.
-    moved += 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
-    seconds = {
+def seconds(rows: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> dict[str, float]:
+    """Returns the least time that rows of an audit's tables need on each resource. `links` maps
+    each axis to its link. A collective over several axes takes their slowest link."""
+    products = rows.get("products", ())
+    moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
+    spent = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
         "memory": moved / chip.bandwidth,
         **dict.fromkeys(chip.links, 0.0),
     }
-    for row in result["transfers"]:
+    for row in rows.get("transfers", ()):
         link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
-        seconds[link] += row["at_least"] * row["bytes"] / chip.links[link]
+        spent[link] += row["at_least"] * row["bytes"] / chip.links[link]
+    return spent
+
+
+def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bound:
+    """Returns the least time that a step needs on each resource, from the lower bounds of counts.
+    Memory traffic is what matmuls, ops with a kernel, and the optimizer read and write."""
+    spent = seconds(result, chip, links)
+    # Weights and moments are read and written, and gradients read.
+    moved = 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
+    spent["memory"] += (result["kernel_bytes"] + moved) / chip.bandwidth
     needed = result["model_flops"] / math.prod(result["mesh"].values()) / chip.flops
-    return Bound(result["peak"], seconds, needed / max(seconds.values()))
+    return Bound(result["peak"], spent, needed / max(spent.values()))
