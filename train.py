@@ -140,7 +140,7 @@ class Weights:
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The weight's type with M split over r, too. Weights without M are small and keep theirs."""
+    """The weight's type with M split over r, too. Weights without M, which are small, keep it."""
     dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
@@ -265,7 +265,7 @@ def forward(
     # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
     # kernels also save the softmax's denominators), x after attention, gate and up. Kept once for
     # all layers are the values that `block` uses from outside, sin, cos and the keys' positions,
-    # and the ids of the embedding lookup. The batch is an argument of the step and costs no more.
+    # and the ids of the embedding lookup. The batch is an argument of the step, not a copy.
     # The backward pass recomputes the rest: norms, attention's scores, the product of gate and up,
     # and the gathers of x, k, v and weights. It repeats no reduce-scatter: the x after each one is
     # saved.

@@ -75,7 +75,7 @@ def have_threads(count: int) -> None:
     """Lets XLA use enough threads for `count` simulated CPU devices. Call it before JAX initializes
     its devices."""
     # A collective blocks a thread until all its devices arrive. By default XLA has a thread per
-    # device, but it runs a loop in parallel to the collectives around it, and our loops are nested.
+    # device, but it runs a loop beside the collectives around it, and our loops are nested.
     # If all threads are blocked, some devices never arrive, and XLA aborts after 40 seconds.
     os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
 
