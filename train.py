@@ -42,8 +42,7 @@ The gradient of a gathered value is a partial sum on each device, until the gath
 adds these up. Over an axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of
 the whole array in a gather or a reduce-scatter, and twice that in an all-reduce. The backward pass
 recomputes each layer, and so repeats its gathers. `python -m tools.audit` lists all collectives,
-with their bytes; the phase "update" has those outside of jax.grad, such as the sums of the target
-count and the gradient norm.
+with their bytes; the phase "update" has those outside of jax.grad, as for the gradient norm.
 The batch's fields, all "B/d L/c", are inputs, targets, loss_mask, position and start: see
 TokenBatch in data/loader.py.
 """
@@ -614,9 +613,8 @@ def validate(
 
 @typechecked
 def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
-    """Returns the state before step `first`: from the newest checkpoint of `source`, of which it
-    takes only the weights if `first` is 0, or a fresh one if there is no checkpoint. Says which
-    checkpoint it used."""
+    """Returns the state before step `first`: a fresh one, or the newest checkpoint of `source`, of
+    which it takes only the weights if `first` is 0. Says which checkpoint it used."""
     if not source.newest.step:
         return init_state(config)
     if not first:

@@ -206,9 +206,8 @@ def _backward(
     grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
     mixed: jax.Array, log_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Returns the gradients of q, k and v, given the result's. A part of the queries keeps its
-    gradient on the chip over all keys. The gradients of keys and values are stored for each part
-    of the queries, and then summed."""
+    """Returns the gradients of q, k and v, given the result's. Gradients of a part of the queries
+    stay on the chip over all keys; gradients of keys and values are then summed over parts."""
     rows, heads, length, size = q.shape
     group = heads // k.shape[1]
     most = QUERIES // group  # of each head

@@ -27,7 +27,7 @@ class SpecError(ShardTypeError):
     """A type string that can't be read."""
 
 
-# Our own files and folders: errors and the audit name the user's line that led into them instead.
+# Our own files and folders: errors and audits name the user's line that led into them.
 BEHIND_OPS = [os.path.dirname(__file__)]
 _LIBRARIES = (
     *(os.path.dirname(jax.__file__), "<frozen "),
@@ -80,8 +80,7 @@ def explain(error: Exception) -> str:
                 "\n    does `loss` use a value from outside that has a gradient? Pass it through "
                 "`unembedding`"
             )
-        # Without a line of the user's it is a bug of ours, or a leaked tracer, whose message has
-        # the lines.
+        # If no line is the user's, it is our bug, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
             own = [f for f in frames if not f.filename.startswith(_LIBRARIES)][-1:]
     lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)

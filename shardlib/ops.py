@@ -53,8 +53,7 @@ SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
 def phase(path: str) -> str:
-    """The phase of a training step in which an equation or a compiled instruction runs, given its
-    path of JAX's scopes."""
+    """The phase of a training step, given an equation's or instruction's path of JAX's scopes."""
     if "rematted_computation" in path:
         return "recomputed"
     if "transpose(" in path:
@@ -88,8 +87,8 @@ def communicating(jaxpr: Any, *kinds: str) -> set[str]:
     return axes
 
 
-# Called with each operand and result of an op, its layout and its description, and returns it.
-# `checks.numbers.recording` sets a function that stores the values.
+# Called with each operand and result of an op, its layout and description; returns the value.
+# `checks.numbers.recording` sets a function that stores it.
 watching = jax.make_user_context(lambda x, spec, what: x)
 
 
@@ -187,7 +186,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
         ops.all_gather("M/t/d -> M", gain)          over t and d at once
 
     Forward: all-gather. Backward: reduce-scatter over the same axes.
-    JAX treats the result as varying, although it is the same on all devices along these axes.
+    JAX treats the result as varying along these axes, although it is the same.
     Raises ShardTypeError if it gathers nothing, if it leaves out an axis other than the last
     (`M/t/d -> M/d`), or for an unreduced operand.
     """
@@ -384,7 +383,7 @@ def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
 
         ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
 
-    The partial results of all devices add up to the mean of the whole array.
+    The devices' partial results add up to the mean of the whole array.
     """
     positions, removed = _removed(call)
     axes = _summed_axes(call, removed, call.operands[0].unreduced_axes)

@@ -108,7 +108,7 @@ def mixture(
         "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
     )
     # Near a tie, rounding could change the choice. So the logits are equal along t by their type,
-    # and logits and choice are saved, not recomputed in the backward pass.
+    # and logits and choice are saved, not recomputed.
     logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
     biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)

@@ -1,7 +1,7 @@
 """Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
 Muon updates the matrices of layers, and AdamW the rest. train.py calls `update` in a step,
-`divided` to leave Muon's weights out of the second moments, and `note` to log what AdamW updates.
+`divided` for the types of second moments, and `note` to log which weights AdamW updates.
 """
 
 import math
