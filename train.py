@@ -1,17 +1,17 @@
 """Pretrains a Llama-style decoder, sharded over a mesh of up to four axes. This file holds the
 entire training step of a dense model with AdamW: weights, model, loss, optimizer and step, and the
-loop around it. What other families, experts and Muon add is in variants/.
+loop around it. variants/ adds other families of models, experts and Muon.
 
     python -m train --config-name=local_test_synthetic paths.model_name=synthetic_000
 
 Mesh axes, outermost first, that is, over the slowest links first:
-    r  replicas. Each gathers the weights over r once a step, and computes it by itself.
+    r  replicas. Once a step, weights are gathered and gradients reduced over r.
     s  shards of a replica: each layer gathers its weights over s where it uses them (FSDP).
     c  context: splits the sequence. Attention gathers keys and values over c.
     t  tensor parallelism: splits the heads, the feed-forward and the vocabulary.
 d stands for r and s together, all data parallelism: it splits the batch. (The group d is declared
-beside the config's `mesh`, in runtime/run.py.) Weights are stored split over all axes. A config
-that names only d and t has r = c = 1.
+beside the config's `mesh`, in runtime/run.py.) All large weights are stored split over all axes. A
+config that names only d and t has r = c = 1.
 
 Dimensions:
     B  batch                  Q  query heads per key-value head     F  feed-forward
@@ -20,31 +20,31 @@ Dimensions:
 
 Types: f32["V/t M/c/d"] is a float32 array, vocabulary by model, V split over mesh axis t, and M
 into c parts, each of these into d. "{U:t}" is unreduced over t: each device along t holds a partial
-sum. "[V/t]" is what ops.index_unreduced looks up. "" is a scalar. compute[...] is an array of the
-config's dtype, bfloat16 or float32.
+sum. "[V/t]" is the dimension that ops.index_unreduced indexes. "" is a scalar. compute[...] is an
+array of the config's dtype, bfloat16 or float32.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L/c" has
 shape [B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
-backward pass, and its collectives follow from those written here:
+backward pass, whose collectives follow from those of the forward pass:
 
                                      forward          backward
     all_gather                       all-gather       reduce-scatter
     psum_scatter                     reduce-scatter   all-gather
     psum                             all-reduce       nothing
     reduce_max                       all-reduce       it has no gradient
-    sum_of_squares(s)                all-reduces      it is outside of what jax.grad sees
+    sum_of_squares(s)                all-reduces      it is used outside of jax.grad
     broadcast                        nothing          all-reduce
     einsum_unreduced, reduce_sum,
     index_unreduced, attention       nothing          nothing
 
 The gradient of a gathered value is a partial sum on each device, until the gather's reduce-scatter
-adds these up. Over an axis of size 1 nothing is sent; over n devices, one receives (n - 1)/n of the
-whole array in a gather or a reduce-scatter, and twice that in an all-reduce. What the backward pass
-recomputes, it gathers again. What jax.grad doesn't see, such as the count of targets and the norm
-of the gradient, is in the audit's phase "update".
-`python -m tools.audit` lists all collectives, with their bytes. The batch's fields, all "B/d L/c",
-are inputs, targets, loss_mask, position and start: see TokenBatch in data/loader.py.
+adds these up. Over an axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of
+the whole array in a gather or a reduce-scatter, and twice that in an all-reduce. The backward pass
+recomputes each layer, and so repeats its gathers. `python -m tools.audit` lists all collectives,
+with their bytes; the phase "update" has those outside of jax.grad, as for the gradient norm.
+The batch's fields, all "B/d L/c", are inputs, targets, loss_mask, position and start: see
+TokenBatch in data/loader.py.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ from variants.experts import Experts, Routing
 
 # --- Model ----------------------------------------------------------------------------------------
 
-# Each weight declares its layout, and how it starts: see runtime/initial.py.
+# Each weight declares its layout and its initial values: see runtime/initial.py.
 
 
 @pytree_dataclass
@@ -121,7 +121,7 @@ class Layer:
     w_q: compute["M/c/s Q K/t D", matrix("M")]
     w_k: compute["M/c/s K/t D", matrix("M")]
     w_v: compute["M/c/s K/t D", matrix("M")]
-    qkv: families.QKV | None  # of other families than Llama
+    qkv: families.QKV | None  # for families other than Llama
     w_o: compute["M/c/s Q K/t D", into_residual("Q K D")]
     mlp_norm: compute["M/t/c/s", gain]
     mlp: MLP | None
@@ -130,16 +130,16 @@ class Layer:
 
 @pytree_dataclass
 class Weights:
-    """The weights of a replica: those that a step computes with."""
+    """The weights that a replica computes with."""
 
     embed: compute["V/t M/c/s", embedding]
     layers: Stacked["layers", Layer]
     final_norm: compute["M/t/c/s", gain]
-    unembed: compute["V/t M/c/s", matrix("M")] | None  # None: the embedding takes its place
+    unembed: compute["V/t M/c/s", matrix("M")] | None  # None: tied to the embedding
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The type of a weight whose M is split over r, too. Those without M are small."""
+    """The weight's type with M split over r, too. Weights without M, which are small, keep it."""
     dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
@@ -148,8 +148,8 @@ def as_stored(kind: ArrayType) -> ArrayType:
     return array_type(f32, over_replicas(kind).spec, kind.initial)
 
 
-# The f32 master weights, and their gradients and the optimizer's moments. Matrices, and gains of
-# the residual stream's norms, are split over all mesh axes.
+# The types of f32 master weights, their gradients and the optimizer's moments. Matrices, and the
+# gains of the residual stream's norms, are split over all mesh axes.
 Stored = Mapped[as_stored, Weights]
 
 
@@ -183,7 +183,7 @@ def norm_before(
 def norm_after(
     y: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M/t"]:
-    """Normalizes the result of a sublayer, if `norm_before` left its input as it is."""
+    """Normalizes the result of a sublayer in models with post-norm, which have no pre-norm."""
     return families.norm_after(y, gain, config.norm_eps) if config.norms_after else y
 
 
@@ -241,9 +241,9 @@ def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
 def forward(
     weights: Weights, batch: TokenBatch, config: ModelConfig, unroll: int = 1
 ) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Routing | None]]:
-    """The residual stream after the last layer, and each layer's Routing, if any. At position l,
-    which predicts target l, it depends only on the tokens before that target in the same document
-    and row."""
+    """Returns the residual stream after the last layer, and each layer's Routing, if any. The
+    stream at position l, which predicts target l, depends only on tokens before that target in the
+    same document and row."""
     embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
     x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, batch.inputs)
     x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
@@ -253,21 +253,21 @@ def forward(
     if config.sliding_window:
         start = families.first_visible(start, batch.position, config.sliding_window)
 
-    # The compiler could put off a layer's gradients, and keep what they are computed from. With
-    # FSDP alone their reduce-scatters prevent it; else `in_turn` does.
+    # The compiler could delay a layer's weight gradients, and keep their inputs in memory. With
+    # FSDP alone, the gradients' reduce-scatters prevent it; otherwise `in_turn` does.
     fsdp_alone = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
-    # reduce-scatter send as many bytes as one all-reduce. It is split along M, so that L stays
-    # whole; Megatron's sequence parallelism splits L.
+    # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
+    # Megatron's sequence parallelism.
     #
-    # The backward pass keeps of each layer x, q, k, v, attention's result (its op saves it, and the
-    # softmax's denominators), x after attention, gate and up; and once for all layers what `block`
-    # uses from outside, sin, cos and the keys' positions, and the ids that the embedding was looked
-    # up with. The batch itself is an argument of the step and costs nothing more.
-    # From these it recomputes what else it needs: the norms, attention's scores, the product of
-    # gate and up, and the gathers of x and of weights. It repeats no reduce-scatter: what each one
-    # leads to is kept.
+    # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
+    # kernels also save the softmax's denominators), x after attention, gate and up. Kept once for
+    # all layers are the values that `block` uses from outside, sin, cos and the keys' positions,
+    # and the ids of the embedding lookup. The batch is an argument of the step, not a copy.
+    # The backward pass recomputes the rest: norms, attention's scores, the product of gate and up,
+    # and the gathers of x, k, v and weights. It repeats no reduce-scatter: the x after each one is
+    # saved.
     @functools.partial(
         explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_alone
     )
@@ -332,8 +332,8 @@ def output_weights(weights: Weights) -> tuple[compute["M"], compute["V/t M"]]:
 def unembed(
     weights: tuple[compute["M"], compute["V/t M"]], x: compute["B/d L/c M/t"], config: ModelConfig
 ) -> f32["B/d L/c V/t"]:
-    """The logits, from the `output_weights` and the residual stream after the last layer: of whole
-    rows, or of one chunk of them."""
+    """Returns the logits of whole rows or one chunk of each, from the `output_weights` and the
+    residual stream after the last layer."""
     gain, w_unembed = weights
     h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
     h = rms_norm(h, gain, config.norm_eps)
@@ -346,9 +346,9 @@ def unembed(
 def against_largest(
     logits: f32["B/d l/c V/t"], targets: u32["B/d l/c"]
 ) -> tuple[f32["B/d l/c"], f32["B/d l/c"]]:
-    """The targets' logits and the logarithms of the softmax's denominators, each less the largest
-    logit. The vocabulary stays split: only the largest logit, the sum of exponentials and the
-    target's logit are reduced."""
+    """Returns the targets' logits and the logs of the softmax's denominators, each minus the
+    largest logit. The vocabulary stays split: only the largest logit, the sum of exponentials and
+    the target's logit are reduced."""
     largest = ops.reduce_max("B/d l/c V/t -> B/d l/c", lax.stop_gradient(logits))
     logits = logits - largest[:, :, None]
     sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
@@ -366,8 +366,8 @@ Sums = dict[str, f32[""] | f32["layers E"]]
 def total_loss(
     weights: Weights, batch: TokenBatch, count: f32[""], config: Config
 ) -> tuple[f32[""], Sums]:
-    """The objective: cross-entropy in nats, summed over all targets on all devices, and costs. The
-    caller divides by the batch's count of targets."""
+    """Returns the objective and the sums to log. The objective is the cross-entropy in nats, summed
+    over all targets on all devices, plus experts' costs. The caller divides it by `count`."""
     unembedding = output_weights(weights)
 
     # Runs on one chunk of the sequence at a time, because logits are by far the largest array.
@@ -386,7 +386,7 @@ def total_loss(
     unroll = config.layers_at_a_time(platform())
     x, routed = forward(weights, batch, config.model, unroll)
     # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
-    # only the gradients: that of x, and those of the gain and the unembedding, summed in f32. The
+    # only the gradients of x and, summed in f32 over chunks, of the gain and the unembedding. The
     # audit counts the collectives of these gradients as backward ones.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
@@ -406,8 +406,8 @@ def cast(weights: Stored) -> Mapped[over_replicas, Weights]:
 
 @typechecked
 def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
-    """Gathers all weights over r, once a step. Those without M aren't split; their gradients are
-    added up here, in f32."""
+    """Gathers all weights over r, once a step. Weights without M aren't split: their backward pass
+    is an all-reduce of their gradients, in f32."""
 
     def gather(wanted: ArrayType, weight: jax.Array) -> jax.Array:
         if not wanted.initial.learned:  # it has no gradient to add up
@@ -423,12 +423,12 @@ def gather_replica(weights: Mapped[over_replicas, Weights]) -> Weights:
 def loss_and_grads(
     weights: Stored, batch: TokenBatch, config: Config
 ) -> tuple[Sums, f32[""], Stored]:
-    """Returns the sums over all targets, their number, and the gradient of the objective's mean.
-    Gradients come out of jax.grad added up over the devices of a replica and split like the
-    weights, because the backward pass of a weight's all_gather is a reduce-scatter, in bf16 like
-    the gather. Each microbatch gathers the weights anew and reduce-scatters its gradients. These
-    are added up in f32. What is sent over r is sent once for all microbatches. The sum is divided
-    by the number of targets in the batch."""
+    """Returns the sums of losses and metrics, the number of targets, and the gradient of the mean
+    objective. jax.grad returns gradients that are added up over the devices of a replica and split
+    like the weights, because the backward pass of a weight's all_gather is a reduce-scatter, in
+    bf16 like the gather. Each microbatch gathers the weights again and reduce-scatters its
+    gradients, which are added up in f32. Over r, weights and gradients are sent once for all
+    microbatches."""
     replica, scatter_over_r = jax.vjp(lambda stored: gather_replica(cast(stored)), weights)
     microbatches = config.training.microbatches
     count = target_count(batch)
@@ -450,7 +450,7 @@ def loss_and_grads(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), sums), jax.tree.map(wide, replica)
         total, () = lax.scan(add, zeros, parts)
     (_, sums), grads = total
-    # A reduce-scatter over r. In f32 it would send twice as much, and learn no better.
+    # A reduce-scatter over r. f32 would send twice as much, and losses were no lower with it.
     (grads,) = scatter_over_r(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, replica))
     return sums, count, jax.tree.map(lambda g: g / count, grads)
 
@@ -463,7 +463,7 @@ class State:
     step: u32[""]  # completed steps
     weights: Stored
     mu: Stored  # averages of gradients
-    nu: Subset[Stored]  # averages of their squares; of all that AdamW updates
+    nu: Subset[Stored]  # averages of squared gradients, for the weights that AdamW updates
 
 
 def state_type(config: Config) -> Any:
@@ -496,8 +496,8 @@ def init_state(config: Config) -> State:
 def moved(
     kind: Any, weight: jax.Array, change: jax.Array, hyper: Hyper, config: Config
 ) -> jax.Array:
-    """Moves a weight against `change`, and decays it. As is customary, the decay is scaled by the
-    learning rate."""
+    """Moves a weight against `change`, and decays it. The decay is scaled by the learning rate, as
+    in PyTorch."""
     decay = 0 if kind.initial.role in config.training.no_decay else hyper.weight_decay
     return weight - hyper.learning_rate * (change + decay * weight)
 
@@ -521,8 +521,8 @@ def adamw(
 # --- Training step --------------------------------------------------------------------------------
 
 
-# A step's metrics by name, replicated on all devices. Metrics of parts of the model have a slash in
-# their names, or dimensions.
+# A step's metrics by name, replicated on all devices. A metric of a part of the model has a slash
+# in its name, or dimensions.
 Metrics = dict[str, f32[""] | u32[""] | f32["layers"] | f32["layers E"]]
 
 
@@ -535,7 +535,7 @@ def training_step(
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
-    # An all-reduce of a scalar; biases, which are split over t alone, take another one.
+    # An all-reduce of a scalar. Weights split over t alone, such as biases, take another one.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)
@@ -593,7 +593,7 @@ def lower_step(config: Config) -> jax.stages.Lowered:
 
 
 # --- Loop -----------------------------------------------------------------------------------------
-# The step ends here. What follows runs on the host.
+# The step ends here. The rest runs on the host.
 
 
 @typechecked
@@ -613,8 +613,8 @@ def validate(
 
 @typechecked
 def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
-    """The state before step `first`: of the newest checkpoint of `source`, or with its weights if
-    `first` is 0, or a fresh one if there is none. Says where it comes from."""
+    """Returns the state before step `first`: a fresh one, or the newest checkpoint of `source`, of
+    which it takes only the weights if `first` is 0. Says which checkpoint it used."""
     if not source.newest.step:
         return init_state(config)
     if not first:
@@ -696,7 +696,7 @@ def main(config: Config) -> int:
         # Raises if a dimension doesn't split.
         make_shapes(step_arguments(config), sizes, DIMENSIONS)
         data, held_out = open_batches(config, sizes)
-    # Not under set_mesh, as they trace on meshes of other sizes.
+    # Not under set_mesh, as the checks trace on meshes of other sizes.
     checks = preflight.begun(sys.modules[__name__], config)
     with reserved(config), checks as wait, jax.set_mesh(mesh), computing_in(config.dtype):
         return train(config, data, held_out, wait)

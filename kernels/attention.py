@@ -22,23 +22,23 @@ from shardlib.local import alike, einsum
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
 
-BEHIND_OPS.append(__file__)  # its lines are those of its calls
+BEHIND_OPS.append(__file__)  # the audit and errors name the line of the call
 
-# Queries whose scores are in memory at a time, in rows of up to LONG keys; of longer rows fewer.
+# Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192
 
 
 def runs_kernel(path: str, kind: str) -> bool:
-    """Returns whether an equation with this path of scopes is a twin's in whose place devices of a
-    kind run a kernel. An empty kind stands for TPUs."""
+    """Returns whether devices of this kind replace an equation with this path of scopes by a
+    kernel. An empty kind stands for TPUs."""
     platform = "gpu" if kind and "TPU" not in kind else "tpu"
     return re.search(rf"kernel_of_\w*{platform}", path) is not None
 
 
 def balanced(length: int, parts: int) -> np.ndarray:
-    """The order of a row's positions, int[length], in which each of `parts` devices gets an early
-    and a late piece of the row: in causal attention the same work for all. The length is a multiple
-    of 2 * parts; for one part the order is that of the row."""
+    """Returns the order of a row's positions, int[length], in which each of `parts` devices gets an
+    early and a late piece of the row: in causal attention all have the same work. The length is a
+    multiple of 2 * parts. One part keeps the row's order."""
     if parts == 1:
         return np.arange(length)
     pieces = np.arange(length).reshape(2 * parts, -1)
@@ -46,15 +46,15 @@ def balanced(length: int, parts: int) -> np.ndarray:
 
 
 def in_order(x: jax.Array, parts: int) -> jax.Array:
-    """Brings dimension 1, which is in the order of `balanced`, into the order of the row."""
+    """Reorders dimension 1 from the order of `balanced` to the row's."""
     if parts == 1:
         return x
     early, late = rearrange(x, "B (parts two n) ... -> two B parts n ...", parts=parts, two=2)
     return rearrange([early, late[:, ::-1]], "two B parts n ... -> B (two parts n) ...")
 
 
-# Where a row is computed in several steps: called with a layer's keys, values and positions, and
-# returns those to attend to, with those of the steps before. See tools/generate/steps.py.
+# Set while a row is computed in several steps: takes a layer's keys, values and key positions, and
+# returns all that the queries attend to, earlier steps' included. See variants/cache.py.
 recalling = jax.make_user_context(None)
 
 
@@ -74,8 +74,8 @@ def attention(
         )
 
     Communicates nothing. Positions are in the order of `balanced`. The result is saved for the
-    backward pass, which recomputes the scores from q, k and v: save those. Runs a kernel where
-    `misfit` finds nothing: that of flash_attention.py on TPUs, and cuDNN's on NVIDIA GPUs. Raises
+    backward pass, which recomputes the scores from q, k and v: save these. If `misfit` finds
+    nothing, it runs flash_attention.py on TPUs and cuDNN's kernel on NVIDIA GPUs. Raises
     ShardTypeError unless the operands have these dimensions in this order, with D not split, and q,
     k and v the same dtype.
     """
@@ -91,7 +91,7 @@ def attention(
     fits = [*others, call.result] == [*wanted, queries]
     call.require(fits, f"for these queries the string is `{right}`")
     call.require(q.dtype == k.dtype == v.dtype, "queries, keys and values have different dtypes")
-    q, k, v = alike(q, k, v)  # as kernels have one type for all
+    q, k, v = alike(q, k, v)  # kernels want one type for all three
     if recall := recalling.value:
         k, v, key_position = recall(k, v, key_position)
         return plain_attention(q, k, v, start, position, key_position)
@@ -103,8 +103,8 @@ def attention(
 
 
 def misfit(length: int, keys: int, queries: int, size: int, dtype: Any) -> str:
-    """Says why no kernel takes a device's `length` queries and `keys` keys of a row, with `queries`
-    heads of this size for each of the keys'. Empty if TPUs' and GPUs' do."""
+    """Says why kernels can't take a device's `length` queries and `keys` keys of a row, with
+    `queries` query heads of this size per key-value head. Empty if those of TPUs and GPUs can."""
     multiple = 128 if length == keys else 256
     reasons = {
         f"kernels compute in bfloat16, not in {dtype}": dtype != jnp.bfloat16,
@@ -124,7 +124,7 @@ def plain_attention(
     position: integer["B L"],
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
-    """Computes attention in blocks of queries, so that scores are in memory for one at a time."""
+    """Computes attention in blocks of queries, so that only one block's scores are in memory."""
     most = 2 ** (BLOCK * LONG // max(k.shape[1], LONG)).bit_length() // 2  # a power of two
     block = math.gcd(q.shape[1], most)
     if block < min(most, 64):
@@ -172,8 +172,8 @@ def cudnn_attention(
     position: integer["B L"],
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
-    """Computes attention with cuDNN, which wants query heads that share a key side by side. What
-    its forward kernel returns is saved: see activations.py."""
+    """Computes attention with cuDNN, which wants query heads that share a key side by side.
+    activations.py saves the outputs of its forward kernel."""
     seen = start[:, None, :, None] <= key_position[:, None, None]
     whole = q.shape[1] == k.shape[1]  # then positions are in order, and cuDNN skips later keys
     if not whole:

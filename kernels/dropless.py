@@ -21,7 +21,7 @@ def experts(
     call: Call, x: jax.Array, chosen: jax.Array, score: jax.Array,
     w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """The sum, weighted by scores, of what the chosen k of E experts make of each token. An expert
+    """Sums, for each token, the outputs of its k chosen experts of E, weighted by scores. An expert
     is a SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
         dropless.experts(
@@ -29,12 +29,12 @@ def experts(
             x, chosen, score, w_gate, w_up, w_down,
         )
 
-    Experts may be split; then each device does its own, and the result is unreduced. Communicates
-    nothing and saves nothing: the backward pass recomputes. The choices are sorted by expert, and a
-    loop runs over blocks of up to ROWS of them, of one expert each, as many blocks as there may be:
-    all choices may be of one device's experts, and the last block of each expert isn't full. Raises
-    ShardTypeError unless the operands have these dimensions in this order, with only E split among
-    the weights', and `x` and weights the same dtype.
+    Experts may be split; then each device computes its own, and the result is unreduced.
+    Communicates nothing and saves nothing: the backward pass recomputes. It sorts the choices by
+    expert, and loops over blocks of up to ROWS choices of one expert. It counts on the most blocks:
+    all choices may fall on one device's experts, and each expert's last block may not be full.
+    Raises ShardTypeError unless the operands have these dimensions in this order, with only E split
+    among the weights', and `x` and weights the same dtype.
     """
     tokens, choices, _, weight, *_ = call.operands
     call.require(choices.dims and len(weight.dims) == 3, "the docstring has an example")
@@ -61,17 +61,17 @@ class Block(NamedTuple):
     """Up to ROWS choices of one expert."""
 
     expert: jax.Array
-    first: jax.Array  # of its choices, in the order by expert
-    own: jax.Array  # how many
-    begins: jax.Array  # whether it is its expert's first
+    first: jax.Array  # the place of its first choice in the order by expert
+    own: jax.Array  # the number of its choices
+    begins: jax.Array  # whether it is its expert's first block
 
 
 def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, Block]:
-    """The numbers of choices [T, k] in the order by expert, those of none of the experts last, and
-    then zeros, for one block; the place in this order of each choice; and the blocks, as many as
-    there may be, the empty ones last."""
+    """Returns the indices of the choices [T, k] in the order by expert, with choices of other
+    devices' experts last, padded with zeros for one block; each choice's place in this order; and
+    the blocks, as many as there can be, empty ones last."""
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
-    most = chosen.shape[0] * min(chosen.shape[1], experts)  # as a token's choices differ
+    most = chosen.shape[0] * min(chosen.shape[1], experts)  # a token's choices all differ
     size, number = min(ROWS, math.ceil(most / experts)), lax.iota(jnp.int32, chosen.size)
     _, order = lax.sort((chosen.ravel(), number), num_keys=1)
     _, place = lax.sort((order, number), num_keys=1)
@@ -88,7 +88,7 @@ def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def picked(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], for valid indices. JAX's own takes i64 for sizes like those of the probe mesh."""
+    """x[index], for valid indices. JAX's indexing needs i64 for sizes as on the probe mesh."""
     kept = tuple(range(index.ndim, index.ndim + x.ndim - 1))
     dims = lax.GatherDimensionNumbers(kept, collapsed_slice_dims=(0,), start_index_map=(0,))
     sizes = (1, *x.shape[1:])
@@ -106,9 +106,9 @@ def swiglu(
 def over_blocks(
     inputs: tuple[jax.Array, ...], add: Callable[..., Any], start: Callable[[int], Any]
 ) -> tuple[Any, jax.Array]:
-    """The totals after `add(totals, block, token, own, operands)` for each block, with `swiglu`'s
-    operands, of which some rows may not be the block's own; and each choice's place in the order by
-    expert. Totals begin as `start(rows)`."""
+    """Adds up blocks: from `start(rows)` on, `add(totals, block, token, own, operands)` returns the
+    next totals. The operands are those of `swiglu`; their rows belong to the block where `own` is
+    true. Returns the totals, and each choice's place in the order by expert."""
     x, chosen, score, *weights = inputs
     choices, place, blocks = sorted_by_expert(chosen, len(weights[0]))
     size = choices.size - chosen.size
@@ -159,7 +159,7 @@ def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...
         by_x, by_score, *of_block = pull(jnp.where(own, picked(grad, token), 0))
         xs = lax.dynamic_update_slice_in_dim(xs, by_x, block.first, axis=0)
         scores = lax.dynamic_update_slice_in_dim(scores, by_score, block.first, axis=0)
-        # An expert's blocks follow each other, so the sum of the one at hand is enough in f32.
+        # An expert's blocks follow each other, so only the current expert's sum is kept in f32.
         sums = [
             jnp.where(block.begins, 0, so_far) + new
             for so_far, new in zip(sums, of_block, strict=True)

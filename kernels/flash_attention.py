@@ -3,8 +3,8 @@ https://arxiv.org/abs/2307.08691, algorithms 1 and 2.
 
 Scores are computed for a block of queries and a block of keys at a time, and stay on the chip.
 Keys that causality or documents hide from a whole block of queries are left out of its loop. Scores
-are laid out as [keys, queries]: reductions over keys then combine whole registers, and what there
-is once per query lies along a register's lanes.
+are laid out as [keys, queries]: reductions over keys then combine whole registers, and values per
+query lie along a register's lanes.
 
 K counts key-value heads, G the query heads that share one, and H = K G.
 """
@@ -51,8 +51,8 @@ def flash_attention(
 
 @jax.custom_vjp
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """q and the result are [B, H, L, D], k and v [B, K, S, D]. `seen` [B, 2, L] has the index of
-    the first and of the last key that a query sees."""
+    """q and the result are [B, H, L, D], k and v [B, K, S, D]. `seen` [B, 2, L] has the indices of
+    the first and the last key that each query sees."""
     return _forward(q, k, v, seen)[0]
 
 
@@ -72,8 +72,8 @@ _attend.defvjp(_save, _gradients)
 
 
 def _ranges(seen: jax.Array, block: int, keys: int) -> tuple[jax.Array, jax.Array]:
-    """Finds, for each block of queries, the first block of keys that it sees and the one after the
-    last, [B, 2, blocks]; and the same for each block of keys, of the queries that see it."""
+    """Returns, for each block of queries, the first block of keys that it sees and the one after
+    the last, [B, 2, blocks]; and for each block of keys, the same of the queries that see it."""
     first, last = rearrange(seen, "B two (blocks n) -> two B blocks n", n=block)
     of_queries = jnp.stack([first.min(-1) // block, last.max(-1) // block + 1], axis=1)
     number, key_block = jnp.arange(first.shape[1]), jnp.arange(keys // block)
@@ -99,7 +99,7 @@ def _dot(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
 
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array, first_key: jax.Array) -> jax.Array:
-    """[keys, queries], not scaled."""
+    """Returns unscaled scores, [keys, queries]."""
     scores = _dot(k, q, 1, 1)
     index = first_key + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
     return jnp.where((index >= seen[:1]) & (index <= seen[1:]), scores, HIDDEN)
@@ -111,7 +111,7 @@ def _run(
 ) -> Any:  # fmt: skip
     """Calls a kernel. Inputs are pairs of an array and its blocks, of which q is the first; outputs
     are triples of a shape, a dtype and blocks. The grid's last dimension runs in order; the cores
-    of a chip may share the others. Each matmul takes half of the scores."""
+    of a chip may share the others. The cost estimate assumes that half of the scores are seen."""
     q: jax.Array = inputs[0][0]
     rows, heads, length, size = q.shape
     scores = rows * heads * length * inputs[1][0].shape[2] // 2
@@ -145,8 +145,8 @@ def _run(
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The result and, per query, the base-2 logarithm of the sum of the scores' exponentials,
-    [B, H, 1, L]."""
+    """Returns the result and, per query, the base-2 logarithm of the sum of the scores'
+    exponentials, [B, H, 1, L]."""
     rows, heads, length, size = q.shape
     block, group, all_keys = math.gcd(length, BLOCK), heads // k.shape[1], k.shape[2]
     part = _part(all_keys, block, KEYS)
@@ -168,8 +168,8 @@ def _forward_kernel(
     ranges: Any, q: Any, k: Any, v: Any, seen: Any,
     mixed: Any, log_sum: Any, peak: Any, total: Any, weighted: Any,
 ) -> None:  # fmt: skip
-    """Adds a part of the keys to what a block of queries has seen: the scores' maximum, the sum of
-    their exponentials, and the values weighted by these, [D, queries]."""
+    """Adds a part of the keys to the totals of a block of queries: the scores' maximum, the sum of
+    their exponentials, and the sum of the values weighted by these, [D, queries]."""
     row, _, query_block, part = map(pl.program_id, range(4))
     block, blocks = q.shape[0], k.shape[0] // q.shape[0]
     scale = math.log2(math.e) / math.sqrt(q.shape[1])
@@ -206,8 +206,8 @@ def _backward(
     grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array,
     mixed: jax.Array, log_sum: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The gradients of q, k and v, from that of the result. That of a part of the queries stays on
-    the chip over all keys; those of keys and values are summed over the parts in the end."""
+    """Returns the gradients of q, k and v, given the result's. Gradients of a part of the queries
+    stay on the chip over all keys; gradients of keys and values are then summed over parts."""
     rows, heads, length, size = q.shape
     group = heads // k.shape[1]
     most = QUERIES // group  # of each head

@@ -19,8 +19,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED, OFFLOADED = "save_for_backward", "save_for_backward(offload)"
-# JAX's name for cuDNN's attention, whose results are saved: what it returns, and for each query and
-# head the logarithm of the softmax's denominator, which only its own backward pass sees.
+# JAX's name for cuDNN's attention. Both of its outputs are saved: the result, and the logarithm of
+# the softmax's denominator for each query and head, which its backward pass reads.
 CUDNN = "dot_product_attention_fwd_wrapper"
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,14 +34,14 @@ def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
 def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bool = False) -> F:
     """Decorator: keeps for the backward pass only the arguments and what `save_for_backward` marks.
 
-    The body of a loop needs nothing else. If the loop is `unrolled`, the compiler would merge a
-    recomputation with the original, and so keep the value after all: a barrier around the arguments
-    of the backward pass prevents it.
+    If `fn` is the body of an `unrolled` loop, the compiler would merge a recomputation with the
+    original, and so keep the value after all: a barrier around the arguments of the backward pass
+    prevents that.
 
-    With `in_turn` the compiler also finishes all gradients of an unrolled call before it goes on to
-    the call before. Otherwise it may put some off, to the end or beside other collectives, and keep
-    in memory what they are computed from. But the reduce-scatters of the gradients of weights, if
-    any, then have less to hide behind.
+    With `in_turn` the backward pass also finishes all gradients of an unrolled call before those of
+    the previous call. Otherwise the compiler may delay some, to the end or until other collectives
+    run, and keep their inputs in memory. The price: reduce-scatters of weight gradients overlap
+    with less compute.
     """
     marked = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[SAVED],
@@ -62,15 +62,15 @@ def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bo
 
 @jax.custom_vjp
 def _together(*args: Any) -> Any:
-    """Returns its arguments. In the backward pass none of their gradients is used before all are
-    there."""
+    """Returns its arguments. The backward pass uses none of their gradients before all are
+    computed."""
     return args
 
 
 def _together_backward(_: None, grads: Any) -> Any:
     leaves, tree = jax.tree.flatten(grads)
-    # With jax 0.10 a barrier makes all arrays vary along the axes of any. A few small weights vary
-    # along fewer than the others.
+    # With jax 0.10 a barrier makes all its arrays vary along the axes of each. A few small weights
+    # vary along fewer axes than the others, so they stay outside.
     kinds = [jax.typeof(leaf).manual_axis_type for leaf in leaves]
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
     made = lax.optimization_barrier([leaves[i] for i in alike])
@@ -85,12 +85,12 @@ _together.defvjp(lambda *args: (args, None), _together_backward)
 def sum_over_chunks(
     fn: Callable[..., Any], chunks: int, shared: Any, x: jax.Array, *others: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The sums of what `fn(shared, x, *others)` returns, over chunks of dimension 1 of `x` and
-    `others`: a scalar, and a tree that has no gradient.
+    """Sums the results of `fn(shared, x, *others)` over chunks of dimension 1 of `x` and `others`.
+    `fn` returns a scalar, and a tree that has no gradient.
 
-    Computes the gradient of each chunk right after its value. What is kept for the backward pass is
-    the gradient of `shared`, summed in f32, and that of `x`; the backward pass only multiplies them
-    by the cotangent. `others` have no gradient.
+    Computes the gradient of each chunk right after its value. Keeps for the backward pass only the
+    gradients of `shared`, summed in f32, and of `x`, which it then multiplies by the cotangent.
+    `others` have no gradient.
     """
 
     def split(array: jax.Array) -> jax.Array:

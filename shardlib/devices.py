@@ -1,4 +1,4 @@
-"""Meshes, simulated CPU devices, and the probe mesh."""
+"""Meshes, with devices or without, and simulated CPU devices."""
 
 import functools
 import importlib.util
@@ -15,14 +15,14 @@ from shardlib.errors import UserError
 
 CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 COUNT_FLAG = "--xla_force_host_platform_device_count"
-# XLA_FLAGS for programs on CPUs that run for a shorter time than they take to optimize.
+# XLA_FLAGS for CPU programs that take longer to optimize than to run.
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    # From jax 0.11 on there is no such choice, and no such flag.
+    # From jax 0.11 on there is no such flag.
     + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
 )
 
-# By these, one config and seed would mean other numbers in another environment.
+# Set here, as from the environment these would change the numbers that a config and seed mean.
 jax.config.update("jax_default_prng_impl", "threefry2x32")
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_random_seed_offset", 0)
@@ -43,9 +43,9 @@ def axis_group(name: str, *axes: str) -> None:
 
 
 def show_axes(mesh: Mapping[str, int], names: Collection[str] = ()) -> str:
-    """Formats the axes of a mesh, or those with these names, and their sizes as `d=4, t=2`. Leaves
-    out those of size 1, unless all are. An axis that is all of its group goes by the group's name,
-    as in a config."""
+    """Formats the axes of a mesh, or only `names`, with their sizes: `d=4, t=2`. Leaves out axes of
+    size 1, unless all are. The only axis of a group that is larger goes by the group's name, as in
+    a config."""
     larger = {axis: size for axis, size in mesh.items() if size > 1} or mesh
     shown = {axis: axis for axis in larger}
     for name, axes in groups.items():
@@ -74,9 +74,9 @@ def have_cpu_devices(count: int) -> None:
 def have_threads(count: int) -> None:
     """Lets XLA use enough threads for `count` simulated CPU devices. Call it before JAX initializes
     its devices."""
-    # A collective blocks a thread until all its devices have come to it. By default XLA has a
-    # thread per device, but it runs a loop beside the collectives around it, and our loops are
-    # nested. With all threads blocked, the rest never comes, and XLA aborts after 40 seconds.
+    # A collective blocks a thread until all its devices arrive. By default XLA has a thread per
+    # device, but it runs a loop beside the collectives around it, and our loops are nested.
+    # If all threads are blocked, some devices never arrive, and XLA aborts after 40 seconds.
     os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
 
 
@@ -111,9 +111,9 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
 
 def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
-    """A mesh over these devices, of which neighbors have fast links. Slices of TPUs split the
+    """A mesh over these devices, whose neighbors have fast links. Slices of TPUs split the
     outermost axis. Raises UserError if they don't divide it."""
-    # GPUs have a slice_index too: that of their host, and one host may be less than a replica.
+    # GPUs have a slice_index too, the number of their host, but a replica may span several hosts.
     slices = len({getattr(d, "slice_index", 0) for d in devices if "TPU" in d.device_kind}) or 1
     (name, outer), *inner = axes.items()
     if outer % slices:

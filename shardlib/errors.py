@@ -14,7 +14,7 @@ class UserError(ValueError):
     """A mistake in a config, a dataset, a file or the machine's setup, or an edit of the source
     that fails the type check.
 
-    The message names what is wrong and the cure, in one line unless it is about an edit. A program
+    The message names the problem and the cure, in one line unless it is about an edit. A program
     prints it and exits with status 1.
     """
 
@@ -27,7 +27,7 @@ class SpecError(ShardTypeError):
     """A type string that can't be read."""
 
 
-# Files and folders of ours whose lines aren't shown in place of the user's.
+# Our own files and folders: errors and audits name the user's line that led into them.
 BEHIND_OPS = [os.path.dirname(__file__)]
 _LIBRARIES = (
     *(os.path.dirname(jax.__file__), "<frozen "),
@@ -59,8 +59,8 @@ def caller() -> str:
 
 
 def explain(error: Exception) -> str:
-    """The message of an error raised while tracing a function, below the lines of the user's own
-    code in that function that led to it."""
+    """Formats an error raised while tracing a function: the lines of the user's code in that
+    function that led to it, then the message."""
 
     frames, message = traceback.extract_tb(error.__traceback__), str(error)
     # If the backward pass can't be built, the line to blame is in the error's cause.
@@ -72,7 +72,7 @@ def explain(error: Exception) -> str:
     if not isinstance(error, ShardTypeError):
         message = f"{type(error).__name__}: {message}"
         if "'NoneType'" in message:
-            message += "\n    is it a field with alternatives, which this config doesn't choose?"
+            message += "\n    is it an optional field, declared `X | None`, that is None here?"
         if "jax.lax.pcast(" in message:
             message += "\n    here jax.lax.pcast(x, axes, to='varying') is ops.varying(x, axes)"
         if "LinearizeTracer" in message or "JVPTracer" in message:
@@ -80,7 +80,7 @@ def explain(error: Exception) -> str:
                 "\n    does `loss` use a value from outside that has a gradient? Pass it through "
                 "`unembedding`"
             )
-        # No line of the user's: a bug of ours, or a leaked tracer, whose message has the lines.
+        # If no line is the user's, it is our bug, or a leaked tracer, whose message has the lines.
         if not own and not isinstance(error, jax.errors.UnexpectedTracerError):
             own = [f for f in frames if not f.filename.startswith(_LIBRARIES)][-1:]
     lines = (f"{os.path.basename(f.filename)}:{f.lineno}, in {f.name}\n    {f.line}" for f in own)

@@ -43,7 +43,7 @@ def narrow_on_cpu(x: jax.Array) -> bool:
 
 def gather(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:
     """Gathers dimension i over the axes."""
-    if i and narrow_on_cpu(x):  # XLA would transpose x, entry by entry, before and after it
+    if i and narrow_on_cpu(x):  # else XLA transposes x, entry by entry, before and after
         return lax.collapse(jnp.moveaxis(lax.all_gather(x, axes), 0, i), i, i + 2)
     return lax.all_gather(x, axes, axis=i, tiled=True)
 
@@ -58,11 +58,11 @@ def scatter(x: jax.Array, axes: tuple[str, ...], i: int) -> jax.Array:
 
 
 def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Array:
-    """`jnp.einsum`, but bf16 operands may have an f32 result, and on CPUs always have one, which is
-    then rounded: XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
+    """`jnp.einsum` with a result dtype, by default the operands'. On CPUs it rounds f32 results of
+    bf16 operands, as XLA uses a CPU's bf16 instructions only for matmuls with f32 results."""
     narrow, (left, *others) = operands[0].dtype, subscripts.replace("->", ",").split(",")
     batch = {*left}.intersection(*others)
-    # XLA has no such matmul where the left operand's batch dimensions come after another one.
+    # XLA has no such matmul if the left operand's batch dimensions come after another one.
     wide = narrow_on_cpu(operands[0]) and (not batch or left[0] in batch)
     if dtype in (None, narrow) and not wide:
         return jnp.einsum(subscripts, *operands)
@@ -71,8 +71,8 @@ def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` that accumulates in `dtype`, bf16 in f32, and returns it; backward products stay
-    narrow."""
+    """`jnp.einsum` with a result of this dtype, accumulated in f32 if it is bf16. The backward
+    matmuls are in the operands' dtype."""
     wide = jnp.float32 if dtype == jnp.bfloat16 else dtype
     return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)
 

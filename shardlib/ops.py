@@ -6,9 +6,9 @@
 Call the ops inside a `typed_shard_map`. While tracing, an op checks its operands against the left
 side of the string, its result against the right side, and that it can do what the string asks; if
 not, it raises ShardTypeError (SpecError if the string can't be parsed). Each op runs under a
-`jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. They
-can't be used under `vmap`, which JAX lacks for unreduced values. `_unreduced` in a name says that
-the op never adds up over devices: if it sums over a split dimension, its result is unreduced.
+`jax.named_scope` that carries its string, so it shows up in the jaxpr, the HLO and profiles. Ops
+don't work under `vmap`, which JAX lacks for unreduced values. `_unreduced` in a name says that the
+op never adds up over devices: if it sums over a split dimension, its result is unreduced.
 """
 
 import functools
@@ -53,8 +53,7 @@ SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
 def phase(path: str) -> str:
-    """The part of a training step in which an equation or a compiled instruction runs, by its path
-    of JAX's scopes."""
+    """The phase of a training step, given an equation's or instruction's path of JAX's scopes."""
     if "rematted_computation" in path:
         return "recomputed"
     if "transpose(" in path:
@@ -79,7 +78,7 @@ def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def communicating(jaxpr: Any, *kinds: str) -> set[str]:
-    """The axes over which a function has collectives of these kinds, or of any."""
+    """The axes over which a function has collectives of these kinds, by default of all."""
     axes = set()
     for eqn in jaxpr.eqns:
         kind = COLLECTIVES.get(eqn.primitive.name)
@@ -88,8 +87,8 @@ def communicating(jaxpr: Any, *kinds: str) -> set[str]:
     return axes
 
 
-# Called with each operand and result of an op, its layout and what it is: the function with which
-# `numbers.recording` stores it.
+# Called with each operand and result of an op, its layout and description; returns the value.
+# `checks.numbers.recording` sets a function that stores it.
 watching = jax.make_user_context(lambda x, spec, what: x)
 
 
@@ -147,8 +146,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
                 result = lax.psum(result, alone)
-            # An op that sends nothing has a result of its own all the same, so that gradients add
-            # up in the same order on all meshes. JAX's copy is nothing in the compiled program.
+            # If an op sends nothing, its result is a copy, so that gradients add up in the same
+            # order on all meshes. The compiled program has no such copy.
             if any(result is x for x in watched):
                 result = jnp.copy(result)
         check(result, call.result, what := f"the result of {call.where}")
@@ -187,6 +186,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
         ops.all_gather("M/t/d -> M", gain)          over t and d at once
 
     Forward: all-gather. Backward: reduce-scatter over the same axes.
+    JAX treats the result as varying along these axes, although it is the same.
     Raises ShardTypeError if it gathers nothing, if it leaves out an axis other than the last
     (`M/t/d -> M/d`), or for an unreduced operand.
     """
@@ -200,12 +200,12 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def split(call: Call, x: jax.Array) -> jax.Array:
-    """Keeps each device's own part of dimensions that it holds whole.
+    """Splits dimensions that each device holds whole; each keeps its own part.
 
         ops.split("B/d L M -> B/d L M/t", x)
 
     Forward: nothing. Backward: an all-reduce over the axes if `x` is replicated over them; nothing
-    after an all_gather, whose own backward pass adds up.
+    if `x` comes from an all_gather, whose backward pass adds up the gradients.
     Raises ShardTypeError if it splits nothing, for an unreduced operand, or if a dimension doesn't
     split evenly.
     """
@@ -221,15 +221,15 @@ def split(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def all_to_all(call: Call, x: jax.Array) -> jax.Array:
-    """Splits other dimensions over the same axes.
+    """Moves axes from one dimension to another.
 
         ops.all_to_all("N M/d F/t -> N/t/d M F", x)     each device gets some of N matrices, whole
         ops.all_to_all("N/t/d M F -> N M/d F/t", x)     and gives them back
 
     Forward: an all-to-all for each run of axes that moves together. Backward: the same, the other
-    way. Raises ShardTypeError if no axis moves, if one is new or missing on the right, if one that
-    isn't the last of its dimension moves, or one to elsewhere than a dimension's end, and for an
-    unreduced operand. JAX raises ValueError if a dimension doesn't split evenly.
+    way. Raises ShardTypeError if no axis moves, if an axis is new or missing on the right, if axes
+    move other than from the end of one dimension to the end of another, or for an unreduced
+    operand. JAX raises ValueError if a dimension doesn't split evenly.
     """
     (given,), wanted = call.operands, call.result
     call.require(not given.unreduced and not wanted.unreduced, "reduce it first")
@@ -245,7 +245,7 @@ def all_to_all(call: Call, x: jax.Array) -> jax.Array:
             if (after := now[j] + (axes := now[i][first:])) == goal[j][: len(after)]
         )
         i, j, axes = next(moves, (0, 0, ()))
-        call.require(axes, "an axis can only move from the end of a dimension to that of another")
+        call.require(axes, "axes only move from the end of one dimension to the end of another")
         x = lax.all_to_all(varying(x, axes), axes, split_axis=j, concat_axis=i, tiled=True)
         now[i], now[j] = now[i][: -len(axes)], now[j] + axes
     return x
@@ -269,7 +269,7 @@ def indices(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def broadcast(call: Call, x: jax.Array) -> jax.Array:
-    """Marks a value that all devices hold as one that each uses on its own part of the data.
+    """Marks a replicated value that each device uses on its own part of the data.
 
         ops.broadcast("D -> D", gain)               a weight that isn't split
 
@@ -338,7 +338,7 @@ def psum(call: Call, x: jax.Array) -> jax.Array:
 
 def _summed_axes(call: Call, removed: list[Dim], already: tuple[str, ...]) -> tuple[str, ...]:
     """The axes of summed-over dimensions. The right side must declare them as unreduced, along with
-    those over which the operand is unreduced already."""
+    the axes over which the operand is unreduced already."""
     new = tuple(a for dim in removed for a in dim.axes)
     split = (*new, *call.result.axes)
     for axis in split:
@@ -357,7 +357,7 @@ def _removed(call: Call) -> tuple[tuple[int, ...], list[Dim]]:
     out = [i for i, dim in enumerate(given.dims) if dim not in wanted.dims]
     kept = tuple(dim for dim in given.dims if dim in wanted.dims)
     call.require(
-        kept == wanted.dims, "the right side must be the left side without what is reduced"
+        kept == wanted.dims, "the right side must be the left side without some dimensions"
     )
     call.require(out, "it reduces nothing")
     return tuple(out), [given.dims[i] for i in out]
@@ -379,9 +379,11 @@ def reduce_sum(call: Call, x: jax.Array) -> jax.Array:
 
 @define_op
 def reduce_mean(call: Call, x: jax.Array) -> jax.Array:
-    """Averages like `reduce_sum` sums: over all that the devices have.
+    """Averages over the dimensions that the right side leaves out, like `reduce_sum`.
 
-    ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
+        ops.reduce_mean("B/d L M/t -> B/d L {U:t}", x)
+
+    The devices' partial results add up to the mean of the whole array.
     """
     positions, removed = _removed(call)
     axes = _summed_axes(call, removed, call.operands[0].unreduced_axes)
@@ -508,7 +510,7 @@ def sum_of_squares(hint: Any, tree: Any) -> jax.Array:
         grad_norm = jnp.sqrt(ops.sum_of_squares(Weights, grads))
 
     Forward: one all-reduce of a scalar for each set of axes that arrays are split over. An array
-    that is replicated over an axis counts once. Not for use inside a differentiated function.
+    that is replicated over an axis counts once. Don't differentiate it.
     """
     totals: dict[tuple[str, ...], jax.Array] = {}
     for over, square in _squares(hint, tree, "sum_of_squares"):
@@ -523,8 +525,7 @@ def sums_of_squares(hint: Any, tree: Any, each: str) -> dict[str, jax.Array]:
 
         w_q_norms = jnp.sqrt(ops.sums_of_squares(Weights, grads, "layers")["layers/w_q"])
 
-    Forward: an all-reduce for each array that is split. Not for use inside a differentiated
-    function.
+    Forward: an all-reduce for each array that is split. Don't differentiate it.
     """
     squares = _squares(hint, tree, "sums_of_squares", each)
     return dict(zip(named(tree), (_total(*square) for square in squares), strict=True))
@@ -538,7 +539,7 @@ def _total(over: tuple[str, ...], x: jax.Array) -> jax.Array:
 def _squares(
     hint: Any, tree: Any, op: str, each: str = ""
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
-    """Yields for each array what it is split over, and its partial sum of squares."""
+    """Yields for each array the names of its axes, and its partial sum of squares."""
     if not inside_shard_map():
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
@@ -549,7 +550,7 @@ def _squares(
         check_replicated(path, kind, x, cure)
         kept = 1 if _names(kind.spec)[:1] == [each] else 0
         square = jnp.sum(jnp.square(x.astype(jnp.float32)), tuple(range(kept, x.ndim)))
-        if kept and (axes := kind.spec.dims[0].axes):  # puts the others' sums in, as zeros
+        if kept and (axes := kind.spec.dims[0].axes):  # adds zeros at other devices' indices
             size, first = len(square), lax.axis_index(axes) * len(square)
             zeros = jnp.zeros(size * math.prod(mesh_shape()[axis] for axis in axes))
             square = lax.dynamic_update_slice_in_dim(varying(zeros, axes), square, first, axis=0)

@@ -4,20 +4,20 @@
     f32["M/t/d"]           M is split over t first, then each part over d
     f32["B/d L M {U:t}"]   unreduced over t: each device along t holds a partial sum of the value
     f32[""]                a scalar
-    f32["M", start]        a weight, with what says how it starts, which shardlib hands on
+    f32["M", gain]         a weight and its initial values, which shardlib keeps but doesn't use
     floating["B L"]        any float type; integer["B L"] is any integer type
-    compute["B L"]         the dtype of `computing_in`: bfloat16, or float32 to compute exactly
-    MLP | None             an alternative, where the value at hand says which: see `type_tree`
+    compute["B L"]         the dtype of `computing_in`: bfloat16, or float32 for comparisons
+    MLP | None             alternatives: a value or `choose` decides between them
 
 An *axis* belongs to the mesh, a *dimension* to an array. The grammar:
 
     spec  := item* [ "{U:" axis ("," axis)* "}" ]
-    item  := dim | "[" dim "]"              brackets mark what `ops.index_unreduced` looks up
+    item  := dim | "[" dim "]"              brackets: the dimension `ops.index_unreduced` indexes
     dim   := (name | integer) ("/" axis)*   an integer is a size; a name stands for one
 
 On a mesh `d, t` write `M/t/d`: M is cut into t parts, and each of these into d. Gathering d then
 yields a contiguous `M/t`. `M/d/t` would have the same shapes but other parts on each device, and is
-an error. An `axis_group` is a name for several axes, to be written like one.
+an error. An `axis_group` names several axes, and is written like one axis.
 
 Sizes are bound to names within a scope. Each call of a function decorated with `typechecked` or
 `typed_shard_map` opens a fresh scope.
@@ -26,13 +26,13 @@ Inside a shard_map JAX itself knows, for each mesh axis, whether a value is inva
 all devices along it), varying (it may differ) or unreduced (partial sums), and prints it, as in
 `bf16[2,64]{V:d, U:t}`; see "check_vma" in the documentation of `jax.shard_map`. Casting invariant
 to varying is free; in the backward pass the cast is an all-reduce of the gradient. A value becomes
-unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX takes
-the partial result for any varying value; only the numbers then differ between meshes, which
-checks/numbers.py compares.
+unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX sees
+just another varying value. It can't pass as unreduced, nor as a replicated result of the shard_map;
+for the rest, checks/numbers.py compares the numbers of two meshes.
 
 Over an axis of size 1 nothing is split, varies or is unreduced, whatever the strings say: a value
-is invariant there, and ops send nothing. So a forgotten sum over it shows only where the axis is
-larger, as all are on the mesh of `checks.layout.probe_mesh`.
+is invariant there, and ops send nothing. So a forgotten sum shows only on a mesh where the axis is
+larger, such as `checks.layout.probe_mesh`.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ F = typing.TypeVar("F", bound=Callable[..., Any])
 
 
 def show_groups(axes: Iterable[str], mark: str = ",") -> str:
-    """Joins axes of a dimension or, with a comma, of partial sums. Groups go by their names."""
+    """Joins axes by commas or, for a dimension, by "/". A whole group goes by its name."""
     text = mark.join(("", *axes, ""))
     for name, group in groups.items():
         whole = mark.join(("", *(group if mark == "," else reversed(group)), ""))
@@ -78,7 +78,7 @@ def _written(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def several(names: Iterable[str]) -> tuple[str, ...]:
-    """The axes that names stand for, without those along which the mesh has one device alone."""
+    """The axes that names stand for, without axes of size 1."""
     return tuple(axis for axis in _written(names) if mesh_shape().get(axis) != 1)
 
 
@@ -102,7 +102,7 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The layout of an array: its dimensions, and what it is unreduced over."""
+    """The layout of an array: its dimensions, and the axes it is unreduced over."""
 
     dims: tuple[Dim, ...] = ()
     unreduced: tuple[str, ...] = ()  # as written: axes and groups
@@ -130,7 +130,7 @@ _ITEM = re.compile(
 
 
 def _parse(text: str) -> tuple[list[Spec], list[str]]:
-    """The specs, and the commas and arrows between them."""
+    """Returns the specs, and the commas and arrows between them."""
     specs, marks = [Spec()], []
     for word in re.finditer(r"\{[^}]*\}?|,|->|((?!->)[^\s,{])+", text):
         if word[0] in (",", "->"):
@@ -199,7 +199,7 @@ class ArrayType(type):
         return cls.element.dtype
 
     def laid_out(cls, spec: Spec) -> "ArrayType":
-        """The same with another layout."""
+        """This type with another layout."""
         return array_type(cls.element, spec, cls.initial)
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -253,8 +253,8 @@ COMPUTE = {"bf16": bf16, "f32": f32}
 
 @contextlib.contextmanager
 def computing_in(name: str) -> Iterator[None]:
-    """Gives `compute[...]` a dtype: bf16, as without this context, or f32, where no device rounds
-    the operands of a matmul."""
+    """Sets the dtype of `compute[...]`: bf16, the default, or f32. In f32 no device rounds the
+    operands of a matmul."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_computing_in(COMPUTE[name].dtype))
         if name == "f32":
@@ -319,8 +319,8 @@ def check(value: Any, expected: ArrayType | Spec, where: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """An array's dtype and shape, and if it is a part, what it owes and the mesh; otherwise the
-    class name."""
+    """Describes an array by its dtype and shape, and inside a shard_map its unreduced axes and the
+    mesh; any other value by its class."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return type(value).__name__
     text = f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -333,7 +333,7 @@ def describe(value: Any) -> str:
 
 
 def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
-    """Describes how the value differs from its type. If it doesn't, binds its sizes."""
+    """Describes how the value differs from its type. If it matches, binds its sizes."""
     spec = expected.spec if isinstance(expected, ArrayType) else expected
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
@@ -358,7 +358,7 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
             wanted, each = (bound / parts, " on each device") if local else (bound, "")
-            return f"dimension {dim.name} is {length}{each} here, but {wanted:.12g} by {first}"
+            return f"dimension {dim.name} is {length}{each} here, but {wanted:.12g} in {first}"
     problem = _unreduced_problem(value, expected) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
@@ -378,7 +378,7 @@ def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
         problem = f"it is not unreduced over {reduced}: it was reduced already, or never had to be"
         if any(axis in kind.varying for axis in spec.unreduced_axes):
             problem += (
-                "\n    sum with ops.reduce_sum; what jnp's sum and mean return isn't unreduced"
+                "\n    sum with ops.reduce_sum; results of jnp.sum and jnp.mean aren't unreduced"
             )
         return problem
     return None
@@ -405,8 +405,7 @@ def _layout_problem(value: Any, spec: Spec) -> str | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derived:
-    """An annotation for what `of` annotates, with other types: `change` makes them of those of `of`
-    and of the value at hand."""
+    """The annotation `of` with other types: `change(types, value)` returns the new type tree."""
 
     of: Any
     change: Callable[[Any, Any], Any]
@@ -460,10 +459,9 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def has_arrays(hint: Any) -> bool:
-    """Returns whether there are array types in an annotation. Raises SpecError for one that could
-    not be checked: one that mixes arrays with other things, or holds them in something other than a
-    pytree_dataclass, a tuple, a dict or alternatives. Any marks a part that is not to be checked.
-    """
+    """Returns whether an annotation has array types. Raises SpecError if they can't be checked: if
+    it mixes them with other types, or holds them in something other than a pytree_dataclass, a
+    tuple, a dict or alternatives. `Any` marks a part that isn't checked."""
     if isinstance(hint, ArrayType):
         return True
     if isinstance(hint, Derived):
@@ -485,12 +483,12 @@ def has_arrays(hint: Any) -> bool:
 
 
 def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
-    """The annotation as a tree of array types. Such a tree stands for itself.
+    """Returns an annotation as a tree of array types, and a tree of array types as it is.
 
-    Where there are alternatives the value at hand, a tree of arrays or of their types, says which:
-    `MLP | None` is MLP for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, and
-    a dict has the value's keys. Raises TypeError or ValueError for a value of another structure,
-    and SpecError if it takes a value to know and there is none.
+    The value, a tree of arrays or of their types, decides between alternatives: `MLP | None` is MLP
+    for an MLP, `f32[""] | f32["layers"]` goes by the number of dimensions, and a dict has the
+    value's keys. Raises TypeError or ValueError for a value of another structure, and SpecError for
+    alternatives or a dict without a value.
     """
     if isinstance(hint, ArrayType) or hint in (Any, None, type(None)):
         return None if hint is type(None) else hint
@@ -525,7 +523,7 @@ def type_tree(hint: Any, value: Any = UNKNOWN) -> Any:
 
 def choose(cls: type, **fields: Any) -> Any:
     """The type tree of a pytree_dataclass. A field with alternatives needs a choice: True for the
-    first one, the dataclass or the type tree of another one, or anything false for None."""
+    first one, a dataclass or type tree for another one, or anything false for None."""
 
     def chosen(name: str, hint: Any) -> Any:
         if typing.get_origin(hint) is types.UnionType and name not in fields:
@@ -639,7 +637,8 @@ class _Signature:
             return []
         leaves = check_tree(result, self.hints["return"], f"the result of {self.name}")
         for path, kind, leaf in leaves:
-            # A sum that was forgotten. In a pytree_dataclass it may be a weight, which may vary.
+            # A scalar that varies lacks a sum. But in a pytree_dataclass it may be a weight, which
+            # ops.broadcast makes varying.
             if (
                 not kind.spec.dims
                 and not kind.spec.unreduced
@@ -707,7 +706,7 @@ def typed_shard_map(fn: F) -> F:
                 bound.arguments.update(arrays)
                 try:
                     result = fn(*bound.args, **bound.kwargs)
-                except Exception as error:  # JAX raises this one as several classes
+                except Exception as error:  # JAX uses several classes for this error
                     if "unreduced" not in str(error) or isinstance(error, ShardTypeError):
                         raise
                     raise ShardTypeError(
@@ -732,8 +731,8 @@ def typed_shard_map(fn: F) -> F:
 
 
 def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
-    """The PartitionSpecs of a result, before it is computed. One with alternatives has the
-    structure of the argument with this annotation; the arrays of a dict aren't split."""
+    """The PartitionSpecs of a result, before it is computed. A result with alternatives has the
+    structure of the argument with the same annotation. The arrays of a dict aren't split."""
     if typing.get_origin(hint) is tuple:
         return tuple(_result_specs(part, known) for part in typing.get_args(hint))
     whole = typing.get_origin(hint) is dict
@@ -741,8 +740,8 @@ def _result_specs(hint: Any, known: dict[Any, Any]) -> Any:
 
 
 CURE = (
-    "declare it split, or sum with ops.reduce_sum and ops.psum, take a maximum with "
-    "ops.reduce_max, and before ops.all_gather: JAX treats a gathered value as varying"
+    "declare it split, or reduce it with ops.reduce_sum and ops.psum or with ops.reduce_max, and "
+    "do so before ops.all_gather: JAX treats a gathered value as varying"
 )
 
 

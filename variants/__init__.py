@@ -1,1 +1,1 @@
-"""What a dense Llama with AdamW doesn't run: other families, experts, Muon, and a cache."""
+"""Code that a dense Llama with AdamW doesn't run: other families, experts, Muon, and a cache."""

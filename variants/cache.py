@@ -1,5 +1,5 @@
-"""Keys and values that are kept, so that the model computes a row in parts: a prompt, then token by
-token. For generation, and for its check. S is the length of the cache, and c is 1."""
+"""A cache of keys and values, with which the model computes a row in parts: a prompt, then token by
+token. Generation and its check use it. S is the length of the cache, and c is 1."""
 
 import dataclasses
 from typing import Any
@@ -34,12 +34,12 @@ def extend(
     config: Any,
     count: int,
 ) -> tuple[f32["B/d l/c V/t"], Stacked["layers", Cache]]:
-    """Computes the logits after the last `count` inputs, which are at indices from `first` on,
-    given a cache of the indices before. Returns them with the extended cache. A token sees as many
-    tokens as a row had in training. A row's text begins at its `start`, with position 0: what is
-    before is padding, which the text doesn't see, as its positions are the largest ones.
+    """Returns the logits after the last `count` inputs, and the extended cache. The inputs are at
+    indices from `first` on; the cache holds the indices before. A token sees at most as many tokens
+    as a row had in training. A row's text begins at its `start`, with position 0. Padding before it
+    has the largest positions, so the text doesn't see it.
 
-    `model` is the module that defines the model, train.py or a copy, `weights` are its Weights.
+    `model` is the module that defines the model, train.py or a copy; `weights` are its Weights.
     """
 
     def position(index: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Experts, of which each token takes a few, in place of a layer's feed-forward or beside it.
+"""Experts, in place of a layer's feed-forward or beside it. Each token takes a few of them.
 
 train.py calls `check` on a config, `mixture` in a layer, `costs` in the loss and `rebalanced` after
 the update.
@@ -55,7 +55,7 @@ def check(config: Any) -> None:
     config.require(fits, "training.routing.balance_cost", problem)
 
 
-# `rebalanced` moves it; no gradient does.
+# A bias that `rebalanced` moves, and no gradient.
 balancing = dataclasses.replace(bias, learned=False)
 
 
@@ -75,7 +75,8 @@ def experts_type(config: ExpertsConfig) -> Any:
 
 @pytree_dataclass
 class Routing:
-    """Sums over the tokens of each part of a row. A scan can't stack what is unreduced."""
+    """Sums over the tokens of each part of a row, not over rows: a scan can't stack unreduced
+    values."""
 
     load: f32["B/d N/c E"]  # tokens that chose an expert
     likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
@@ -91,11 +92,11 @@ def mixture(
 ) -> tuple[compute["B/d L/c M {U:t}"], Routing]:
     """Sends each token to the experts with the highest scores, and sums their outputs, weighted by
     the scores: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538. Each device along t has some
-    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts, and
-    all that is sent are the sums over t of logits and of outputs. Adds `shared`, the output of an
+    of the experts, whole, and all tokens of its rows. So it picks the tokens of its experts without
+    sending any: only logits and outputs are summed over t. Adds `shared`, the output of an
     expert that all tokens take, if there is one.
 
-    A bias takes part in the choice, and not in the weights: Wang et al. 2024,
+    A bias affects the choice, but not the weights of the sum: Wang et al. 2024,
     https://arxiv.org/abs/2408.15664."""
 
     def normalized(scores: jax.Array) -> jax.Array:
@@ -106,8 +107,8 @@ def mixture(
     logits = ops.einsum_unreduced(
         "B/d L/c M/t, M/t E -> B/d L/c E {U:t}", part, w_router, dtype=f32
     )
-    # What is chosen is the same along t by its type, and is saved, so that nothing near a tie is
-    # another expert elsewhere or in the backward pass.
+    # Near a tie, rounding could change the choice. So the logits are equal along t by their type,
+    # and logits and choice are saved, not recomputed.
     logits = save_for_backward(ops.psum("B/d L/c E {U:t} -> B/d L/c E", logits))
     scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits)
     biased = lax.stop_gradient(scores if w.b_router is None else scores + w.b_router)
@@ -137,9 +138,9 @@ def mixture(
 def costs(
     routed: Stacked["layers", Routing], count: f32[""], training: Any
 ) -> tuple[f32[""], dict[str, f32[""] | f32["layers E"]]]:
-    """The costs of all layers' routing, weighted, and sums over all tokens for `rebalanced`. Costs
-    are by `count`, the number of targets, so that after the caller's division they are means over
-    all tokens, targets or not."""
+    """Returns the weighted costs of all layers' routing, and sums over all tokens for `rebalanced`.
+    Costs are means over all tokens, targets or not, times `count`, the number of targets, by which
+    the caller divides."""
 
     def whole(kept: str, x: jax.Array) -> jax.Array:
         x = ops.reduce_sum(f"layers B/d N/c {kept} -> layers {kept} {{U:d,c}}", x)
@@ -169,12 +170,12 @@ def rebalanced(
     sums: dict[str, f32[""] | f32["layers E"]],
     rate: f32[""],
 ) -> tuple[Any, dict[str, f32[""] | f32["layers E"]]]:
-    """Moves the biases, which no gradient changes, from what they were `before` the update towards
-    even loads. Returns the weights with them, and metrics: loads as multiples of an even one, and
-    the cost of uneven ones."""
+    """Moves the biases, which no gradient changes, from their values `before` the update towards
+    even loads. Returns the weights with new biases, and metrics: loads as multiples of an even one,
+    and the cost of uneven loads."""
     load, old = sums["load"], before.layers.experts
     if old.b_router is not None:
-        # Of whole numbers, so that an even load gives exactly 0.
+        # In whole numbers, so that an even load gives exactly 0.
         lacking = load.sum(-1, keepdims=True) - load.shape[-1] * load
         bias = old.b_router + rate * jnp.sign(lacking)
         new = dataclasses.replace(weights.layers.experts, b_router=bias)

@@ -1,5 +1,5 @@
-"""Functions and types for what families of models do otherwise than Llama: to queries, keys and
-values, to norms and to positions. train.py calls `QKV.adjusted`, `norm_after`, `first_visible` and
+"""Functions and types for families of models that differ from Llama in queries, keys and values, in
+norms or in positions. train.py calls `QKV.adjusted`, `norm_after`, `first_visible` and
 `RopeScalingConfig.slowed`."""
 
 import dataclasses
@@ -28,8 +28,8 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
     original_len: PositiveInt  # tokens in a row of the original training
 
     def slowed(self, timescale: jax.Array) -> jax.Array:
-        """The timescale of each pair. Those that turn only a few times within the original length
-        turn more slowly, by `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as
+        """The timescale of each pair. Pairs that turn only a few times within the original length
+        are slowed by `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as
         released with Llama 3.1."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
         turns = self.original_len / (2 * jnp.pi * timescale)
@@ -39,8 +39,8 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
 
 @typechecked
 def first_visible(start: u32["B/d L/c"], position: u32["B/d L/c"], window: int) -> u32["B/d L/c"]:
-    """The position of the first token that a token sees: of the last `window` ones, those of its
-    document, which begins at `start`."""
+    """The position of the first token that a token sees: it sees at most the last `window` tokens
+    of its document, which begins at `start`."""
     return jnp.maximum(start, position - jnp.minimum(position, window - 1))
 
 
@@ -52,13 +52,13 @@ def _squares(x: jax.Array) -> jax.Array:
 
 
 def _mean_over_t(means: jax.Array) -> jax.Array:
-    """The mean of all squares, from what each device adds to it."""
+    """Adds up the devices' contributions to the mean of all squares."""
     means = ops.psum("B/d L/c {U:t} -> B/d L/c", means)
     return ops.broadcast("B/d L/c -> B/d L/c", means)
 
 
 def _normed(x: jax.Array, squares: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of x over the last dimensions, those of the gain, given the mean of its squares."""
+    """RMSNorm of x over the gain's dimensions, its last ones, given the mean of its squares."""
     scale = jnp.expand_dims(lax.rsqrt(squares + eps), tuple(range(-gain.ndim, 0)))
     return (x.astype(f32.dtype) * scale * gain.astype(f32.dtype)).astype(x.dtype)
 
@@ -67,7 +67,7 @@ def _normed(x: jax.Array, squares: jax.Array, gain: jax.Array, eps: float) -> ja
 def norm_after(
     y: compute["B/d L/c M/t"], gain: compute["M/t/c/s"], eps: float
 ) -> compute["B/d L/c M/t"]:
-    """The norm of what attention or the feed-forward returns: OLMo 2,
+    """Normalizes the result of attention or the feed-forward: OLMo 2,
     https://arxiv.org/abs/2501.00656."""
     gain = ops.all_gather("M/t/c/s -> M/t", gain)
     y = save_for_backward(y)
@@ -118,7 +118,7 @@ class AllNorms:
 
 @pytree_dataclass
 class QKV:
-    """Weights of what comes between the projections to queries, keys and values, and RoPE."""
+    """Weights that act on queries, keys and values after their projections and before RoPE."""
 
     biases: Biases | None
     norms: HeadNorms | AllNorms | None

@@ -1,7 +1,7 @@
 """Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
-It updates the matrices of layers, in place of AdamW, which updates the rest. train.py asks it for
-`update`, for what has no second moment, and for a `note` of it.
+Muon updates the matrices of layers, and AdamW the rest. train.py calls `update` in a step,
+`divided` for the types of second moments, and `note` to log which weights AdamW updates.
 """
 
 import math
@@ -15,9 +15,9 @@ from jax import lax
 from shardlib import ops
 from shardlib.types import compute, f32, mesh_shape, named, parse_spec, typechecked
 
-# The layouts of what holds matrices. Orthogonalizing takes whole ones: for each layout, that of N
-# matrices as they are stored, and that of some whole matrices on each device. So w_q is a matrix of
-# M by Q*K*D, all heads at once, and each expert has three of its own. What isn't listed is AdamW's:
+# The layouts of weights that hold matrices. For each, the layout of N matrices as they are stored,
+# and with some whole matrices on each device, to be orthogonalized. w_q is one matrix of M by
+# Q*K*D, all heads at once, and each expert has three. AdamW updates weights of other layouts:
 # embeddings, gains, biases and routers.
 MATRICES = {
     "layers M/c/d Q K/t D": ("N M/c/d Q K/t D", "N/t/c/d M Q K D"),
@@ -28,8 +28,8 @@ MATRICES = {
 
 
 def divided(kinds: Any, tree: Any) -> tuple[Any, Any]:
-    """Divides a tree of weights, whose types are `kinds`, into what AdamW updates and what Muon
-    does. Each has None in place of the other's."""
+    """Divides a tree like the weights, whose types are `kinds`, into AdamW's and Muon's part. Each
+    part has None in place of the other's leaves."""
 
     def those(are_matrices: bool) -> Any:
         return jax.tree.map(
@@ -51,8 +51,8 @@ def update(
     """A step of Muon for matrices and of `adamw` for the rest, of weights with the types `kinds`.
     `moved` moves a weight and decays it.
     A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
-    changes, whose rates and decay it takes: Liu et al. 2025, https://arxiv.org/abs/2502.16982,
-    section 2.2. Returns the new weights and moments."""
+    changes, so that AdamW's rate and decay suit it: Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982, section 2.2. Returns the new weights and moments."""
     (others, w), (other_grads, g), (other_mu, m) = (
         divided(kinds, tree) for tree in (weights, grads, mu)
     )
@@ -73,8 +73,8 @@ def update(
 
 
 def orthogonalized(kinds: Any, tree: Any) -> Any:
-    """Orthogonalizes the matrices of a tree of weights. Those of one layout go together, so that
-    few layers fill many devices."""
+    """Orthogonalizes the matrices of a tree of weights. Matrices of one layout are stacked, so that
+    even few layers give many devices work."""
     arrays, layouts = named(tree), {name: str(kind.spec) for name, kind in named(kinds).items()}
     for layout in MATRICES:
         names = [name for name in arrays if layouts[name] == layout]
@@ -87,8 +87,8 @@ def orthogonalized(kinds: Any, tree: Any) -> Any:
 @typechecked
 def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     """Orthogonalizes a stack of arrays of this layout: each device gets some whole matrices,
-    computes, and gives back their parts. Zero matrices make their number a multiple of the number
-    of devices."""
+    orthogonalizes them, and gives back their parts. Zero matrices pad the stack to a multiple of
+    the number of devices."""
     stored, whole = MATRICES[layout]
     (number, *matrix), (spread, *_) = parse_spec(stored).dims, parse_spec(whole).dims
     rank, mesh = len(matrix), mesh_shape()
@@ -111,8 +111,8 @@ def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
-    """Matrices with about the singular vectors of these and singular values near 1, by five steps
-    of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
+    """Returns matrices with about the same singular vectors and singular values near 1, by five
+    steps of Newton and Schulz's iteration, with the coefficients of Muon's authors."""
     shape, x = x.shape, x.reshape(*x.shape[:2], -1)
     x = x.mT if (tall := x.shape[1] > x.shape[2]) else x
     squares = jnp.sum(jnp.square(x.astype(f32.dtype)), axis=(1, 2), keepdims=True)
