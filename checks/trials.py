@@ -43,9 +43,10 @@ def beside_the_step(program: Any) -> dict[str, Any]:
 
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
-    """Chooses what to call a function with by its annotations: among those that `training_step` is
-    given, arrays or their types, and a part of its state, or else a type to make an array of; and
-    then sections of the config. Raises LookupError with the parameter for which there is none."""
+    """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
+    arguments of `training_step`, or their types. A tree is one of these, or the state's weights or
+    mu; an array is the type to make it of; a section is the config, its model or its training.
+    Raises LookupError with the name of a parameter that nothing fits."""
     hints, arrays, static = (
         typing.get_type_hints(inspect.unwrap(function)),
         list[Any](),
@@ -79,7 +80,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
-    """Yields the functions that a run calls. `order` is that of `random_batch`."""
+    """Yields trials of the functions that a run calls. `order` is `random_batch`'s."""
     # Else the moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
     batch = random_batch(sizes := dimensions(config), config.model.start_token, order)
@@ -95,14 +96,14 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
     yield "gradients", program.gradients, (state.weights, batch), config
-    # In the middle of the schedule, and before what is done now and then.
+    # In the middle of the schedule, and at step 1,000, for periodic code.
     yield "training_step 3", program.training_step, at(3, batch), config
     yield "training_step 999", program.training_step, at(999, uneven), config
 
 
 def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:
-    """Yields the logits by training's forward pass, and those by a cache of keys and values, which
-    must be the same."""
+    """Yields two trials that must give the same logits: training's forward pass, and generation
+    with a cache of keys and values."""
 
     @functools.partial(jax.jit, static_argnames="config")
     @typed_shard_map
