@@ -134,7 +134,7 @@ def test_some_devices_have_no_target():
 def test_what_tiny_runs_do_not_try_must_be_accepted(checked, capsys, monkeypatch):
     monkeypatch.setattr(Running, "note", "somewhere")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"somewhere\. If .* accept it by check=noted"):
+        with pytest.raises(UserError, match=r"somewhere\. If .* accept it with check=noted"):
             checked()
     assert checked("check=noted") == [] and "note: somewhere\n" in capsys.readouterr().out
     assert checked("check=types") == [] and "somewhere" not in capsys.readouterr().out
