@@ -80,7 +80,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
-    """Yields trials of the functions that a run calls. `order` is `random_batch`'s."""
+    """Yields the functions that a run calls. `order` is that of `random_batch`."""
     # Else the moments would drown the gradients.
     mu, nu = jax.tree.map(lambda x: x * np.float32(1e-4), (state.mu, state.nu))
     batch = random_batch(sizes := dimensions(config), config.model.start_token, order)
@@ -96,7 +96,7 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
     yield "gradients", program.gradients, (state.weights, batch), config
-    # In the middle of the schedule, and at step 1,000, for periodic code.
+    # In the middle of the schedule, and before what is done now and then.
     yield "training_step 3", program.training_step, at(3, batch), config
     yield "training_step 999", program.training_step, at(999, uneven), config
 
