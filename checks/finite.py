@@ -11,9 +11,9 @@ from shardlib.types import make_shardings, named
 
 
 def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: str) -> str:
-    """Names the gradients of a batch that aren't finite, recomputed by `gradients(weights, batch,
-    config)`, the batch's origin, and a cure: if random tokens have such gradients, too, the weights
-    are to blame."""
+    """Names a batch's gradients that aren't finite, the batch's origin, and a cure. Recomputes them
+    with `gradients(weights, batch, config)`. If gradients of random tokens aren't finite either,
+    the weights are to blame."""
 
     def bad(batch: Any) -> str:
         grads = named(gradients(weights, batch, config))
@@ -22,6 +22,6 @@ def explanation(gradients: Any, config: Any, weights: Any, batch: Any, origin: s
     tokens = random_batch(dimensions(config), config.model.start_token, config.mesh.c)
     cure = "Skip that batch with training.skip_steps, or raise training.max_skipped_updates"
     if bad(jax.device_put(tokens, make_shardings(TokenBatch))):
-        cure = "Random tokens have such ones, too: the weights diverged. Lower the learning rate"
+        cure = "Random tokens have such gradients: the weights diverged. Lower the learning rate"
     names = bad(batch) or "none, with the current weights"
     return f"gradients that are not finite: {names}; {origin}. {cure}"

@@ -1,4 +1,4 @@
-"""Reads jaxprs: where each equation stands, how often it runs, and what it sends."""
+"""Reads jaxprs: an equation's source line, its op, how often it runs, what makes its results."""
 
 import math
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from shardlib.ops import SCOPE
 
 
 class Runs(NamedTuple):
-    """Bounds on how often an equation runs. A compiler may compute before a loop
-    what is the same in each iteration. Of a cond, one branch runs."""
+    """Bounds on how often an equation runs. They differ because a compiler may move loop-invariant
+    equations out of a loop, and because a cond runs one of its branches."""
 
     times: float = 1  # at most; infinity in a while_loop
-    at_least: int = 1  # taking a while_loop to iterate
+    at_least: int = 1  # if each while_loop iterates
 
 
 class Equation(NamedTuple):
@@ -31,11 +31,11 @@ class Equation(NamedTuple):
 def equations(
     jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
 ) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: how often
-    a variable's value changes, at least; once for those that it lacks.
+    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: a
+    lower bound on how often each variable changes, by default 1.
 
-    The body of a library's jitted function was traced where it was first called, so its equations
-    get the line of the call at hand.
+    The body of a library's jitted function was traced at its first call, so its equations get the
+    line of the current call.
     """
     path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
@@ -64,9 +64,9 @@ def equations(
 
 
 def carried(eqn: JaxprEqn) -> slice:
-    """The operands that a loop carries. Those before are the same in each iteration, those after
-    are sliced. Tells them by their shapes in the body, as the names of a scan's parameters differ
-    between JAX versions."""
+    """Returns the slice of a loop's operands that it carries. Operands before it are constant;
+    operands after it are sliced, so their shapes differ in the body. (The names of scan's
+    parameters aren't used, as they differ between JAX versions.)"""
     start = stop = len(eqn.invars)
     if eqn.primitive.name in ("scan", "while"):
         *_, body = jaxprs_in_params(eqn.params)
@@ -81,8 +81,8 @@ def _differ(outer: Any, inner: Any) -> int:
 
 
 def line_of(eqn: JaxprEqn) -> str:
-    """The line that made an equation, with its function: `train.py:253 block`. A loop that JAX
-    split in two has none, so the first line found in its body stands in."""
+    """Returns the source line of an equation, with its function: `train.py:253 block`. A loop that
+    JAX split in two has none, so the first line found in its body stands in."""
     if line := source_line(eqn.source_info.traceback):
         return line
     inner = (line_of(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
@@ -90,8 +90,8 @@ def line_of(eqn: JaxprEqn) -> str:
 
 
 def makers(eqn: JaxprEqn, index: int) -> list[JaxprEqn]:
-    """The equation that makes one of an equation's results, innermost first. For a loop's result,
-    it is in its body, or in the body of a loop in there, looking through copies to the host."""
+    """Returns the equation that makes one of an equation's results, then the loops around it. Looks
+    for it in the bodies of loops, and through copies to the host."""
     if eqn.primitive.name != "scan":
         return [eqn]
     (inner,) = jaxprs_in_params(eqn.params)

@@ -24,8 +24,8 @@ BEHIND_OPS.append(__file__)
 
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
-    # lax.pcast's, which leaves them out over no axis, by the names that JAX's versions give them,
-    # and a weak number's cast before one of them.
+    # Primitives of lax.pcast, by their names in JAX's versions: a cast over no axis adds none. And
+    # the cast of a weakly typed number before one of them.
     *("pvary", "preduced", "convert_element_type"),
     *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),
 }
@@ -38,20 +38,19 @@ PRIMES = [n for n in range(3, 1000) if all(n % k for k in range(2, n))]
 
 
 def probe_total(axes: Collection[str]) -> int:
-    """The number that every dimension's size is a multiple of on a probe mesh with these axes."""
+    """Returns a factor that all dimension sizes on a probe mesh with these axes have."""
     return 4 * math.prod(PRIMES[: len(axes)])
 
 
 def probe_mesh(
     axes: Iterable[str], dims: Iterable[str], alone: Collection[str] = ()
 ) -> tuple[AbstractMesh, dict[str, int]]:
-    """A mesh without devices, and dimension sizes at which size checks are exact.
+    """Returns a mesh without devices, and dimension sizes at which size checks are exact.
 
-    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, ..., as 60 = 3 * 5 * 4: a dimension splits
+    On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, .... As 60 = 3 * 5 * 4, a dimension splits
     evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
-    dimensions apart, so no dimension or part of one is as long as another or its part, as happens
-    at the sizes one trains with, nor as a small constant of a model. Axes that are `alone` have
-    one device.
+    dimensions apart: no dimension, or part of one, has the length of another, of its part, or of a
+    small constant, as happens at a config's sizes. Axes in `alone` have one device.
     """
     axis_sizes = {axis: 1 if axis in alone else PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]
@@ -60,7 +59,7 @@ def probe_mesh(
 
 
 def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Dim]:
-    """The dimensions that make up a length at the sizes of `mesh`: one, several that
+    """Returns the dimensions that make up a length at the sizes of `probe_mesh`: one, several that
     were merged, or none if it is just a number.
 
     Each dimension's size is a prime of its own times `total`, which has each axis's
@@ -76,8 +75,8 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
 
 
 def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
-    """Rewrites lengths at the sizes of `mesh` in a message as dimensions,
-    `(B/d, L/2, M)`, and adds a cure if two of them are parts of one dimension."""
+    """Rewrites the lengths in a message, at the sizes of `probe_mesh`, as dimensions,
+    `(B/d, L/2, M)`. Adds a cure if two of them are one dimension, split differently."""
     mentioned: dict[Dim, None] = {}
 
     def name(number: re.Match[str]) -> str:
@@ -94,31 +93,31 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         if a.name == b.name:
             text += (
                 f"\n    {a} and {b} are the same dimension, split differently: gather one with "
-                "ops.all_gather, or split the other with ops.split or where it is declared; a "
-                "partial sum with ops.psum_scatter"
+                "ops.all_gather, or split the other with ops.split, in its declaration, or, if it "
+                "is a partial sum, with ops.psum_scatter"
             )
     return text
 
 
 def refused(what: str) -> Callable[..., Any]:
-    """A function that says that a step can't ask for this."""
+    """Returns a function that raises ShardTypeError: a step may not read this."""
 
     def read(*_: Any, **__: Any) -> Any:
         raise ShardTypeError(
-            f"{what} depends on the machine or the run: a step goes by config.model, training, "
-            "mesh, dtype and metrics"
+            f"{what} depends on the machine or the run: a step may read only config.model, "
+            "training, mesh, dtype and metrics"
         )
 
     return read
 
 
-# What differs between machines that train the same config.
+# Functions of jax whose results differ between machines that train the same config.
 MACHINE = (
     *("device_count", "local_device_count", "devices", "local_devices"),
     *("process_count", "process_index", "default_backend"),
 )
 REFUSED: dict[str, Any] = {name: refused(f"jax.{name}()") for name in MACHINE}
-# A context manager in which none of it can be asked for.
+# A context manager in which these functions raise.
 ON_ANY_MACHINE = mock.patch.multiple(jax, **REFUSED)
 
 
@@ -141,7 +140,7 @@ def probe(
     dims: Iterable[str],
     alone: Collection[str] = (),
 ) -> Any:
-    """Checks a function at the sizes of `mesh` and returns its jaxpr there.
+    """Checks a function at the sizes of `probe_mesh` and returns its jaxpr there.
     `trace(mesh, sizes)` traces the function. Raises ShardTypeError, and whatever `trace` raises."""
     mesh, sizes = probe_mesh(axes, dims, alone)
     axes_at_probe = dict(mesh.shape)
@@ -155,11 +154,13 @@ def probe(
 
 
 def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
-    """Raises ShardTypeError if a function, traced at the sizes of `mesh`, has outside
-    of ops a collective, written with JAX or added by it where a value that all devices hold meets
-    one that differs, for its gradient; what asks for a device's place on the mesh; or, in the
-    forward pass, what takes the part of a dimension that a device holds for the whole: sums it,
-    finds its largest entry, orders or numbers it."""
+    """Raises ShardTypeError if a jaxpr, traced at the sizes of `probe_mesh`, has outside of ops
+
+    - a collective, written there, or added by JAX for the gradient of a replicated value that is
+      used with a varying one;
+    - an index of a device on the mesh;
+    - in the forward pass, a reduction, sort or numbering along a split dimension, or a constant as
+      long as a device's part of one."""
 
     def parts(length: int) -> list[Dim]:
         return [dim for dim in dims_of(length, axes, sizes) if dim.over]
@@ -201,13 +202,13 @@ CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
     "iota": "use ops.indices",
-    "axis_index": "use ops.indices, ops.split of what all devices hold, or an op of your own",
-    "constant": "use ops.indices, or ops.split of what is as long as the whole",
+    "axis_index": "use ops.indices, ops.split of a replicated value, or an op of your own",
+    "constant": "use ops.indices, or ops.split of a constant as long as the whole",
 }
 
 
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
-    """The lengths of the dimensions that an equation reduces, orders, accumulates or numbers."""
+    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates or numbers."""
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
         return [params["shape"][params["dimension"]]]
@@ -223,15 +224,15 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
 
 
 def _variables(values: Iterable[Any]) -> set[Any]:
-    """The operands of an equation, or the results of a jaxpr, without those that are numbers."""
+    """Returns those operands of an equation, or results of a jaxpr, that aren't literals."""
     return {value for value in values if not isinstance(value, Literal)}
 
 
 class Taken(NamedTuple):
-    """Entries of its first operand that an equation takes or changes."""
+    """The entries of its first operand that an equation reads or changes by index."""
 
-    indices: slice  # of the operands
-    lengths: tuple[int, ...]  # of the dimensions that they index
+    indices: slice  # which operands are indices
+    lengths: tuple[int, ...]  # of the indexed dimensions
     share: fractions.Fraction  # of all entries
 
 
@@ -253,8 +254,8 @@ def _taken_by_index(eqn: JaxprEqn) -> Taken | None:
 
 
 def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any]:
-    """The variables that are nothing but indices into parts, as in `x.at[..., ::2]`. `used` are
-    those of the results that are something else."""
+    """Returns the variables that serve only as indices into parts, as in `x.at[..., ::2]`. `used`
+    are the results that serve otherwise."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         name, others = eqn.primitive.name, [*eqn.invars]
@@ -280,20 +281,20 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
 
 
 class Computed(NamedTuple):
-    """Describes an equation, to compare it with that of another trace."""
+    """Describes an equation, to compare it with another trace's."""
 
     line: str = ""
     what: str = "nothing"
-    entries: Taken | None = None  # if it takes the same ones whatever the arguments are
+    entries: Taken | None = None  # if they don't depend on the arguments
 
 
 def parting(
     jaxpr: Any, other: Any, numbers: bool = False, entries: bool = False
 ) -> tuple[str, str, str] | None:
-    """The place where two traces of a function first compute something else between ops, or call
-    another op, and what each does there; None if they do the same, with the same `numbers` and
-    `entries`, if these count: those of each part are those of the whole, `other`, only if they are
-    one of every few."""
+    """Returns the line where two traces of a function first differ, and what each computes there;
+    None if they agree. Compares ops, and the primitives between them; with `numbers` also literal
+    operands, and with `entries` also which entries of an array are taken. If a dimension is split
+    in `jaxpr` but not in `other`, entries agree only if both take the same share, 1/k."""
     both = _computed(jaxpr, numbers), _computed(other, numbers)
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
@@ -309,21 +310,21 @@ def parting(
 
 
 def _alike(part: Taken, whole: Taken) -> bool:
-    """Returns whether what is taken of each part is what is taken of the whole, as far as shares
-    tell: one of every few. Where no length is a part's, anything is."""
+    """Returns whether the entries taken of the parts are those taken of the whole, as far as shares
+    tell: both are the same 1/k. True if no indexed dimension is split."""
     lengths = zip(part.lengths, whole.lengths, strict=False)
     split = any(n < m and not m % n for n, m in lengths)
     return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
 def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
-    """Yields what is computed: an op in the forward pass, or between ops a primitive, if asked for
-    with those of its operands that are numbers. What only casts or shapes arrays doesn't count, as
-    JAX does that differently where an axis or a length is one."""
-    indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to them
-    known: dict[Any, Any] = {}  # the numbers that variables stand for
-    same: dict[Any, Any] = {}  # a call's result -> what it is in the call
-    fixed = set[Any]()  # variables that hold the same whatever the arguments are
+    """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with their
+    literal operands. Skips primitives that only cast or shape arrays: JAX chooses others where an
+    axis or a length is one."""
+    indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
+    known: dict[Any, Any] = {}  # variable -> its number
+    same: dict[Any, Any] = {}  # a call's result -> the variable in its body
+    fixed = set[Any]()  # variables that don't depend on the arguments
     op = ""
 
     def source(x: Any) -> Any:
@@ -352,7 +353,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
             known |= zip(eqn.outvars, operands, strict=False)
             continue
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
-        # As the operands' dtypes have them: where JAX rounds a number differs between meshes.
+        # Rounded to the operands' dtypes: where JAX rounds a number differs between meshes.
         given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
@@ -362,7 +363,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
 
 
 def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
-    """The end of the message that JAX sums the gradient of a replicated array over these axes."""
+    """Returns the end of the message that JAX sums a replicated array's gradient over axes."""
     dims = [dims_of(length, axes, sizes) or [length] for length in aval.shape if length > 1]
     layout = " ".join("*".join(map(str, each)) for each in dims)
     dtype = aval.str_short(short_dtypes=True).partition("[")[0]

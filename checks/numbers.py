@@ -1,8 +1,8 @@
 """Runs a typed function at tiny sizes to compare its results on different meshes, and finds the op
-where two runs part.
+where two runs first differ.
 
-With `types.computing_in("f32")`, what remains between two meshes is rounding: about 2e-6 of an
-array's largest entry, measured.
+With `types.computing_in("f32")`, two meshes differ only by rounding: measured, about 2e-6 of an
+array's largest entry.
 """
 
 import collections
@@ -26,11 +26,11 @@ from shardlib import ops
 from shardlib.errors import BEHIND_OPS, caller
 from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_shape, type_tree
 
-BEHIND_OPS.append(__file__)  # lines of ops are those of their calls
+BEHIND_OPS.append(__file__)  # an op's line is its caller's
 
 TOLERANCE = 3e-5  # of an array's largest entry
-# An array's scale is at least this share of the largest entry in its part of the tree. One that is
-# nothing but rounding, such as the gradient of what a softmax cancels out, has no other scale.
+# An array's scale is at least this share of the largest entry in its part of the tree: an array of
+# rounding errors, such as the gradient of a term that softmax cancels, has no other scale.
 LEAST = 0.05
 
 
@@ -38,10 +38,10 @@ LEAST = 0.05
 
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
-    """The sizes of dimensions on a mesh of these axes. Those that `hint` splits get sizes that
-    split over the same axes, and over each other one, into parts without a common factor, and so
-    close that parts over two axes compare otherwise than the whole dimensions do. Those of floats
-    split into four groups if they do at the given size. The others have at most 12."""
+    """Returns tiny sizes of dimensions for a mesh of these axes. A dimension that `hint` splits
+    gets a prime factor of its own, and splits over its axes and over each axis alone. If it is a
+    float array's, 2 or 4 divides it if it divides the given size. Sizes are so close that the
+    longer of two dimensions may have the shorter parts. Other dimensions have at most 12."""
     units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:
@@ -59,8 +59,8 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
 
 
 def stirred(tree: Any) -> Any:
-    """Initial values made such that no mistake hides: no float is zero, one or equal to another,
-    and those of one sign keep it."""
+    """Returns initial values in which no mistake hides: no float is zero, one or equal to another.
+    Signs are kept."""
     random = np.random.default_rng(0)
 
     def leaf(x: Any) -> Any:
@@ -73,7 +73,7 @@ def stirred(tree: Any) -> Any:
 
 
 def made(x: Any, sizes: dict[str, int]) -> Any:
-    """Entries between 0 and 1 for an array type; a tree of arrays as it is."""
+    """Makes entries between 0 and 1 for an array type; returns a tree of arrays as it is."""
     if not isinstance(x, ArrayType):
         return x
     random, shape = np.random.default_rng(0), make_shapes(x, sizes)
@@ -87,8 +87,8 @@ def made(x: Any, sizes: dict[str, int]) -> Any:
 
 
 def run(function: Any, arrays: tuple[Any, ...], *static: Any) -> Any:
-    """The result of `function(*arrays, *static)`, a jitted `typed_shard_map`, as NumPy arrays. What
-    it takes are NumPy arrays, too."""
+    """Returns the result of `function(*arrays, *static)`, a jitted `typed_shard_map`. Arguments and
+    results are NumPy arrays."""
     hints = list(typing.get_type_hints(inspect.unwrap(function)).values())[: len(arrays)]
     kinds = tuple(map(type_tree, hints, arrays))
     placed = jax.device_put(arrays, make_shardings(kinds))
@@ -101,8 +101,9 @@ def largest(array: Any) -> float:
 
 
 def difference(one: Any, other: Any, least: float = 0) -> float:
-    """The largest difference between two arrays, relative to the largest finite entry, or to
-    `least`; inf if an entry is NaN, or infinite in one of them only."""
+    """Returns the largest difference between two arrays, relative to the largest finite entry of
+    `other`, or to `least` if that is larger; inf if shapes differ, or if an entry is NaN, or
+    infinite in only one of them."""
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
     if one.shape != other.shape:
         return math.inf
@@ -112,9 +113,9 @@ def difference(one: Any, other: Any, least: float = 0) -> float:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. One that
-    isn't finite, or not of the same shape, differs by inf. A part of the tree is what has the first
-    name in common, such as weights/ or nu/, or all that has one name."""
+    """Lists the arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. For
+    LEAST, arrays whose first names agree, such as weights/ or nu/, are a part of the tree, and so
+    are arrays with only one name."""
     tops = {name: name.partition("/")[0] if "/" in name else "" for name in one}
     most = {top: max(largest(one[x]) for x in one if tops[x] == top) for top in tops.values()}
     by = {x: difference(other[x], array, LEAST * most[tops[x]]) for x, array in one.items()}
@@ -122,7 +123,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [f"{name} by {by[name]:.1e}" for name in worst if by[name] > TOLERANCE]
 
 
-# --- Where two runs part --------------------------------------------------------------------------
+# --- Where two runs differ ------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -136,10 +137,10 @@ class Event(NamedTuple):
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Event]]:
-    """Stores what the ops compute in functions that are traced and run in this context. The list is
-    filled at its end."""
+    """Records the operands and results of ops, and their gradients, in functions that are traced
+    and run in this context. The list is filled when it ends."""
     names: list[tuple[str, Spec]] = []
-    # What a device computed, and its place in the mesh.
+    # `store`'s arguments: what it is of, a device's value, and the device's place in the mesh.
     stored: collections.deque[tuple[Any, ...]] = collections.deque()
 
     def store(*computed: Any) -> None:
@@ -151,7 +152,7 @@ def recording() -> Iterator[list[Event]]:
             x = lax.psum(x, axis)
         for axis in kind.reduced:  # the same on all devices, which a callback can't take
             x = lax.pcast(x, axis, to="varying")
-        # The gradient of a value that varies, such as a gathered weight, is a sum over devices.
+        # The gradient of a varying value, such as a gathered weight, is still partial.
         pending = tuple(a for a in kind.varying if backward and a not in spec.axes)
         place = [lax.axis_index(axis) for axis in mesh_shape()]
         jax.debug.callback(functools.partial(store, (number, backward, pending)), x, *place)
@@ -196,8 +197,8 @@ def recording() -> Iterator[list[Event]]:
 
 
 def assembled(block: np.ndarray, spec: Spec, axes: Any, pending: tuple[str, ...]) -> np.ndarray:
-    """The global arrays, stacked, of devices' parts [*axes, time, *part]. Over `pending` axes parts
-    are summed."""
+    """Returns the global arrays, [time, *dims], of devices' parts, [*axes, time, *part]. Sums parts
+    over `pending` axes. Copies that differ become NaN."""
     left: list[str] = []
     for axis in reversed(axes):
         i = list(axes).index(axis)
@@ -215,7 +216,7 @@ def assembled(block: np.ndarray, spec: Spec, axes: Any, pending: tuple[str, ...]
 
 
 def first_difference(one: list[Event], other: list[Event]) -> tuple[Event | None, Event] | None:
-    """The first value that differs between two runs, and the one before it."""
+    """Returns the last event before two runs differ, if any, and the first that differs."""
     there = {(event.number, event.backward): event for event in other}
     previous = None
     for event, time in _in_order(one):
@@ -229,8 +230,8 @@ def first_difference(one: list[Event], other: list[Event]) -> tuple[Event | None
 
 
 def _in_order(events: list[Event]) -> Iterator[tuple[Event, int]]:
-    """Yields events with the times that they occur, in the order in which they run: forward, then
-    backward, and a loop's body, where all occur more than once, time after time."""
+    """Yields events in the order in which they run, each with its iteration: forward, then
+    backward. Adjacent events that occur more than once are a loop's body."""
     forward = [event for event in events if not event.backward]
     backward = [event for event in reversed(events) if event.backward]
     for run in forward, backward:

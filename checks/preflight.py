@@ -46,9 +46,9 @@ from shardlib.errors import ShardTypeError, UserError, explain
 from shardlib.ops import communicating
 from shardlib.types import computing_in, make_shapes, named
 
-# What splits the work of a device into parts.
+# Settings that split the work of a device into parts.
 PARTS = "training.microbatches", "training.loss_chunks"
-# Settings with which each part of an update shows in f32; the schedule is between its ends.
+# Settings that make each part of an update visible in f32, amid the schedule.
 TINY = {
     "dtype": "f32",
     "training.learning_rate": 0.1,
@@ -58,7 +58,7 @@ TINY = {
     "training.steps_for_lr": 10,
     "training.adam_eps": 1e-3,
     "training.seed": 3,
-    # And those of the loop around the steps.
+    # Settings of the loop around the steps.
     "training.skip_steps": [],
     "training.max_skipped_updates": 0,
     "training.validation_interval": 0,
@@ -67,14 +67,14 @@ TINY = {
 }
 
 
-# Settings of which a step is a function.
+# Settings that a step may read.
 OF_A_STEP = {*inspect.get_annotations(Config), "metrics"}
 
 
 @functools.cache
 def on_any_machine(config: Any) -> Any:
-    """The config without what differs between hosts or runs of one step: to read that is an
-    error."""
+    """Returns the config with only the settings that a step may read: another one raises
+    ShardTypeError."""
     others = {field.name for field in dataclasses.fields(config)} - OF_A_STEP
     members: dict[str, Any] = {x: property(layout.refused(f"config.{x}")) for x in others}
     members |= {"__eq__": object.__eq__, "__hash__": object.__hash__}
@@ -86,8 +86,9 @@ def on_any_machine(config: Any) -> Any:
 def resized(
     config: Any, sizes: Mapping[str, int], axes: Mapping[str, int], others: dict[str, Any]
 ) -> Any:
-    """The config with these sizes of dimensions and of mesh axes, and with other values by key.
-    With sizes come at most two microbatches and loss chunks. Raises UserError if they don't fit."""
+    """Returns the config with these sizes of dimensions and mesh axes, and `others`, values by key.
+    With `sizes`, it has at most two microbatches and two loss chunks. Raises UserError if they
+    don't fit."""
     values = settings_for(config, sizes, axes)
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
@@ -116,11 +117,11 @@ def trace_step(
 
 
 def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
-    """The jaxprs of the step at probe sizes, on the config's mesh and on one device. At probe
-    sizes, at which no two dimensions agree in length by chance, its types are checked, and those of
-    the program's other functions; the others must be the same, split. Takes about a second. Axes
-    that are `alone` have one device. Raises ShardTypeError, or whatever an edited step raises while
-    it is traced."""
+    """Returns the step's jaxprs at probe sizes, on the config's mesh, and on one device. At probe
+    sizes, where no two dimensions have the same length by chance, checks the types of the step and
+    of the program's other functions. The other two jaxprs must be the same, split. Takes about a
+    second. Axes in `alone` have one device. Raises ShardTypeError, or whatever an edited step
+    raises while it is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:
         return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
@@ -143,19 +144,19 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
 
 
 def untried(program: Any, config: Any, own: Any, one: Any) -> str:
-    """A line that says where the config, whose step is `own`, and `one` on one device, computes
-    something else than its tiny runs, or with other numbers than on one device, or which function
-    nothing tries; or ""."""
+    """Names the first thing that tiny runs don't test, or returns "": a function that can't be
+    called, a number in the step that depends on the mesh, or a computation that the step doesn't do
+    at tiny sizes. `own` and `one` are the step's jaxprs on the config's mesh and on one device."""
     for name, function in trials.beside_the_step(program).items():
         try:
             trials.arguments(function, program.step_arguments(config), config)
         except LookupError as error:
-            return f"{name} isn't checked: there is nothing to call it with as its {error.args[0]}"
+            return f"{name} isn't checked: nothing fits its parameter {error.args[0]}"
     if parting := layout.parting(own, one, numbers=True):
         at, here, there = parting
         return (
-            f"{at}: a number depends on the mesh: {here}, on one device {there}. At the tiny sizes "
-            "of the check it makes no difference, where such a number may be out of reach"
+            f"{at}: a number depends on the mesh: {here}, but {there} on one device. At the "
+            "check's tiny sizes this may make no difference"
         )
     config = tiny(program, config)[-1]
     try:
@@ -167,12 +168,12 @@ def untried(program: Any, config: Any, own: Any, one: Any) -> str:
     at, here, there = parting
     return (
         f"{at}: this config computes {here}, but {there} at the tiny sizes of the check. From "
-        "there on it isn't checked whether the mesh changes the numbers"
+        "there on, the check can't tell whether the mesh changes the numbers"
     )
 
 
 def check_types(program: Any, config: Any) -> list[Any]:
-    """The probe's jaxprs. Raises UserError if the types in the program don't hold."""
+    """Returns the jaxprs of `probe`. Raises UserError if the types in the program don't hold."""
     try:
         return probe(program, config)
     except UserError:  # the mesh doesn't fit
@@ -188,8 +189,8 @@ def check_types(program: Any, config: Any) -> list[Any]:
 
 
 def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
-    """A line to add to an error at probe sizes if there is none where the axes along which the
-    config's mesh has one device have one there, too, or at the config's own sizes; or ""."""
+    """Returns a line to add to an error at probe sizes, or "". It says that there is no error if
+    the axes that have one device in the config have one there, too, or at the config's sizes."""
     axes, cure = config.mesh.axes, "check=none trains it, without checks"
     alone = [axis for axis, size in axes.items() if size == 1]
     with contextlib.suppress(Exception):  # whatever an edited step raises
@@ -211,10 +212,11 @@ def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
 
 
 def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[Any]:
-    """The config at tiny sizes: for one device, for one device with microbatches or loss chunks if
-    the config has them, and for a mesh that splits along s, t and the axes that the config's mesh
-    splits along; or for one device and a mesh that splits alone along axes on which the step passes
-    values to neighbors, into four parts: with two, the left and the right neighbor are the same."""
+    """Returns the config at tiny sizes: for one device; for one device with microbatches or loss
+    chunks, if the config has them; and for a mesh that splits s, t and the axes that the config's
+    mesh splits. If the step passes values to neighbors along the axes `passed_along`, returns one
+    for one device, and one for a mesh that splits only these, into four: with two, the left and
+    right neighbors are the same."""
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     if passed_along:
         split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
@@ -230,7 +232,7 @@ def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Arrays by their names, without the place in a function's results: loss for 1/loss."""
+    """Returns arrays by name, without their index in a function's results: loss for 1/loss."""
     arrays = named(jax.device_get(tree)).items()
     made = {name.lstrip("0123456789/") or "its result": np.asarray(x) for name, x in arrays}
     assert len(made) == len(arrays)  # else some wouldn't be compared
@@ -238,8 +240,8 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
 
 
 def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
-    """Lists what is computed on the mesh in context. Rows are in the order of a mesh that splits
-    them into `order` parts."""
+    """Lists the trials for the mesh in context. Rows are in the order of a mesh that splits them
+    into `order` parts."""
     order, config = order or config.mesh.c, on_any_machine(config)
     state = program.init_state(config)
     stirred = numbers.stirred(state)
@@ -251,8 +253,8 @@ def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
 
 
 def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str, Any]]:
-    """Computes trials on the mesh in context. Yields the name of each and the arrays that it
-    returns, by name; of the one named `recorded`, and only of that, what its ops compute."""
+    """Computes trials on the mesh in context. Yields each one's name and its arrays by name. If
+    `recorded` names a trial, computes only that one, and yields its name and its ops' events."""
     for name, function, arrays, *static in given:
         if recorded == name:
             with numbers.recording() as events:
@@ -265,8 +267,8 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
 def run_tiny(
     sender: Any, folder: str | None, program: str, config: Any, recorded: str, order: int
 ) -> None:
-    """Sends the number of results, and each result, or a message. For a process of its own, whose
-    only devices are the mesh's: CPUs, whatever the program trains on."""
+    """Sends the number of results and each result, or an error message. Runs in a process of its
+    own, whose only devices are the mesh's CPUs."""
     gc.disable()  # it ends soon, and collecting garbage would take a tenth of its time
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
     jax.config.update("jax_platforms", "cpu")
@@ -284,10 +286,9 @@ def run_tiny(
 
 
 class TinyRuns:
-    """Computes the same at tiny sizes on several meshes, in processes beside the program.
+    """Computes the trials of several tiny configs, each in a process beside the program.
 
-    program: the module that defines the step. configs: the tiny configs. The others are compared
-    with the first.
+    program: the module that defines the step. configs: the others are compared with the first.
     """
 
     def __init__(self, program: Any, configs: list[Any]):
@@ -304,17 +305,17 @@ class TinyRuns:
                 receiver, sender = spawn.Pipe(duplex=False)
                 work = sender, cache_folder(), self.program, config, recorded, order
                 process = spawn.Process(target=run_tiny, args=work, daemon=True)
-                # The order of a set of strings differs between hosts, so between these.
+                # A set of strings has another order on each host, and so in each process.
                 with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
                     process.start()
                 sender.close()
                 self.running[receiver] = process
 
     def results(self, interrupted: Callable[[], bool]) -> list[dict[str, Any]] | None:
-        """Returns what each process has computed, by name; None once it is interrupted. Prints now
-        and then how much there is. Raises UserError if a process couldn't compute something."""
+        """Returns each process's results by name, or None if it is interrupted. Prints progress now
+        and then. Raises UserError if a process fails."""
         made: dict[Any, dict[str, Any]] = {receiver: {} for receiver in self.running}
-        counts = dict.fromkeys(made, 1)  # of results, until the process has told
+        counts = dict.fromkeys(made, 1)  # of results; 1 until the process has sent it
         told = time.monotonic()
         while left := [each for each in made if len(made[each]) < counts[each]]:
             if interrupted():
@@ -340,8 +341,8 @@ class TinyRuns:
 
     def verdict(self, interrupted: Callable[[], bool]) -> str | None:
         """Blocks until the results are there. Returns a warning about generation, or "", or None if
-        it is interrupted. Raises UserError that says what differs between the meshes, and from
-        where on."""
+        it is interrupted. Raises UserError that names the results that differ between the
+        meshes, and the first op that does."""
         if not (made := self.results(interrupted)):
             return None
         first, *others = made
@@ -371,7 +372,7 @@ class TinyRuns:
         )
 
     def _where(self, function: str, config: Any) -> str:
-        """Computes a function again, in one part, and returns the op where its values part."""
+        """Computes a function again, in one part, and names the first op that differs."""
         if function == "init_state":
             return "the values of a fresh state may depend on nothing but the config"
         whole = config.changed(dict.fromkeys(PARTS, 1))
@@ -383,7 +384,7 @@ class TinyRuns:
         except UserError:
             made = None
         if not made:
-            return "which op is the first to differ couldn't be found out"
+            return "the first op that differs couldn't be found"
         one, other = (each[function] for each in made)
         if not (found := numbers.first_difference(one, other)):
             if whole != config:
@@ -392,7 +393,7 @@ class TinyRuns:
                     "at how parts are added up"
                 )
             problem = f"no op's operand or result differs: look outside of them, in {function}"
-            ordered = ", at what goes by the order of a row, which c changes"
+            ordered = ", at code that depends on the order of a row, which c changes"
             return problem + (ordered if whole.mesh.c > 1 else "")
         before, first = found
         gradient = "the gradient of " if first.backward else ""
@@ -408,7 +409,7 @@ class TinyRuns:
             receiver.close()
 
 
-# --- Both, once -----------------------------------------------------------------------------------
+# --- Both checks, remembered ----------------------------------------------------------------------
 
 
 def cache_folder() -> str | None:
@@ -434,8 +435,8 @@ def source_digest() -> str:
 
 class Mark:
     """Remembers, in the folder of JAX's cache, that a check of a config has passed with this
-    source, and what it said. What the config's class inherits, settings of runs and of data, isn't
-    what is checked, but for the metrics that a step computes."""
+    source, and what it said. Only settings that a step may read count, and of
+    metrics only whether norms are logged."""
 
     def __init__(self, check: str, config: Any):
         relevant: Any = {key: getattr(config, key) for key in sorted(OF_A_STEP - {"metrics"})}
@@ -458,12 +459,13 @@ class Mark:
 
 @contextlib.contextmanager
 def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
-    """Checks types, and numbers beside the block, as far as `config.check` asks for it. Yields a
-    function that blocks until the numbers are checked, given one that says whether a signal asks to
-    stop. It raises UserError if they differ between meshes, and returns, and prints, a warning if
-    generation differs from training; or returns None if it is interrupted. What has passed before
-    isn't checked again. The function also raises UserError for what tiny runs don't try; with
-    check=noted that is only said."""
+    """Checks types, and numbers beside the block, as far as `config.check` asks for it. Skips a
+    check that has passed before.
+
+    Yields `wait(interrupted)`, which blocks until the numbers are checked, or returns None once
+    `interrupted()` is true. It prints and returns a warning if generation differs from training,
+    else "". It raises UserError if numbers differ between meshes, and with check=numbers also for
+    whatever `untried` names, which check=noted only prints."""
     level = config.check
     if level in ("types", "none"):
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")
@@ -475,14 +477,14 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
         warning = (mark and mark.said) or ""
         if running and mark:
             say("comparing the numbers of two meshes ...")
-            alone = jax.process_count() == 1  # else the others go on, and all stop together
+            alone = jax.process_count() == 1  # one of several hosts may not stop alone
             verdicts = [each.verdict(lambda: alone and interrupted()) for each in running]
             if None in verdicts:
                 return None
             warning = max(filter(None, verdicts), default="")
             mark.write(warning)
         if types.said and level == "numbers":
-            raise UserError(f"{types.said}. If it is meant so, accept it by check=noted")
+            raise UserError(f"{types.said}. If that is intended, accept it with check=noted")
         if warning:
             say(f"warning: {warning}")
         return warning

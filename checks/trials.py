@@ -43,9 +43,10 @@ def beside_the_step(program: Any) -> dict[str, Any]:
 
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
-    """Chooses what to call a function with by its annotations: among those that `training_step` is
-    given, arrays or their types, and a part of its state, or else a type to make an array of; and
-    then sections of the config. Raises LookupError with the parameter for which there is none."""
+    """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
+    arguments of `training_step`, or their types. A tree is one of these, or the state's weights or
+    mu; an array is the type to make it of; a section is the config, its model or its training.
+    Raises LookupError with the name of a parameter that nothing fits."""
     hints, arrays, static = (
         typing.get_type_hints(inspect.unwrap(function)),
         list[Any](),
@@ -100,8 +101,8 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
 
 
 def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:
-    """Yields the logits by training's forward pass, and those by a cache of keys and values, which
-    must be the same."""
+    """Yields two trials that must give the same logits: training's forward pass, and generation
+    with a cache of keys and values."""
 
     @functools.partial(jax.jit, static_argnames="config")
     @typed_shard_map

@@ -1,9 +1,9 @@
 """Saves a tree of sharded arrays as a zarr group, and restores it on any mesh.
 
 docs/checkpoints.md is the specification. In short: each host copies the parts that its devices
-hold, and a thread writes them while training continues, then a record of the host. A checkpoint is
+hold. While training continues, a thread writes them, then the host's record. A checkpoint is
 complete once the records of all hosts are there; no host waits for another's. At the next save the
-hosts tell each other how they fared, and the first host marks what all of them have written.
+hosts tell each other whether they succeeded; if all did, the first one marks the checkpoint.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ from shardlib.types import make_shapes, make_shardings, named, type_tree
 
 C = TypeVar("C", bound=Section)
 FORMAT = 3
-# Of a checkpoint: the steps done, and when its run started, in milliseconds.
+# A checkpoint's name: the steps done, and when its run started, in milliseconds.
 NAME = r"\d{8,10}\.\d{1,16}"
-# What the zarr.json of all arrays says.
+# The entries that all arrays' zarr.json have in common.
 ARRAY = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": "default"},
          "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
          "fill_value": 0}  # fmt: skip
@@ -43,8 +43,8 @@ CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksum
 NO_CHECKPOINT = "{} has no complete checkpoint; name a run's checkpoints folder, or one checkpoint"
 REMOVED = "was removed while it was read, as checkpoints.keep_last does: take a newer one"
 OTHER_FORMAT = (
-    "{} has format {}; this code reads {}: use the commit that wrote it, which starts.jsonl in the "
-    "run's folder names, or import it again"
+    "{} has format {}; this code reads {}: use the commit that wrote it, named in "
+    "starts.jsonl in the run's folder, or import it again"
 )
 
 
@@ -74,9 +74,9 @@ def chunk_shape(part: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def describe(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Returns what the zarr.json of each array of a tree of type `hint` says, except its chunks. As
-    an attribute it has the array's type, such as `bfloat16[V=1280, M=256]`. Needs a mesh in
-    context, which may be abstract."""
+    """Returns the content of each array's zarr.json, except its chunks, for a tree of type `hint`.
+    An attribute is the array's type, such as `bfloat16[V=1280, M=256]`. Needs a mesh in context,
+    which may be abstract."""
     types, result = named(type_tree(hint)), {}
     for name, shape in named(make_shapes(hint, sizes)).items():
         dims, dtype = [dim.name for dim in types[name].spec.dims], shape.dtype
@@ -92,7 +92,7 @@ def describe(hint: Any, sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
 
 
 def in_chunks(description: dict[str, Any], part: Sequence[int]) -> dict[str, Any]:
-    """Adds to the description of an array its chunks, given the shape of a device's part."""
+    """Adds chunks to an array's description, given the shape of a device's part."""
     chunks = chunk_shape(part, np.dtype(description["data_type"]).itemsize)
     grid = {"name": "regular", "configuration": {"chunk_shape": list(chunks)}}
     return description | {"chunk_grid": grid}
@@ -110,7 +110,7 @@ class Checkpoint:
         """Writes the description of the checkpoint, on the first host."""
         about = {"format": FORMAT, "step": self.step, "config": config, "arrays": arrays}
         storage.write_group(self.path, about)
-        # A zarr library lists what is in a folder only if it is a group.
+        # A zarr library lists a folder's entries only if the folder is a group.
         folders = {str(folder) for name in arrays for folder in PurePosixPath(name).parents}
         for folder in sorted(folders - {"."} | {"records"}):
             storage.write_group(f"{self.path}/{folder}", {})
@@ -181,7 +181,7 @@ class Checkpoint:
 
     @functools.cached_property
     def arrays(self) -> dict[str, zarr.Array]:
-        """The arrays, to be read with `read`. Raises DamageError if one can't be."""
+        """The arrays, for `read`. Raises DamageError if one can't be opened."""
         arrays = self.metadata["arrays"]
         with self._reading(), storage.reading("zarr.json"):
             return {name: storage.array(self.path, name, arrays[name]) for name in arrays}
@@ -201,7 +201,7 @@ class Checkpoint:
 
     def config(self, schema: type[C], defaults: Any = None) -> C:
         """Returns the checkpoint's config, or the section of it that is a `schema`. Keys that it
-        lacks are taken from `defaults`; keys at the top that are no more don't matter. Raises
+        lacks come from `defaults`; unknown keys at the top level are ignored. Raises
         CheckpointError for any other difference."""
         values: Any = self.settings
         for name in filter(None, schema.prefix.split(".")):
@@ -211,7 +211,7 @@ class Checkpoint:
             values = {key: values[key] for key in values if key in known}
         try:
             merged: Any = OmegaConf.create(defaults or {})
-            OmegaConf.set_struct(merged, False)  # else what Hydra has composed refuses other keys
+            OmegaConf.set_struct(merged, False)  # else a config from Hydra refuses other keys
             merged.merge_with(values)
             return load(schema, OmegaConf.to_container(merged, resolve=True))
         except ValueError as error:
@@ -223,7 +223,7 @@ class Checkpoint:
         `arrays`, as `describe` returns them; only arrays whose names start with `prefix` count.
         Raises CheckpointError with the first difference and the cure."""
         config = flat(self.settings.get("model") or {})
-        # An older version's config lacks what null, false or 0 switches off.
+        # An older version's config lacks keys for features that null, false or 0 switch off.
         here = {f"model.{key}": value for key, value in model.items() if key in config or value}
         there = {key: config.get(key.removeprefix("model.")) for key in here}
         here |= {name: array["attributes"]["type"] for name, array in arrays.items()}
@@ -278,7 +278,7 @@ class Checkpoints:
         self.path = self.path.rstrip("/")
         self.threads, self.background = ThreadPoolExecutor(self.io_threads), ThreadPoolExecutor(1)
         self.saving: tuple[Checkpoint, Future[str]] | None = None
-        self.unmarked: Checkpoint | None = None  # that all hosts have written
+        self.unmarked: Checkpoint | None = None  # written by all hosts
         self.problem = ""  # why the last save failed
         # The first host decides which one is the newest, because a shared file system may show
         # files to other hosts later.
@@ -290,10 +290,10 @@ class Checkpoints:
         self.newest, self.start = Checkpoint(name), now
 
     def starting_point(self, clone_from: str, weights_only: bool) -> tuple["Checkpoints", int]:
-        """Returns the checkpoints to start from, and the step to start at: those of this run if it
-        has any or `clone_from` is empty, else those at the path `clone_from`. Raises
-        CheckpointError if there are none, if the newest has a different model, or if this run can't
-        save its own."""
+        """Returns the checkpoints to start from, and the step to start at. The checkpoints are
+        this run's if it has any or `clone_from` is empty, else those at the path `clone_from`.
+        Raises CheckpointError if `clone_from` has none or if the newest has a different model, and
+        OSError if this run can't save its own."""
         source, prefix = self, ""
         if clone_from and not self.newest.step:
             source = dataclasses.replace(self, path=clone_from, key="paths.clone_from")
@@ -306,7 +306,7 @@ class Checkpoints:
         return source, 0 if prefix else source.newest.step
 
     def _try_store(self) -> None:
-        """Writes, reads, lists and removes a group, as saves do with different libraries."""
+        """Writes, reads, lists and removes a group: saves do this with two libraries."""
         name = f"try.{jax.process_index()}"
         with storage.opening(self.path, "used for checkpoints"):
             storage.remove(f"{self.path}/{name}")
@@ -327,8 +327,8 @@ class Checkpoints:
         for name, leaf in leaves.items():
             arrays[name] = in_chunks(arrays[name], leaf.sharding.shard_shape(leaf.shape))
             # On a CPU these are views of device memory. As long as they exist, XLA doesn't reuse
-            # the memory of donated arrays (AcquireDonation, in its PjRt client). Leaf by leaf, as
-            # GPUs copy through pinned memory, of which a process has 64 GB by default.
+            # the memory of donated arrays (AcquireDonation, in its PjRt client). Copies leaf by
+            # leaf: GPUs copy through pinned memory, of which a process has 64 GB by default.
             shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
             parts += jax.device_get([(name, shard.index, shard.data) for shard in shards])
         target = Checkpoint(f"{self.path}/{step:08d}.{self.start}")
@@ -368,7 +368,7 @@ class Checkpoints:
         self.say(f"warning: {self.problem}; the run continues")
 
     def close(self) -> None:
-        """Blocks until the pending save is done. Raises CheckpointError if it, the last, failed."""
+        """Blocks until the pending save is done. Raises CheckpointError if the last save failed."""
         self.wait()
         if jax.process_index() == 0:
             self._tidy()
@@ -377,7 +377,7 @@ class Checkpoints:
 
     def _tidy(self, current: Checkpoint | None = None) -> None:
         """Marks the last checkpoint. Removes those that the policy doesn't keep, and, except for
-        the current one, what failed saves, killed starts and removals left incomplete."""
+        the current one, incomplete ones, left by failed saves, killed starts and removals."""
         last, every = self.policy.keep_last, self.policy.keep_every
         try:
             if self.unmarked:

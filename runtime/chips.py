@@ -21,8 +21,9 @@ class Chip(NamedTuple):
 
     @property
     def usable(self) -> float:
-        """The bytes that JAX takes: on GPUs three quarters, or XLA_CLIENT_MEM_FRACTION, or by its
-        old name XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError unless that is such a part."""
+        """The bytes that JAX takes: on GPUs three quarters, or the share XLA_CLIENT_MEM_FRACTION,
+        whose old name is XLA_PYTHON_CLIENT_MEM_FRACTION. Raises UserError if that isn't a share, or
+        if both are set."""
         if "TPU" in self.kind:
             return self.memory
         names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -38,8 +39,8 @@ class Chip(NamedTuple):
         raise UserError(f"{written} in the environment {part}")
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """The kind of link that each axis of a mesh goes over. The innermost axes are those of
-        neighbors, if these don't straddle two groups of them."""
+        """Returns the kind of link that each mesh axis uses. An axis uses the fastest one if it and
+        the axes inside it fit within a group of `near` devices."""
         fast, *slow = self.links
         kinds, size, count = {}, 1, math.prod(axes.values())
         for axis in reversed([*axes]):
@@ -51,8 +52,8 @@ class Chip(NamedTuple):
 
 # A device that isn't named here exactly is unknown: an H100 NVL isn't an H100.
 # The names of TPUs: https://github.com/jax-ml/jax, jax/_src/pallas/mosaic/tpu_info.py.
-# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that those from Hopper
-# on quote; nvlink is one direction, half of what they quote; ib is one adapter per GPU, 200 or 400
+# GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that they quote from
+# Hopper on; nvlink is one direction, half of the quoted sum; ib is one adapter per GPU, 200 or 400
 # Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
 # TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis.
 CHIPS = {
@@ -83,8 +84,8 @@ OTHER_NAMES = {
 # Compiler options by kind of chip, so that more communication overlaps with compute;
 # docs/performance.md has the figures with and without them. The names come from
 # https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py, and
-# https://github.com/openxla/xla, docs/flags_guidance.md. GPUs have none: what has been tried there
-# costs memory, and its gain can only be measured.
+# https://github.com/openxla/xla, docs/flags_guidance.md. GPUs have none: the options tried there
+# cost memory, and their gain can only be measured.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # Overlaps all-reduces with compute, as is the default for all-gathers. Only v5e has this.
     "TPU v5 lite": {
@@ -108,11 +109,11 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-# For GPUs: no sums in the order in which threads come, and no choice of kernels by their time. What
-# Triton makes of a matmul is always chosen by time.
+# For GPUs: no sums in the order in which threads finish, and no kernels chosen by their time, as
+# Triton's for matmuls always are.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
-# For GPUs: no CUDA graphs, whose kernels a profile shows without the instructions they are from.
+# For GPUs: no CUDA graphs, whose kernels a profile shows without their HLO instructions.
 PROFILED = {"xla_gpu_enable_command_buffer": ""}
 
 

@@ -33,7 +33,7 @@ def within(kind: type, low: float, high: float = 2**31 - 1) -> Callable[[str], A
 
 
 def one_of(names: str) -> AfterValidator:
-    """Strings out of a few, which `names` lists."""
+    """Returns a validator of strings: `names` lists the valid ones."""
 
     def check(value: str) -> str:
         if value not in names.split():
@@ -54,7 +54,7 @@ def _absolute(path: str) -> str:
 
 
 def _normal(value: float) -> float:
-    """Refuses what f32 would make 0 or infinite, or denormal, which devices may round to 0."""
+    """Refuses values that f32 makes 0 or infinite, and denormals, which devices may round to 0."""
     low, high = 2.0**-126, (2 - 2.0**-23) * 2.0**127
     if not low <= value <= high and value not in (0, float("inf")):
         raise ValueError(f"a step takes it in f32, which has 0 and {low:.2g} to {high:.2g}")
@@ -72,15 +72,15 @@ Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal)]
 Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]
-# Of what is there, an absolute one, to be found from other folders.
+# If it exists, made absolute, so that it is found from other folders.
 Kept = Annotated[Path, AfterValidator(_absolute)]
 
 
 class Section:
     """Base of the dataclasses that make up a config. `key` is the section's place in the config.
 
-    pydantic checks keys, types and bounds when a config is loaded. What else a section checks
-    stands in its __post_init__.
+    pydantic checks keys, types and bounds when a config is loaded. A section's __post_init__
+    checks the rest.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -116,13 +116,13 @@ def _shown(value: Any) -> str:
 
 
 def load(schema: type[C], values: Any) -> C:
-    """Returns plain values as the dataclass `schema`. Raises UserError that says what is wrong with
-    which key."""
+    """Returns plain values as the dataclass `schema`. Raises UserError that names the key and the
+    problem."""
     try:
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as found:
         errors = found.errors()
-    # An unknown key may be a misspelling of a missing one, and a wrong value is the user's.
+    # Unknown keys first, as one may be a misspelled missing key; then wrong values.
     error = min(errors, key=lambda each: (each["type"] != UNKNOWN, each["type"] == "missing"))
     names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error["loc"])
     key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")
@@ -161,7 +161,7 @@ def keys(schema: Any, prefix: str = "") -> dict[str, tuple[Any, ...]]:
 
 
 class _Plain(yaml.SafeLoader):
-    """Reads YAML without aliases, by which a short text can make a value of any size."""
+    """Reads YAML without aliases, with which a short text can expand to any size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

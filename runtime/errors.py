@@ -32,7 +32,7 @@ def _flush(end: str = "") -> None:
 
 
 def _unavailable(jax: Any) -> str:
-    """Says that JAX has none of the devices that JAX_PLATFORMS names; "" if it has some."""
+    """Returns a message if JAX has none of the devices that JAX_PLATFORMS names, else ""."""
     if names := os.environ.get("JAX_PLATFORMS"):
         try:
             jax.devices()
@@ -46,8 +46,8 @@ def _unavailable(jax: Any) -> str:
 def user_errors() -> Iterator[None]:
     """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
     memory, or of devices that JAX_PLATFORMS names. Any other exception is a bug and keeps its
-    traceback. If nobody reads its output any more, as with `| head -1`, the program ends quietly,
-    as others do. Characters that the terminal's encoding lacks are printed as escapes.
+    traceback. If nobody reads its output any more, as with `| head -1`, the program ends
+    quietly. Characters that the terminal's encoding lacks are printed as escapes.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as

@@ -37,8 +37,8 @@ def describe(op_name: str) -> str:
 
 
 def op_names(hlo: str) -> dict[str, str]:
-    """Instruction -> its op_name, the path of JAX scopes around it. Fusions that XLA makes of
-    conversions have none."""
+    """Maps instructions to their op_names, the paths of JAX scopes around them. Fusions that XLA
+    makes of conversions have none."""
     return dict(re.findall(r'^ +(?:ROOT )?%(\S+) = .*op_name="([^"]*)"', hlo, re.MULTILINE))
 
 
@@ -55,7 +55,7 @@ def operation(lowered: jax.stages.Lowered, number: int) -> str:
     lines = [each for each in text.splitlines() if not each.startswith("#loc")][number:]
     name = re.search(r"(?<= stablehlo\.)\w+", lines[0])
     result = re.match(r" *(%\w+)", lines[0])
-    # A constant may have no place but that of its first use.
+    # A constant may have no place of its own: take its first use's.
     uses = re.compile(rf"{result[1]}\b" if result else "$^")
     for line in [lines[0], *filter(uses.search, lines[1:])]:
         for file, n in lines_of(line):
@@ -68,8 +68,8 @@ def operation(lowered: jax.stages.Lowered, number: int) -> str:
 def profile(
     folder: pathlib.Path, program: jax.stages.Compiled, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Profiles the block, and writes its events to a file for Perfetto, where `describe` names
-    those of the program. Says where it is. Each process needs a folder of its own, as several may
+    """Profiles the block. Writes its events to a file for Perfetto, the program's named by
+    `describe`, and says where the file is. Each process needs a folder of its own, as several may
     share a machine."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are many and tell little about the devices
@@ -107,7 +107,7 @@ class Instruction(NamedTuple):
     rest: str  # operands and attributes
 
     def find(self, pattern: str) -> str:
-        """The pattern's group, where it first matches; otherwise empty."""
+        """Returns the group of the pattern's first match, or ""."""
         match = re.search(pattern, self.rest)
         return match[1] if match else ""
 
@@ -118,7 +118,7 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
 
 
-Program = dict[str, dict[str, Instruction]]  # by computation, "" for the entry's, and name
+Program = dict[str, dict[str, Instruction]]  # by computation ("" is the entry), then by name
 
 
 def parse(text: str) -> Program:
@@ -157,7 +157,7 @@ def tracebacks(hlo: str) -> dict[str, Any]:
 
 PHASES = ("forward", "recomputed", "backward", "update", "unknown")  # XLA drops some names
 COUNTED = r"(all-|reduce-s|collective-)[\w-]+(?<!-done)|dot|convolution|custom-call"
-STYLES = {  # of what a row has
+STYLES = {  # by pattern in a row
     r"\d (all-|reduce-|coll)[\w-]+": "fill: #0b57d0",
     r"\d (dot|conv|custom)[\w-]*": "fill: #c5221f",
     r"^[^\d\n].*": "font-weight: bold",  # a title
@@ -169,9 +169,9 @@ ROW = """<rect x="4" y="{}" width="100%" height="18" fill="#f2f2f2"/>
 
 
 def draw(text: str, path: pathlib.Path) -> str:
-    """Draws an optimized program as a table in the order of the source. A row is a line, in the box
-    of its function: its HLO instructions by phase, and which of them compute or communicate. The
-    source itself says which data goes where. Returns a message that says where the picture is."""
+    """Draws an optimized program as a table in the order of the source. Each row below a
+    function's title is a line: the number of its HLO instructions by phase, and those that compute
+    or communicate. Returns a message that says where the picture is."""
     traces, files = tracebacks(text), dict[str, str]()
     nodes = collections.defaultdict[Any, Any](lambda: collections.defaultdict(collections.Counter))
     for call in itertools.chain(*(calls.values() for calls in parse(text).values())):

@@ -1,7 +1,7 @@
 """Initial weights. A weight's declaration says how it starts, after its layout:
 
 f32["D", gain]                        at 1
-f32["", Initial(0.1)]                   at 0.1
+f32["", Initial(0.1)]                 at 0.1
 compute["M/d F/t", matrix("M")]       normal, by its fan-in
 """
 
@@ -48,7 +48,7 @@ def into_residual(fan_in: str) -> Initial:
 
 
 def declared(kinds: Any) -> Any:
-    """Returns the types of weights. Raises UserError for one that doesn't say how it starts."""
+    """Returns the types of weights. Raises UserError if one doesn't say how it starts."""
     for name, kind in named(kinds).items():
         if not isinstance(kind.initial, Initial):
             raise UserError(
@@ -60,8 +60,8 @@ def declared(kinds: Any) -> Any:
 
 
 def initial_weights(kinds: Any, sizes: dict[str, int], seed: int) -> Any:
-    """Makes weights of these types. A weight's numbers depend on the seed, its name and its shape
-    alone, so that another one added beside it changes none of them."""
+    """Makes weights of these types. A weight's values depend only on the seed, its name and its
+    shape, so adding another weight doesn't change them."""
     key = jax.random.key(seed)
 
     def leaf(path: Any, kind: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -48,15 +48,14 @@ def program(
     --config-name= chooses a file in `folder`; the files there extend base.yaml. The program exits
     with a message if there is no such file, or if the config doesn't have the schema's keys and
     types. Hydra alone would suggest adding an unknown key with +, and then not check it. `preset`
-    has values for keys that the user must normally set and that this program doesn't use, `fixed`
-    those of keys that it sets itself, whatever the config says.
+    has values for required keys that this program doesn't use; `fixed` overrides the config.
 
-    --help prints first the docstring of the function's module, which says what the program's own
-    keys mean.
+    --help first prints the docstring of the function's module, which explains the program's own
+    keys.
 
     With --multirun each config runs in a process of its own, one after the other, since a process
-    can simulate only one number of devices. What only this job sets is appended to the value of the
-    key `names`. All configs are checked before the first job starts.
+    can simulate only one number of devices. Overrides that not all jobs share are appended to the
+    value of the key `names`. All configs are checked before the first job starts.
     """
 
     kinds = keys(schema)
@@ -133,7 +132,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
         for number, (config, _) in enumerate(jobs):
             arguments = [*flags, *overrides[number]]
             if names:
-                # By its values, so that a sweep with more of them goes on in the same folders.
+                # Named by its overrides, so that a larger sweep resumes in the same folders.
                 own = [a for a in overrides[number] if not all(a in others for others in overrides)]
                 own = [a for a in own if not a.startswith(f"{names}=")]
                 plain = (re.sub('="(.*)"$', r"=\1", argument) for argument in own)
@@ -158,7 +157,7 @@ def _sweep(jobs: list[tuple[C, Any]], names: str) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text as Hydra takes it literally, whatever is in it."""
+    """Quotes a text so that Hydra takes it literally, whatever is in it."""
     text = re.sub(r'(\\*)(?="|$)', r"\1\1", text)  # backslashes are escaped only before a quote
     return '"' + text.replace('"', '\\"') + '"'
 
@@ -168,7 +167,7 @@ def _as_typed(argument: str, kinds: dict[str, tuple[Any, ...]], folder: str) -> 
     with which Hydra takes any key; the schema then checks all keys alike."""
     key, equals, value = argument.partition("=")
     kind, sweep = kinds.get(key.lstrip("+"), ()), {"-m", "--multirun"} & {*sys.argv}
-    # What begins like a list, a dict or a function, or has quotes, is for Hydra to read.
+    # Hydra parses a value that begins like a list, a dict or a function, or has quotes.
     if str in kind and (sweep or "," not in value) and not re.search(r"[\"']|^([{[]|\w+\()", value):
         null = ["null"] if type(None) in kind else []
         texts = (x if x.lower() in null else _quoted(x) for x in value.split(","))

@@ -52,7 +52,7 @@ from shardlib.types import compute, named
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
-# Of each array of a tree. It reads them once, and keeps nothing as large beside them.
+# Whether each array of a tree is finite. Reads each once, and allocates nothing of its size.
 all_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jax.numpy.isfinite(x).all(), tree))
 
 
@@ -173,8 +173,8 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def check_hosts_agree(config: RunConfig) -> None:
-    """Raises UserError on all hosts if their settings or their source differ. Each would train on
-    with its own, or wait for the others without end."""
+    """Raises UserError on all hosts if their settings or their source differ. Otherwise each would
+    train with its own, or wait for the others forever."""
     own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__}
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     for file in sources():
@@ -191,8 +191,8 @@ def check_hosts_agree(config: RunConfig) -> None:
 
 
 def check_programs_agree(lowered: jax.stages.Lowered) -> None:
-    """Raises UserError on all hosts if they have traced different programs. Each would compute
-    something else, or wait for the others without end."""
+    """Raises UserError on all hosts if they have traced different programs. Otherwise each would
+    compute something else, or wait for the others forever."""
     if jax.process_count() == 1:
         return
     lines = lowered.as_text().splitlines()
@@ -201,9 +201,9 @@ def check_programs_agree(lowered: jax.stages.Lowered) -> None:
     if different := [i for i, hashes in enumerate(each_line) if len({*hashes}) > 1]:
         at = hlo.operation(lowered, min(different[0], len(lines) - 1))
         raise UserError(
-            f"hosts trace different programs, from {at} on: what comes "
-            "before goes by something that differs between hosts, such as the order of a set, the "
-            "environment or the host's name"
+            f"hosts trace different programs, from {at} on: the code "
+            "before depends on something that differs between hosts, such as the order of a set, "
+            "the environment or the host's name"
         )
 
 
@@ -225,8 +225,8 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def reserved(config: RunConfig) -> Iterator[None]:
-    """Locks the run's folder against other processes. Raises UserError if one has it, or if the
-    package of a sink isn't installed. JAX caches compiled programs beside the folder unless the
+    """Locks the run's folder against other processes. Raises UserError if one holds it, or if a
+    sink's package isn't installed. JAX caches compiled programs beside the folder unless the
     user has chosen a cache folder; the next start of the same program then skips compiling."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         cache = pathlib.Path(config.paths.root_working_dir).absolute() / ".compilation_cache"
@@ -268,8 +268,8 @@ def replace(file: pathlib.Path, content: bytes) -> None:
 
 
 def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
-    """Returns the lines of a metrics.jsonl for steps before `step`, and how many others, which a
-    crash has damaged, are among them. A last line that was cut off in writing doesn't count."""
+    """Returns the lines of a metrics.jsonl for steps before `step`, and the number of lines that a
+    crash has damaged. A last line that was cut off in writing doesn't count."""
     lines, damaged = list[bytes](), 0
     for line in metrics.read_bytes().split(b"\n")[:-1]:
         try:
@@ -287,8 +287,8 @@ def open_folder(
     that log a row of metrics: one for metrics.jsonl and one for each sink that `to` names. Called
     on the first host only.
 
-    Keeps of metrics.jsonl the rows of steps before `first_step`: an earlier start may have run
-    further than its last checkpoint. A run from step 0 renames existing metrics to
+    Keeps only the rows of metrics.jsonl before `first_step`: an earlier start may have run further
+    than its last checkpoint. A run from step 0 renames existing metrics to
     `metrics.<time>.jsonl`."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
@@ -324,15 +324,15 @@ class Run:
             code = run.end()
 
     All hosts make the same calls at the same steps. Making it opens the run's folder and the sinks.
-    Raises UserError on all hosts if one of them can't, or if `first` is beyond the last step.
+    Raises UserError on all hosts if one of them can't, or if no step is left to do.
     """
 
     config: RunConfig
-    first: int  # of the steps up to `steps`
+    first: int  # the first step of this start, of `steps` in all
     steps: int
-    tokens: int  # of a step, and its model FLOPs
-    flops: int
-    max_skipped: int  # consecutive skipped updates, after which it ends
+    tokens: int  # of a step
+    flops: int  # of a step, the model's
+    max_skipped: int  # consecutive skipped updates; one more ends the run
 
     def __post_init__(self) -> None:
         if self.first >= self.steps:
@@ -340,7 +340,7 @@ class Run:
             raise UserError(f"{clone} is at step {self.first}; set training.steps above that")
         self.folder = self.config.paths.folder
         self.first_host = jax.process_index() == 0
-        # On the first host, of each sink: its function, and the rows that it hasn't taken yet.
+        # On the first host: each sink's function, and the rows that it hasn't taken yet.
         self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
         problem, to = "", self.config.metrics.to
         try:
@@ -360,7 +360,7 @@ class Run:
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
         self.skipped = 0  # consecutive skipped updates
-        self.profile = contextlib.ExitStack()  # ends it
+        self.profile = contextlib.ExitStack()  # closing it ends the profile
 
     def __enter__(self) -> "Run":
         self.stop.__enter__()
@@ -403,8 +403,8 @@ class Run:
         so step n is logged while step n+1 runs. `explain` returns details on a loss that isn't
         finite.
 
-        Each entry of an array is logged by its index, as name/0/1. It and what else has a slash in
-        its name is logged every metrics.norms_interval steps."""
+        Entries of an array are logged by their indices, as name/0/1. Names with a slash are logged
+        only every metrics.norms_interval steps."""
         self._settle()
         self._write()
         self.row = {"step": step, **values, "data_wait_seconds": self.waited}
@@ -413,8 +413,8 @@ class Run:
     def add_validation(
         self, loss: float | None, bytes_per_token: float | None, name: str = "", when: str = ""
     ) -> None:
-        """Adds the loss of a validation set, in nats per token, to the next row that is written,
-        and the same in bits per byte, if the set's bytes are known. None isn't added."""
+        """Adds a validation set's loss to the next row that is written: in nats per token, and in
+        bits per byte if the set's bytes are known. A loss of None isn't added."""
         ends = when + (name and f"/{name}")
         if loss is not None:
             self.extra[f"validation_loss{ends}"] = loss
@@ -423,8 +423,8 @@ class Run:
                 self.extra[f"validation_bits_per_byte{ends}"] = bits
 
     def pause(self) -> None:
-        """Blocks until the last step is done. The time from here to the next step counts for
-        neither, nor as a hang: validating, compiling that and saving may take any time."""
+        """Blocks until the last step is done. The time from here to the next step belongs to
+        no step and is no hang: validating, compiling that and saving may take any time."""
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
@@ -457,8 +457,8 @@ class Run:
         self.row = row | {"tokens_per_second": self.tokens / self.seconds[-1]}
 
     def interrupted(self) -> bool:
-        """Returns whether a signal asks to stop. Call it between parts of what may take longer than
-        a step, such as the batches of a validation. Each part gets hang_timeout_seconds anew."""
+        """Returns whether a signal asks to stop. Call it between parts of long work, such as the
+        batches of a validation. Each part may take hang_timeout_seconds."""
         self._watch()
         self.stopping = self.stop.reached()
         return self.stopping
@@ -542,9 +542,9 @@ class Run:
         say("  ".join(line))
 
     def _speed(self, seconds: float) -> str:
-        """Tokens per second and, where it is known, MFU, if a step takes so many seconds."""
+        """Returns tokens per second, and MFU if it is known, for a step of so many seconds."""
         speed, kind = f"{self.tokens / seconds:,.0f} tokens/s", jax.devices()[0].device_kind
-        if not chips.find_chip(kind) or compute.dtype.itemsize > 2:  # which has its rate in bf16
+        if not chips.find_chip(kind) or compute.dtype.itemsize > 2:  # rates are bf16's
             return speed
         count = jax.sharding.get_mesh().size
         return f"{speed}, MFU {chips.mfu(kind, count, self.flops / seconds)}"

@@ -1,5 +1,5 @@
-"""The numbers that an update of the weights takes from the config: the learning rate, by its
-schedule, and the optimizers' hyperparameters."""
+"""An update's hyperparameters by the config: the learning rate, by its schedule, and the
+optimizers'."""
 
 import math
 from typing import Any
@@ -12,8 +12,8 @@ from shardlib.types import f32, pytree_dataclass, typechecked
 
 @pytree_dataclass
 class Average:
-    """An exponential moving average at a step: the weights of the last average and of what is new,
-    and one over the sum of all weights so far."""
+    """Coefficients of an exponential moving average at a step: of the old average and of the new
+    value, and 1 over the sum of all values' weights so far."""
 
     old: f32[""]
     new: f32[""]
@@ -25,8 +25,8 @@ class Average:
 
 @pytree_dataclass
 class Hyper:
-    """The numbers of an update that the config determines. They are an argument of the training
-    step, so that runs that differ in them share a program."""
+    """The hyperparameters of an update. They are an argument of the training step, so that runs
+    that differ only in them share a compiled program."""
 
     learning_rate: f32[""]
     weight_decay: f32[""]
@@ -42,7 +42,7 @@ class Hyper:
 
 @typechecked
 def hyper_at(step: int, training: Any) -> Hyper:
-    """The numbers of the update after `step` others, computed in f64: in f32, 1 - 0.9 isn't 0.1."""
+    """Returns the hyperparameters of update `step + 1`. Uses f64: in f32, 1 - 0.9 isn't 0.1."""
 
     def average(b: float) -> Any:
         return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))
@@ -64,10 +64,10 @@ def hyper_at(step: int, training: Any) -> Hyper:
 
 
 def learning_rate(step: int, training: Any) -> float:
-    """Linear warmup to the peak at `warmup_steps`, then a decay to the final fraction at
-    `steps_for_lr`: along a half cosine, linear, only in the last `cooldown_steps` and linear there
-    (warmup-stable-decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395, section 4), or none. The
-    first step is 1."""
+    """Returns the rate of a step, counted from 1: linear warmup to the peak at `warmup_steps`, then
+    a decay to the final fraction at `steps_for_lr`. The decay is a half cosine, linear, linear over
+    only the last `cooldown_steps` (warmup-stable-decay: Hu et al. 2024,
+    https://arxiv.org/abs/2404.06395, section 4), or none."""
     warmup = step / max(training.warmup_steps, 1)
     stable = training.steps_for_lr - training.cooldown_steps
     start = stable if training.schedule == "wsd" else training.warmup_steps
@@ -79,8 +79,8 @@ def learning_rate(step: int, training: Any) -> float:
 
 
 def note_of_rise(step: int, training: Any, before: Any) -> str:
-    """A note that the learning rate rises when a run goes on at `step` with other settings than
-    `before`, or ""."""
+    """Returns a note if the learning rate rises because a run continues at `step` with other
+    settings than `before`, else ""."""
     rate, last = learning_rate(step + 1, training), learning_rate(step, before)
     if rate <= max(last, learning_rate(step + 1, before)):
         return ""

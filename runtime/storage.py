@@ -39,8 +39,8 @@ def opening(path: str, done: str = "opened") -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Names what is read in errors: StoreError if the store doesn't deliver it, else DamageError,
-    because then it is missing or doesn't parse."""
+    """Names `what` in errors: StoreError if the store doesn't deliver it, else DamageError, because
+    then it is missing or doesn't parse."""
     try:
         yield
     except Exception as error:  # of many types, as a file may hold anything
@@ -49,8 +49,8 @@ def reading(what: str) -> Iterator[None]:
 
 
 def _file_system(path: str) -> tuple[Any, str]:
-    """Returns a path's file system, without cached listings, and the path in it. Without a protocol
-    a path is what it says: fsspec would find other file systems in `a::b` and `data:x`."""
+    """Returns a path's file system, without cached listings, and the path in it. A path
+    without a protocol is local: fsspec would find other file systems in `a::b` and `data:x`."""
     if "://" not in path:
         return fsspec.filesystem("file"), os.path.abspath(path)
     files, inner = fsspec.core.url_to_fs(path)
@@ -59,7 +59,7 @@ def _file_system(path: str) -> tuple[Any, str]:
 
 
 def _place(path: str) -> Any:
-    """Returns what zarr takes for a bucket, or for a folder, whatever its name has in it."""
+    """Returns a path for zarr: a Path for a folder, as zarr may take text for a URL."""
     return path if "://" in path else pathlib.Path(path)
 
 
@@ -123,21 +123,21 @@ def remove(path: str) -> None:
     files, inner = _file_system(path)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if "://" in path and fsspec.core.has_magic(inner):
-            for file in files.find(inner):  # rm would take `run*` for a pattern, of other runs, too
+            for file in files.find(inner):  # rm would remove other runs by the pattern `run*`
                 files.rm_file(file)
         else:
             files.rm(inner, recursive=True)
 
 
 class _WholeStore(WrapperStore[Any]):
-    """Raises DamageError for what is missing, such as a chunk, which zarr would read as zeros, and
-    StoreError for what can't be fetched, whatever the store raises."""
+    """Raises DamageError for a missing file, such as a chunk, which zarr would read as zeros, and
+    StoreError for one that can't be fetched, whatever the store raises."""
 
     _supports_sync_io = False  # makes zarr 3.4 read with `get` only
 
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         value = None
-        with opening("the store"), contextlib.suppress(FileNotFoundError):  # the whole folder
+        with opening("the store"), contextlib.suppress(FileNotFoundError):  # no folder
             value = await super().get(key, *args, **kwargs)
         if value is None:
             raise DamageError("it is missing")
@@ -145,7 +145,7 @@ class _WholeStore(WrapperStore[Any]):
 
 
 def array(path: str, name: str, description: Any, read_only: bool = True) -> zarr.Array:
-    """Returns an array in a group, given what its zarr.json says, which isn't read."""
+    """Returns an array in a group, given the content of its zarr.json, which isn't read."""
     make: Any = FsspecStore.from_url if "://" in path else LocalStore
     place = StorePath(_WholeStore(make(path, read_only=read_only)), name)
     # zarr would leave out chunks of zeros. Here a missing chunk always means a lost chunk.

@@ -26,8 +26,8 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handles signals during the block. SIGHUP and SIGUSR1 stay as they are if they are handled or,
-    as SIGHUP under nohup, ignored."""
+    """Handles signals during the block. Leaves SIGHUP and SIGUSR1 alone if they have a handler or
+    are ignored, as SIGHUP is under nohup."""
     ours = signal.SIGINT, signal.SIGTERM
     numbers = [x for x in numbers if x in ours or signal.getsignal(x) == signal.SIG_DFL]
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -88,7 +88,7 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reached(self) -> bool:
-        """Returns whether to stop now: the same on all hosts, which all call it as often."""
+        """Returns whether to stop now, the same on all hosts. All must call it equally often."""
         if self.one_host:
             return self.requested
         self.asked += 1
@@ -128,7 +128,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def of_all_hosts(own: str) -> list[str]:
-    """Returns the texts with which all hosts call this."""
+    """Sends a text to all hosts. Returns the texts of all, by host."""
     if jax.process_count() == 1:
         return [own]
     text = np.array([*own.encode()], np.uint8)

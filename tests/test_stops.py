@@ -137,7 +137,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
         given = config, state.weights, batch, "batch 7 is of the seventh page"
         text = explanation(train.gradients, *given)
     assert text.startswith("gradients that are not finite: embed, layers/")
-    cause = "is of the seventh page. Random tokens have such ones, too: the weights diverged."
+    cause = "is of the seventh page. Random tokens have such gradients: the weights diverged."
     assert cause in text
     assert int(metrics["skipped"]) == 1 and not np.isfinite(metrics["loss"])
     after = jax.device_get((state.weights, state.mu, state.nu))

@@ -134,7 +134,7 @@ def test_some_devices_have_no_target():
 def test_what_tiny_runs_do_not_try_must_be_accepted(checked, capsys, monkeypatch):
     monkeypatch.setattr(Running, "note", "somewhere")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"somewhere\. If .* accept it by check=noted"):
+        with pytest.raises(UserError, match=r"somewhere\. If .* accept it with check=noted"):
             checked()
     assert checked("check=noted") == [] and "note: somewhere\n" in capsys.readouterr().out
     assert checked("check=types") == [] and "somewhere" not in capsys.readouterr().out
@@ -176,7 +176,7 @@ def test_a_number_that_depends_on_the_mesh_is_named(limit):
     config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
     found = preflight.untried(module, config, *preflight.probe(module, config)[1:])
     numbers = ("5000", "10000") if "1e4" in limit else ("32", "64")
-    expected = "a number depends on the mesh: min with {}, on one device min with {}. "
+    expected = "a number depends on the mesh: min with {}, but min with {} on one device. "
     found = found.replace(".0", "")  # jax 0.12 keeps integers as they are
     assert f", in loss: {expected.format(*numbers)}" in found
 
@@ -214,7 +214,7 @@ def test_a_function_that_only_the_loop_calls_is_tried():
         preflight.probe(module, config)
     module, config = loop_calls("average: Stored, weights: Stored, every: int", "w")
     found = preflight.untried(module, config, *preflight.probe(module, config)[1:])
-    assert found == "averaged isn't checked: there is nothing to call it with as its every"
+    assert found == "averaged isn't checked: nothing fits its parameter every"
 
 
 @pytest.mark.parametrize("mesh, added", [("{d: 2, t: 1}", True), ("{d: 2, t: 2}", False)])
