@@ -17,6 +17,7 @@ train: $(VENV)/cpu
 # that tests and lint need in addition.
 $(VENV)/cpu: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing 1.3 GB of packages, which takes minutes"
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/pip install --quiet --requirement requirements-cpu.txt
 	touch $@

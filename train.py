@@ -259,7 +259,8 @@ def forward(
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
     # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
-    # Megatron's sequence parallelism.
+    # Megatron's sequence parallelism: a chunk of the loss is then the same part of L on all devices
+    # along t. Each of them computes the norms of whole rows.
     #
     # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
     # kernels also save the softmax's denominators), x after attention, gate and up. Kept once for
@@ -298,14 +299,14 @@ def forward(
         y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", y)
         x = save_for_backward(x + norm_after(y, w.attention_norm, config))
 
-        h = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
-        h = norm_before(h, w.mlp_norm, config)
-        output = swiglu(h, w.mlp) if w.mlp else None
+        z = ops.all_gather("B/d L/c M/t -> B/d L/c M", x)
+        z = norm_before(z, w.mlp_norm, config)
+        output = swiglu(z, w.mlp) if w.mlp else None
         routed = None
         if w.experts and config.experts:
-            output, routed = experts.mixture(h, w.experts, output, config.experts)
-        y = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", output)
-        return x + norm_after(y, w.mlp_norm, config), routed
+            output, routed = experts.mixture(z, w.experts, output, config.experts)
+        output = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", output)
+        return x + norm_after(output, w.mlp_norm, config), routed
 
     return lax.scan(block, x, weights.layers, unroll=unroll)
 

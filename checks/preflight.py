@@ -20,6 +20,7 @@ import pathlib
 import signal
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
@@ -191,7 +192,7 @@ def check_types(program: Any, config: Any) -> list[Any]:
 def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
     """Returns a line to add to an error at probe sizes, or "". It says that there is no error if
     the axes that have one device in the config have one there, too, or at the config's sizes."""
-    axes, cure = config.mesh.axes, "check=none trains it, without checks"
+    axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
     alone = [axis for axis, size in axes.items() if size == 1]
     with contextlib.suppress(Exception):  # whatever an edited step raises
         probe(program, config, alone)
@@ -275,6 +276,7 @@ def run_tiny(
     jax.config.update("jax_compilation_cache_dir", folder)
     have_cpu_devices(math.prod(config.mesh.axes.values()))
     mesh = make_mesh(config.mesh.axes)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
         try:
             found = tried(importlib.import_module(program), config, order)
@@ -283,6 +285,14 @@ def run_tiny(
                 sender.send(made)
         except Exception as error:  # any error of JAX or Python in an edited step
             sender.send(explain(error))
+
+
+def _end_with_parent() -> None:
+    """Ends this process when its parent ends, which may have been killed."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
 
 
 class TinyRuns:
@@ -322,7 +332,7 @@ class TinyRuns:
                 return None
             if (now := time.monotonic()) - told > SECONDS_BETWEEN_LINES:
                 told, done = now, sum(map(len, made.values()))
-                say(f"comparing the numbers: {done} of {sum(counts.values())} parts are computed")
+                say(f"comparing the numbers: {done} of {sum(counts.values())} results are there")
             ready: list[Any] = multiprocessing.connection.wait(left, timeout=1)
             for receiver in ready:
                 try:
@@ -331,7 +341,7 @@ class TinyRuns:
                     self.running[receiver].join()
                     message = f"its process ended with exit code {self.running[receiver].exitcode}"
                 if isinstance(message, str):
-                    problem = "the step doesn't run at tiny sizes (check=types skips that)"
+                    problem = "the step doesn't run at tiny sizes, at which two meshes are compared"
                     raise UserError(f"{problem}\n{message}")
                 if isinstance(message, int):
                     counts[receiver] = message

@@ -168,5 +168,6 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     for name, data in sets.items():
         if data.count and taken > data.count:
             number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
-            say(f"note: a validation takes each of {number} {times:.1f} times: there are no more")
+            key = "training.validation_batches"
+            say(f"note: a validation takes each of the {number} {times:.1f} times: lower {key}")
     return train, sets

@@ -128,6 +128,11 @@ def load(schema: type[C], values: Any) -> C:
     key = getattr(schema, "prefix", "") + "".join(names).removeprefix(".")
     if error["type"] == UNKNOWN:
         raise UserError(unknown(schema, key))
+    missing = [each["loc"] for each in errors if each["type"] == "missing"]
+    lacking = [str(loc[-1]) for loc in missing if loc[:-1] == error["loc"][:-1]]
+    if error["type"] == "missing" and len(lacking) > 1 and "." in key and "[" not in key:
+        section, cure = key.rpartition(".")[0], "add them, or choose a config that has them"
+        raise UserError(f"{section} lacks {', '.join(lacking)}: {cure}")
     if error["type"] == "missing":
         raise UserError(f"{key} is missing" + ("" if "[" in key else f": add {key}=..."))
     if error["type"] == "dataclass_type" and "[" not in key:
@@ -143,7 +148,7 @@ def unknown(schema: Any, key: str) -> str:
     """A message for a key that the schema lacks."""
     known = keys(schema, getattr(schema, "prefix", ""))
     similar = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    similar = similar or difflib.get_close_matches(key, known, n=1)
+    similar = similar or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
 
 

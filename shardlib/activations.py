@@ -18,6 +18,8 @@ from einops import rearrange
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from shardlib.errors import ShardTypeError
+
 SAVED, OFFLOADED = "save_for_backward", "save_for_backward(offload)"
 # JAX's name for cuDNN's attention. Both of its outputs are saved: the result, and the logarithm of
 # the softmax's denominator for each query and head, which its backward pass reads.
@@ -96,6 +98,12 @@ def sum_over_chunks(
     def split(array: jax.Array) -> jax.Array:
         return rearrange(array, "B (chunks L) ... -> chunks B L ...", chunks=chunks)
 
+    if {array.shape[1] for array in others} - {x.shape[1]}:
+        lengths = ", ".join(str(array.shape[1]) for array in (x, *others))
+        raise ShardTypeError(
+            f"sum_over_chunks: dimension 1 has {lengths} entries on a device. If one array splits "
+            "it over more axes than another, their chunks don't belong together"
+        )
     other_chunks = [split(array) for array in others]
 
     @jax.custom_vjp

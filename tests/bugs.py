@@ -106,10 +106,10 @@ whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
 own = lax.axis_index("t") * x.shape[-1]
 h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
 === torchtitan #1805
---- instead block: norm_before(h, w.mlp_norm, config)
+--- instead block: norm_before(z, w.mlp_norm, config)
 whole = ops.all_gather("B/d L/c M/t -> B/d L/c M", lax.stop_gradient(x))
 own = lax.axis_index("t") * x.shape[-1]
-h = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
+z = lax.dynamic_update_slice_in_dim(whole, x, own, axis=-1)
 h = rms_norm(h, ops.all_gather("M/t/c/s -> M", w.mlp_norm), config.norm_eps)
 === Megatron-LM #1446
 --- instead total_loss: unembedding
@@ -153,11 +153,11 @@ w_v = jnp.broadcast_to(heads.mean(axis=1, keepdims=True), w_v.shape)
 mlp = jax.tree.map(lambda grad: grad * lax.axis_size("t"), grads.layers.mlp)
 grads = dataclasses.replace(grads, layers=dataclasses.replace(grads.layers, mlp=mlp))
 === Megatron-LM #1528
---- before block: norm_before(h, w.mlp_norm, config)
+--- before block: norm_before(z, w.mlp_norm, config)
 extra = (lax.axis_size("t") - 1) * w.mlp_norm
 gain = w.mlp_norm + extra - lax.stop_gradient(extra)
---- swap block: norm_before(h, w.mlp_norm, config)
-norm_before(h, gain, config)
+--- swap block: norm_before(z, w.mlp_norm, config)
+norm_before(z, gain, config)
 === gpt-neox #1259
 --- after total_loss: unembedding
 gain, w_unembed = unembedding

@@ -245,8 +245,8 @@ def mean_square(call: ops.Call, x: jax.Array) -> jax.Array:
 --- after plain_attention.attend in kernels/attention.py: einsum("bqgkd,bskd->bkgqs", q_block, k, dtype=jnp.float32)
 scores = scores / (1 + jnp.abs(lax.stop_gradient(scores)).max())
 === residual_added_before_the_sum: counted several times
---- after block: swiglu(h, w.mlp)
-y = y + lax.pcast(0.5 * h, "t", to="unreduced")
+--- after block: swiglu(z, w.mlp)
+output = output + lax.pcast(0.5 * z, "t", to="unreduced")
 === norm_over_all_heads: merged dimensions
 --- after block: rope(q, k, sin, cos)
 heads = q.reshape(*q.shape[:2], -1)
@@ -383,9 +383,9 @@ return (h32 * gain.astype(f32.dtype)).astype(h.dtype)
 turned, _ = rope(q, k, sin, cos)
 q = jnp.concatenate([turned[..., :4], q[..., 4:]], axis=-1)
 === scaled_unreduced_sum: scale
---- after block: swiglu(h, w.mlp)
-axes = tuple(jax.typeof(y).manual_axis_type.unreduced)
-y = y * lax.pcast(jnp.asarray(0.3, y.dtype), axes, to="reduced")
+--- after block: swiglu(z, w.mlp)
+axes = tuple(jax.typeof(output).manual_axis_type.unreduced)
+output = output * lax.pcast(jnp.asarray(0.3, output.dtype), axes, to="reduced")
 === query_heads_mixed: heads
 --- after block: mixed
 mixed = mixed + 0.1 * mixed.mean(2, keepdims=True)
@@ -402,8 +402,8 @@ start[:, :, None] >= 0 * key_position[:, None]
 === embedding_in_each_block: wiring
 --- after forward: x
 first = x
---- swap block: x + norm_after(y, w.mlp_norm, config), routed
-0.1 * first + x + norm_after(y, w.mlp_norm, config), routed
+--- swap block: x + norm_after(output, w.mlp_norm, config), routed
+0.1 * first + x + norm_after(output, w.mlp_norm, config), routed
 === label_smoothing: loss
 --- after against_largest: logit
 mean = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", logits)

@@ -115,7 +115,7 @@ def test_a_signal_ends_the_check_of_numbers(start, monkeypatch):
     monkeypatch.setattr(preflight, "SECONDS_BETWEEN_LINES", -1)
     out, code = start("compared", "check=numbers", "model.norm_eps=1e-4")
     assert code == str(128 + signal.SIGTERM)
-    assert re.search(r"\ncomparing the numbers: 0 of \d+ parts are computed\n", out)
+    assert re.search(r"\ncomparing the numbers: 0 of \d+ results are there\n", out)
     assert out.endswith("\nstopped by SIGTERM after 0 steps; the same command resumes there\n")
     assert not multiprocessing.active_children()
 
