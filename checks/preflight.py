@@ -304,6 +304,8 @@ class TinyRuns:
     def __init__(self, program: Any, configs: list[Any]):
         # Not __name__, which is __main__ for a program that `python -m` runs.
         self.program = program.__spec__.name
+        kinds = named(program.state_type(configs[0]).mu)
+        self.learned = [name for name, kind in kinds.items() if kind.initial.learned]
         self.start(configs)
 
     def start(self, configs: list[Any], recorded: str = "", order: int = 0) -> None:
@@ -350,9 +352,9 @@ class TinyRuns:
         return [*made.values()]
 
     def verdict(self, interrupted: Callable[[], bool]) -> str | None:
-        """Blocks until the results are there. Returns a warning about generation, or "", or None if
-        it is interrupted. Raises UserError that names the results that differ between the
-        meshes, and the first op that does."""
+        """Blocks until the results are there. Returns a warning, or "", or None if it is
+        interrupted. Raises UserError that names the results that differ between the meshes, and the
+        first op that does."""
         if not (made := self.results(interrupted)):
             return None
         first, *others = made
@@ -365,6 +367,9 @@ class TinyRuns:
                 f"tools.generate computes other logits than training ({differ[0]}): it takes one "
                 "position at a time, so all mixing between positions must happen in attention"
             )
+        moments = first["training_step 3"]  # from moments of zero: the gradients, scaled
+        if dead := [name for name in self.learned if not moments[f"mu/{name}"].any()]:
+            return f"the loss doesn't depend on {', '.join(dead)}: the gradient is zero"
         return ""
 
     def _explain(self, function: str, config: Any, differ: list[str]) -> str:
@@ -473,9 +478,9 @@ def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
     check that has passed before.
 
     Yields `wait(interrupted)`, which blocks until the numbers are checked, or returns None once
-    `interrupted()` is true. It prints and returns a warning if generation differs from training,
-    else "". It raises UserError if numbers differ between meshes, and with check=numbers also for
-    whatever `untried` names, which check=noted only prints."""
+    `interrupted()` is true. It prints and returns a warning if generation differs from training or
+    a weight has no gradient, else "". It raises UserError if numbers differ between meshes, and
+    with check=numbers also for whatever `untried` names, which check=noted only prints."""
     level = config.check
     if level in ("types", "none"):
         say(f"check={level}: {'' if level == 'types' else 'types and '}numbers are not checked")

@@ -95,8 +95,11 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
         with contextlib.suppress(LookupError):  # preflight.untried names it
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
-    # In the middle of the schedule, and before what is done now and then. Gradients show in mu.
-    yield "training_step 3", program.training_step, at(3, batch), config
+    # In the middle of the schedule, from a mu of zero that then shows the gradient.
+    middle, *others = at(3, batch)
+    middle = dataclasses.replace(middle, mu=jax.tree.map(np.zeros_like, mu))
+    yield "training_step 3", program.training_step, (middle, *others), config
+    # Before what is done now and then.
     yield "training_step 999", program.training_step, at(999, uneven), config
 
 

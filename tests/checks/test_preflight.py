@@ -224,7 +224,7 @@ def test_an_edit_that_is_right_on_this_mesh_alone(mesh, added):
     config = compose_config("local_test_synthetic", *settings, schema=module.Config)
     with pytest.raises(UserError, match=r"use ops.reduce_max") as error:
         preflight.check_types(module, config)
-    line = "They hold with r=1, c=1, t=1, as in this config: check=none trains it, without checks"
+    line = "They hold with r=1, c=1, t=1, as in this config: check=none trains it, and compares no"
     assert (line in str(error.value)) == added
 
 

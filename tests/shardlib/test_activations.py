@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from checks import jaxprs
-from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.activations import (
+    explicit_activation_checkpointing,
+    save_for_backward,
+    sum_over_chunks,
+)
+from shardlib.errors import ShardTypeError
 
 
 def stacked_residuals(marked, offload=False):
@@ -53,3 +58,11 @@ def test_marks_change_no_value_and_no_gradient():
     for fn in marked, explicit_activation_checkpointing(marked), offloaded:
         assert (fn(x) == plain(x)).all()
         assert (jax.vmap(jax.grad(fn))(x) == jax.vmap(jax.grad(plain))(x)).all()
+
+
+def test_chunks_that_do_not_belong_together_are_refused():
+    """Such as chunks of residuals that split a row over t, and of targets that don't."""
+    with pytest.raises(ShardTypeError, match="has 4, 8 entries"):
+        sum_over_chunks(
+            lambda _, x, y: (x.sum() + y.sum(), {}), 2, 1.0, jnp.ones((1, 4)), jnp.ones((1, 8))
+        )

@@ -22,6 +22,10 @@ EDITS = {
         "part = jax.tree.map(lambda x: x / target_count(rows), value_and_grads(rows))",
     ),
     "positions mixed outside of attention": (LINE, MIXED),
+    "a sublayer that is left out": (
+        "return x + norm_after(output, w.mlp_norm, config), routed",
+        "return x, routed",
+    ),
     "positions of keys by their place, with c": (
         'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)',
         'key_position = ops.all_gather("B/d L/c -> B/d L", batch.position)\n'
