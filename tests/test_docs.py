@@ -125,7 +125,7 @@ def test_the_first_hour(steps, tmp_path):
             assert not done.returncode, (line, done.stderr)
             printed += done.stdout
     lines = without_numbers(shown) - {"#"}
-    assert len(lines) > 15
+    assert len(lines) > 12
     missing = lines - without_numbers(printed)
     assert not missing
     assert not re.findall(r"^(?:note|warning): .*", printed, re.MULTILINE)
