@@ -404,8 +404,8 @@ def reduce_max(call: Call, x: jax.Array) -> jax.Array:
     Raises ShardTypeError for an unreduced operand or result.
     """
     positions, removed = _removed(call)
-    unreduced = (*call.operands[0].unreduced, *call.result.unreduced)
-    call.require(not unreduced, "reduce it before the maximum; the result has no {U:}")
+    sums = (*call.operands[0].unreduced, *call.result.unreduced)
+    call.require(not sums, "reduce it before the maximum; the result has no {U:}")
     axes = tuple(a for dim in removed for a in dim.axes)
     x = jnp.max(x, axis=positions)
     return lax.pmax(varying(x, axes), axes) if axes else x

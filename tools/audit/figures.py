@@ -60,7 +60,7 @@ def phases(results: Results, name: str) -> Iterator[str]:
 
 
 def times(results: Results, chip: chips.Chip, links: dict[str, str]) -> tuple[str, Iterator[str]]:
-    """What bounds the step, and rows with the least time that each resource needs."""
+    """Returns what bounds the step, and rows with the least time that each resource needs."""
     names, mesh = dict(NAMES), results[-1]["mesh"]
     for axis in (axis for axis, size in mesh.items() if size > 1):
         link = (chip.links_of(mesh) | links)[axis]
