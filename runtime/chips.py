@@ -19,6 +19,15 @@ class Chip(NamedTuple):
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
 
+    def with_rates(self, rates: Mapping[str, float]) -> "Chip":
+        """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
+        such link, or if a rate isn't above 0."""
+        for link, rate in rates.items():
+            if link not in self.links or not rate > 0:
+                links = ", ".join(f"{link}: {rate:.3g}" for link, rate in self.links.items())
+                raise UserError(f"rates.{link}={rate:.3g}: {self.kind} has, in bytes/s, {links}")
+        return self._replace(links=self.links | rates)
+
     @property
     def usable(self) -> float:
         """The bytes that JAX takes: on GPUs three quarters, or the share XLA_CLIENT_MEM_FRACTION,

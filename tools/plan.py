@@ -5,6 +5,7 @@ the audit.
     python -m tools.plan --config-name=c4_v5ex16_2b chips=v5p:4x4x8
 
     chips=KIND:COUNT    a key of runtime/chips.py, and how many of them: h100:64, v5p:4x4x8
+    rates={LINK: RATE}  another rate of a link, in bytes/s, such as {ib: 25e9}
 
 Tries the meshes of that many chips, and prints the fastest ones that fit, with the overrides that
 choose them. The config's own mesh and microbatches are ignored; all else is kept. Reports each mesh
@@ -36,7 +37,7 @@ from shardlib.errors import UserError
 from shardlib.types import make_shapes
 from tools.arguments import NOT_USED
 from tools.audit.memory import ARRAYS, LOGITS, SAVED
-from tools.audit.roofline import Bound, bound, bound_head
+from tools.audit.roofline import Bound, bound, bound_head, peak_rates
 from tools.audit.step import audit_step, check_rates
 from tools.tables import show, table
 
@@ -52,6 +53,7 @@ ROOM = 0.9
 @dataclasses.dataclass(unsafe_hash=True)
 class PlanConfig(train.Config):
     chips: str = ""  # KIND:COUNT
+    rates: dict[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
 
 class Plan(NamedTuple):
@@ -84,13 +86,14 @@ class Plan(NamedTuple):
         return f"{needs}, at least {show(self.seconds, 's')} a step ({self.bound.longest})"
 
 
-def chips_of(written: str) -> tuple[chips.Chip, int]:
-    """Returns the kind and the number of chips. Raises UserError unless written like h100:64."""
+def chips_of(written: str, rates: dict[str, float]) -> tuple[chips.Chip, int]:
+    """Returns the kind, with other `rates` of links, and the number of chips. Raises UserError
+    unless `written` is like h100:64."""
     name, _, count = written.partition(":")
     if name not in chips.CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", count):
         cure = "write a kind and a number, such as h100:64 or v5p:4x4x8"
         raise UserError(f"chips={written!r}: {cure}; the kinds are {', '.join(chips.CHIPS)}")
-    return chips.CHIPS[name], math.prod(map(int, count.split("x")))
+    return chips.CHIPS[name].with_rates(rates), math.prod(map(int, count.split("x")))
 
 
 def divisors(n: int) -> list[int]:
@@ -165,7 +168,7 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
 @program(PlanConfig, "configs", NOT_USED, fixed=CHOSEN)
 def main(config: PlanConfig) -> None:
     check_rates(config)
-    chip, count = chips_of(config.chips)
+    chip, count = chips_of(config.chips, config.rates)
     room = ROOM * chip.usable  # raises once here, not for each mesh
     preflight.check_types(train, config)
     fitting, larger = plans(config, chip, count)
@@ -176,11 +179,10 @@ def main(config: PlanConfig) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
     rows = f"{tokens.batch} rows of {tokens.len} tokens a step"
     print(f"{count} x {chip.kind}, {parameters:,} parameters, {rows}.")
-    for share in 1, 0.5:
-        seconds = fitting[0].seconds / share
-        speed = f"{tokens.batch * tokens.len / seconds:,.0f} tokens/s"
-        days = f"{training.steps:,} steps in {training.steps * seconds / 86400:.3g} days"
-        print(f"At {share:.0%} of the fastest layout's speed: {speed}, {days}.")
+    seconds = fitting[0].seconds
+    days = f"{training.steps:,} steps in {training.steps * seconds / 86400:.3g} days"
+    print(f"Nothing was measured. At the chip's peak rates, {peak_rates(chip)},")
+    print(f"it trains at most {tokens.batch * tokens.len / seconds:,.0f} tokens/s: {days}.")
     shown = fitting[:SHOWN]
     cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
     print(f"\nThe least that a step needs:\n\n{table((*bound_head(chip), 'overrides'), cells)}")

@@ -8,6 +8,7 @@ weights.
 
     audit.chip=KIND              adds a roofline for a key of runtime/chips.py, such as h100 or v5p
     audit.links={AXIS: LINK}     the chip's link that a mesh axis uses, such as {s: ib}
+    audit.rates={LINK: RATE}     another rate of a link, in bytes/s, such as {ib: 25e9}
     audit.against=FILE|REVISION  prints what differs from an earlier audit's JSON, or from the audit
                                  of a git revision; configs missing there are today's
     audit.json=FILE              writes the ledger as JSON
@@ -34,7 +35,7 @@ from shardlib.errors import UserError
 from tools.arguments import NOT_USED
 from tools.audit import compare
 from tools.audit.page import page
-from tools.audit.roofline import bound, bound_head
+from tools.audit.roofline import bound, bound_head, peak_rates
 from tools.audit.step import audit_step, check_rates, probe
 from tools.audit.text import LEAST, report
 from tools.tables import table
@@ -50,6 +51,7 @@ class AuditOptions(Section, key="audit"):
     least: float = LEAST
     chip: str = ""
     links: dict[str, str] = dataclasses.field(default_factory=dict)
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -71,7 +73,7 @@ def chip_of(config: AuditConfig) -> chips.Chip | None:
         if axis not in axes or link not in chip.links:
             choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
             raise UserError(f"audit.links.{axis}={link}: {choices}")
-    return chip
+    return chip.with_rates(config.audit.rates)
 
 
 def roofline(config: AuditConfig, chip: chips.Chip) -> str:
@@ -89,8 +91,8 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
         rows.append((show_axes(axes), over, *bound(result, chip, links).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
     times = table(("mesh", "links", *bound_head(chip)), rows)
-    head = f"The least time that each resource needs for a step on {chip.kind}"
-    return f"{head}. The longest bounds the step:\n\n{times}{end}"
+    head = f"The least time that each resource of {chip.kind} needs for a step, at"
+    return f"{head} {peak_rates(chip)}. The longest bounds the step:\n\n{times}{end}"
 
 
 @program(AuditConfig, "configs", NOT_USED)

@@ -24,6 +24,13 @@ class Bound(NamedTuple):
         return (show(self.peak), *times, self.longest, f"{self.mfu:.0%}")
 
 
+def peak_rates(chip: chips.Chip) -> str:
+    """Formats the peak rates that bounds assume."""
+    links = (f", {link} {show(rate, 'B/s')}" for link, rate in chip.links.items())
+    memory = show(chip.bandwidth, "B/s")
+    return f"{show(chip.flops, 'FLOP/s')}, memory {memory}{''.join(links)}"
+
+
 def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     """The headings of `Bound.cells`."""
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
