@@ -13,8 +13,8 @@ lengths whose logarithms have the standard deviation `spread`. A row is one of:
     tokamax        tokamax's kernels, given each query's first key: pip install tokamax
     tokamax_mask   the same, given the mask of documents
 
-The error is the largest, of the result and the gradients, of the norm of the difference from the
-mask's, over the norm of the mask's. The memory is the compiled program's besides arguments and
+The error is the norm of the difference from `mask`, over the norm of `mask`: the largest of the
+result's and the gradients'. The memory is the compiled program's besides arguments and
 results, with cuDNN's workspaces. attention=NAME times the config's whole step with one of these
 instead, and prints the table of tools.benchmark. Writes no files.
 """

@@ -254,8 +254,8 @@ def _taken_by_index(eqn: JaxprEqn) -> Taken | None:
 
 
 def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any]:
-    """Returns the variables that serve only as indices into parts, as in `x.at[..., ::2]`. `used`
-    are the results that serve otherwise."""
+    """Returns the variables that are used only as indices along dimensions whose length satisfies
+    `parts`, as in `x.at[..., ::2]`. `used` are the jaxpr's results that are used otherwise."""
     found: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
         name, others = eqn.primitive.name, [*eqn.invars]
@@ -293,8 +293,8 @@ def parting(
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
     None if they agree. Compares ops, and the primitives between them; with `numbers` also literal
-    operands, and with `entries` also which entries of an array are taken. If a dimension is split
-    in `jaxpr` but not in `other`, entries agree only if both take the same share, 1/k."""
+    operands. With `entries`, slices, gathers and scatters at fixed indices along a dimension that
+    is split in `jaxpr` but not in `other` must take the same share, 1/k, of an array's entries."""
     both = _computed(jaxpr, numbers), _computed(other, numbers)
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries

@@ -29,8 +29,9 @@ from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_sh
 BEHIND_OPS.append(__file__)  # an op's line is its caller's
 
 TOLERANCE = 3e-5  # of an array's largest entry
-# An array's scale is at least this share of the largest entry in its part of the tree: an array of
-# rounding errors, such as the gradient of a term that softmax cancels, has no other scale.
+# Differences are relative to an array's largest entry or, if more, to this share of the largest in
+# its part of the tree. Without that, arrays of mere rounding errors, such as the gradient of a term
+# that softmax cancels, would always differ.
 LEAST = 0.05
 
 
@@ -39,9 +40,10 @@ LEAST = 0.05
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
     """Returns tiny sizes of dimensions for a mesh of these axes. A dimension that `hint` splits
-    gets a prime factor of its own, and splits over its axes and over each axis alone. If it is a
-    float array's, 2 or 4 divides it if it divides the given size. Sizes are so close that the
-    longer of two dimensions may have the shorter parts. Other dimensions have at most 12."""
+    gets a prime factor of its own, and splits over its axes and over each axis alone. If a float
+    array has it, it keeps a factor of 2 or 4 that the given size has. The smallest primes go to the
+    dimensions with the most parts, so that the longer of two may have the shorter parts. Other
+    dimensions have at most 12."""
     units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:
@@ -113,9 +115,9 @@ def difference(one: Any, other: Any, least: float = 0) -> float:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Lists the arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. For
-    LEAST, arrays whose first names agree, such as weights/ or nu/, are a part of the tree, and so
-    are arrays with only one name."""
+    """Lists the arrays that differ by more than rounding, worst first, like `loss by 2.1e-03`. A
+    part of the tree, as LEAST uses it, is all arrays below one first name, such as weights/ or nu/,
+    or all arrays with only one name."""
     tops = {name: name.partition("/")[0] if "/" in name else "" for name in one}
     most = {top: max(largest(one[x]) for x in one if tops[x] == top) for top in tops.values()}
     by = {x: difference(other[x], array, LEAST * most[tops[x]]) for x, array in one.items()}

@@ -96,7 +96,10 @@ def resized(
     try:
         return config.changed(values | others)
     except UserError as error:
-        cure = "; the checks try other sizes: let `dimensions` compute this one, or set check=none"
+        cure = (
+            "; the checks change the sizes in DIMENSIONS: if this setting follows from them, "
+            "compute it in `dimensions`, or set check=none"
+        )
         raise UserError(f"{error}{cure if sizes else ''}") from None
 
 
@@ -137,9 +140,9 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     if parting := layout.parting(own, one, entries=True):
         at, here, there = parting
         raise ShardTypeError(
-            f"{at}: what is computed from here on depends on the mesh: {here} and {there}. Does a "
-            "slice, or a branch in Python, go by the length of a device's part or by the number of "
-            "devices?"
+            f"{at}: the step differs between meshes from here on: {here}, but {there} on one "
+            "device. Does a slice, or a branch in Python, go by the length of a device's part or "
+            "by the number of devices?"
         )
     return [probed, own, one]
 

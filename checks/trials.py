@@ -44,9 +44,9 @@ def beside_the_step(program: Any) -> dict[str, Any]:
 
 def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[Any], list[Any]]:
     """Chooses a function's arguments by its annotations: arrays, then static ones. `given` are the
-    arguments of `training_step`, or their types. A tree is one of these, or the state's weights or
-    mu; an array is the type to make it of; a section is the config, its model or its training.
-    Raises LookupError with the name of a parameter that nothing fits."""
+    arguments of `training_step`, or their types. A tree gets one of these, or the state's weights
+    or mu; an array gets its type, for `numbers.made`; a section gets the config, its model or its
+    training. Raises LookupError with the name of a parameter that nothing fits."""
     hints, arrays, static = (
         typing.get_type_hints(inspect.unwrap(function)),
         list[Any](),
@@ -99,7 +99,7 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
     middle, *others = at(3, batch)
     middle = dataclasses.replace(middle, mu=jax.tree.map(np.zeros_like, mu))
     yield "training_step 3", program.training_step, (middle, *others), config
-    # Before what is done now and then.
+    # Update 1,000, for code that runs only every so many updates.
     yield "training_step 999", program.training_step, at(999, uneven), config
 
 

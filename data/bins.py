@@ -50,11 +50,11 @@ def mapped(file: str, kind: str) -> np.ndarray:
 
 
 class Bins:
-    """The ids of `.bin` files, where a document starts after each `end_token`. It has the method
-    and, besides `files`, the attributes of FlatTokens with which a loader packs rows.
+    """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
+    from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
 
     Raises FlatTokensError for a file that can't be read or is malformed. No file records its
-    largest id, so `read_encoded` raises it for an id of `vocab` or more.
+    largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.
     """
 
     bytes_per_token = 0.0  # unknown

@@ -176,7 +176,8 @@ class FlatTokens:
                 if isinstance(array, zarr.Array) and array.dtype == dtype and array.ndim == 1:
                     arrays[name] = array
         except FileNotFoundError:
-            raise FlatTokensError(f"{path} doesn't exist or isn't a zarr group") from None
+            cure = ": convert it with tools.bins" if path.endswith(".bin") else ""
+            raise FlatTokensError(f"{path} doesn't exist or isn't a zarr group{cure}") from None
         except Exception as error:  # stores raise errors of many types
             raise FlatTokensError(f"{entry} can't be opened: {error}") from None
         if self.group is None:

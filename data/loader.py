@@ -422,8 +422,8 @@ class Mixture(Batches):
 
     def counts(self, rows: int) -> list[int]:
         """Returns how many of the first `rows` rows of a run each dataset has. Each takes its
-        rounded share of the rows that those before it left. So neither its count nor the rest falls
-        as `rows` grows; a difference of two rounded cumulative shares may."""
+        rounded share of the rows that the datasets before it left, so no dataset's count falls as
+        `rows` grows. Differences of rounded cumulative shares could fall."""
         counts = []
         for share in self.shares:
             counts.append(math.floor(rows * share + Fraction(1, 2)))

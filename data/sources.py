@@ -132,7 +132,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             both = f"was written with {what}={before[key]}, now {now[key]}"
-            problem = "in this epoch rows that were used would come again, or others never"
+            problem = "in this epoch some rows would be used twice, or never"
             cure = f"Keep the earlier value{cure}, or clone the run's weights into a new one"
             raise UserError(f"{checkpoint.path} {both}: {problem}. {cure}")
 
@@ -146,7 +146,7 @@ def say_problem_of_start(name: str, start: int) -> None:
 
             name = snapshot_download(name, local_files_only=True)
         if problem := text.problem_of_start(text.tokenizer(name), start):
-            say(f"note: {problem}; no tokenizer will go with an export")
+            say(f"note: {problem}; an export will refuse this tokenizer")
 
 
 def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str, Batches]]:

@@ -197,8 +197,8 @@ def difference(one: str, other: str) -> str:
 
 
 def problem_of_start(used: Tokenizer, start: int) -> str:
-    """Says why a tokenizer's texts don't begin with `start`, the id with which a model's documents
-    do: the tokenizer puts another id first, or none while `start` is a word. Else returns ""."""
+    """Says why a tokenizer doesn't suit a model whose documents begin with the id `start`: it puts
+    another id first, or it puts none first and `start` is an ordinary word. Else returns ""."""
     slow, word, first = used.slow, used.words().get(start), None
     if slow is not None:
         ids, alone = slow("a")["input_ids"], slow("a", add_special_tokens=False)["input_ids"]
@@ -364,7 +364,7 @@ class Source:
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
-            problem = "doesn't apply: a column of files is streamed as it stands. Leave it out"
+            problem = "doesn't apply: files are streamed, and only their text is read. Leave it out"
             cure = "train_split and validation_split choose splits"
             raise UserError(f"load_dataset.{name} {problem}; {cure}")
         paths = {k: self.load_dataset.get(k) for k in ("path", "data_dir", "data_files")}

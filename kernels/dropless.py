@@ -31,8 +31,9 @@ def experts(
 
     Experts may be split; then each device computes its own, and the result is unreduced.
     Communicates nothing and saves nothing: the backward pass recomputes. It sorts the choices by
-    expert, and loops over blocks of up to ROWS choices of one expert. It counts on the most blocks:
-    all choices may fall on one device's experts, and each expert's last block may not be full.
+    expert, and loops over blocks of up to ROWS choices of one expert. The number of iterations is
+    fixed, for the most blocks that may occur: all choices may fall on one device's experts, and
+    each expert's last block may not be full.
     Raises ShardTypeError unless the operands have these dimensions in this order, with only E split
     among the weights', and `x` and weights the same dtype.
     """

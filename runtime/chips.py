@@ -42,10 +42,8 @@ class Chip(NamedTuple):
             if 0 < share <= 1 and len(given) < 2:  # JAX refuses two as well
                 return share * self.memory
         written = " ".join(f"{name}={value}" for name, value in given.items())
-        part = (
-            "is the part of a GPU's memory that JAX takes, above 0 and at most 1: set one of them"
-        )
-        raise UserError(f"{written} in the environment {part}")
+        cure = f"set {names[0]} alone, to JAX's share of a GPU's memory: above 0, at most 1"
+        raise UserError(f"{written} in the environment: {cure}")
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
         """Returns the kind of link that each mesh axis uses. An axis uses the fastest one if it and

@@ -424,7 +424,8 @@ class Run:
 
     def pause(self) -> None:
         """Blocks until the last step is done. The time from here to the next step belongs to
-        no step and is no hang: validating, compiling that and saving may take any time."""
+        no step and is no hang: validating, including its compilation, and saving may take any
+        time."""
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
@@ -482,7 +483,7 @@ class Run:
             problem = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
                 faulthandler.cancel_dump_traceback_later()  # `explain` waits for a save
-                raise UserError(f"{problem}, in no checkpoint; {self.explain()}")
+                raise UserError(f"{problem}; stopped without saving this step; {self.explain()}")
             say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
 
     def _give_sinks(self, *row: Row) -> None:

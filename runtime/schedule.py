@@ -1,5 +1,5 @@
-"""An update's hyperparameters by the config: the learning rate, by its schedule, and the
-optimizers'."""
+"""Computes an update's hyperparameters from the config: the learning rate, which follows a
+schedule, and the optimizers' coefficients."""
 
 import math
 from typing import Any

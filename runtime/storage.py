@@ -96,7 +96,8 @@ def attributes(path: str) -> dict[str, Any]:
 
 
 def checksum(attrs: dict[str, Any]) -> int:
-    """Returns the CRC-32 of attributes, without those that no checksum covers."""
+    """Returns the CRC-32 of attributes, except for `checksum` itself and `write_completed`, which
+    marked checkpoints of an earlier format."""
     rest = {key: attrs[key] for key in attrs if key not in ("checksum", "write_completed")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 

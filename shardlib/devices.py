@@ -44,8 +44,8 @@ def axis_group(name: str, *axes: str) -> None:
 
 def show_axes(mesh: Mapping[str, int], names: Collection[str] = ()) -> str:
     """Formats the axes of a mesh, or only `names`, with their sizes: `d=4, t=2`. Leaves out axes of
-    size 1, unless all are. The only axis of a group that is larger goes by the group's name, as in
-    a config."""
+    size 1, unless all have size 1. If only one axis of a group is larger, it gets the group's name,
+    as in a config: `d=4` for s=4."""
     larger = {axis: size for axis, size in mesh.items() if size > 1} or mesh
     shown = {axis: axis for axis in larger}
     for name, axes in groups.items():

@@ -141,7 +141,7 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             if lost and implementation.__module__ != __name__:
                 made = jax.make_jaxpr(functools.partial(implementation, call, **options))(*watched)
                 over = ", ".join(sorted(lost - communicating(made.jaxpr)))
-                problem = f"it takes a part over {over} for the whole: use lax.psum or lax.pmax"
+                problem = f"its result depends on a part over {over}: use lax.psum or lax.pmax"
                 call.require(not over, problem)
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
@@ -544,8 +544,8 @@ def _squares(
         raise ShardTypeError(f"ops.{op}: call it inside a typed_shard_map")
     for path, kind, x in check_tree(tree, hint, f"the operand of ops.{op}"):
         cure = (
-            f"ops.{op} takes weights as they are stored, and gradients that are added up over all "
-            "devices, outside of what jax.grad sees"
+            f"call ops.{op} outside of jax.grad, on stored weights or on gradients that are summed "
+            "over all devices"
         )
         check_replicated(path, kind, x, cure)
         kept = 1 if _names(kind.spec)[:1] == [each] else 0

@@ -449,7 +449,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if (tokenizer or tokenizer_of_model(source)) == "bytes_utf8":
         print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
     elif not has_tokenizer(folder):
-        print("without a tokenizer: name a --tokenizer to add it, and the ids that end a text")
+        print("the export has no tokenizer: --tokenizer adds one, and the ids that end a text")
 
 
 # --- Import ---------------------------------------------------------------------------------------

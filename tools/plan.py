@@ -120,9 +120,10 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
 
 
 def smaller(plan: Plan, most: dict[str, int]) -> dict[str, int] | None:
-    """Returns the layout with the fewest more loss chunks, or else microbatches, that may save the
-    excess; if none may, the layout with the most of both, or None if the plan has it. Chunks divide
-    the logits; microbatches divide the other activations, with the logits counted as gone."""
+    """Returns the layout with the fewest added loss chunks or, if none suffice, microbatches, that
+    may make the plan fit. If none may, returns the layout with the most of both, or None if that is
+    the plan's. Estimates that chunks divide the logits, and that microbatches remove the logits and
+    divide the other activations."""
     logits, saved = plan.held.get(LOGITS, 0), plan.held[SAVED] + plan.held.get(ARRAYS, 0)
     shrinks = {CHUNKS: (0, logits), MICROBATCHES: (logits, saved)}  # bytes gone, and divided
     for key, (wholly, divided) in shrinks.items():
@@ -187,7 +188,7 @@ def main(config: PlanConfig) -> None:
     cells = [(*plan.bound.cells(), plan.overrides) for plan in shown]
     print(f"\nThe least that a step needs:\n\n{table((*bound_head(chip), 'overrides'), cells)}")
     if any(CHUNKS in plan.layout for plan in shown):
-        print(f"\nRows that change {CHUNKS}={training.loss_chunks} don't fit with it.")
+        print(f"\nRows that set {CHUNKS} don't fit with the config's {training.loss_chunks}.")
     if larger:
         print(f"\nThese need more than {show(room)}, {ROOM:.0%} of what JAX takes of a chip:\n")
         print(*larger[:NEAREST], sep="\n")

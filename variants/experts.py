@@ -51,7 +51,7 @@ def check(config: Any) -> None:
     """Raises UserError if a config's experts don't fit its training."""
     alone, free = config.training.microbatches == 1, not config.training.routing.balance_cost
     fits = not config.model.experts or alone or free
-    problem = "it needs training.microbatches=1, as it isn't a sum over them"
+    problem = "it needs training.microbatches=1: the cost isn't a sum over microbatches"
     config.require(fits, "training.routing.balance_cost", problem)
 
 

@@ -110,7 +110,7 @@ def _cells(amounts: dict[str, float]) -> Cells:
 
 
 def _cell(new: list[Row], old: list[Row], unit: str) -> str:
-    """The total of rows; if it was another one, that and the difference as well."""
+    """Formats the total of rows; if it has changed, also the old total and the difference."""
     text, more = show_total(new, unit), total_of(new) - total_of(old)
     if more:
         sign = "+" if more > 0 else ""
