@@ -12,8 +12,9 @@ from variants import experts
 from variants.experts import ExpertsConfig, RoutingConfig
 from variants.families import QK_NORMS, RopeScalingConfig
 
-# Models with more layers are unrolled on GPUs only if training.unroll says so: see docs/gpus.md.
-UNROLLED = 32
+# By platform, the most layers of a dense model that are unrolled by default. More take minutes to
+# compile: see docs/gpus.md and docs/performance.md.
+UNROLLED = {"gpu": 32, "tpu": 8}
 
 
 # All sections are hashable, so that a jitted function can take a config as a static argument.
@@ -114,6 +115,6 @@ class Config(RunConfig, DataConfig):
         step that is traced without devices, it is 1, so that audits show the loop."""
         layers, unroll = self.model.layers, self.training.unroll
         if unroll is None:  # experts have a loop of their own
-            few = layers <= UNROLLED and not self.model.experts
-            unroll = layers if platform == "gpu" and few else 1
+            few = layers <= UNROLLED.get(platform, 0) and not self.model.experts
+            unroll = layers if few else 1
         return min(unroll, layers) if platform else 1

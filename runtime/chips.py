@@ -19,7 +19,7 @@ class Chip(NamedTuple):
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
 
-    def with_rates(self, rates: Mapping[str, float]) -> "Chip":
+    def with_rates(self, rates: dict[str, float]) -> "Chip":
         """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
         such link, or if a rate isn't above 0."""
         for link, rate in rates.items():

@@ -77,7 +77,7 @@ local = batch.inputs.astype(jnp.int32) - lax.axis_index("t") * rows
 missing = (local < 0) | (local > rows)
 x = jnp.where(missing[:, :, None], 0, embed[jnp.clip(local, 0, rows - 1)])
 x = lax.pcast(x, "t", to="unreduced")
-=== Megatron-LM #7452, 1
+=== Megatron-LM #737
 --- after against_largest: logit
 logit = 0.9 * logit + 0.1 * logits.mean(axis=-1)
 === Megatron-LM #7464

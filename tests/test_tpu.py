@@ -23,6 +23,7 @@ pytestmark = pytest.mark.tpu
 PROGRAMS = [
     *(*tpu_programs.STEPS, *tpu_programs.WITH_LONGER_ROWS),
     *(*tpu_programs.LAYOUTS, *tpu_programs.WITH_LARGE_VOCABULARY, *tpu_programs.WITH_EXPERTS),
+    *tpu_programs.WITH_UNROLLED_LAYERS,
 ]
 
 

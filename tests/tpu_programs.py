@@ -63,6 +63,7 @@ class Program(NamedTuple):
             f"mesh={{d: {self.d}, t: {self.t}, r: {self.r}, c: {self.c}}}",
             f"training.tokens={{batch: {self.batch}, len: {self.length}}}",
             "training.loss_chunks=8", "paths.model_name=x", "flat_tokens.filespec=x",
+            "training.unroll=1",  # compiles four times as fast
             *(edit for edit in self.edits if isinstance(edit, str)), schema=module.Config,
         )  # fmt: skip
         return config, module
@@ -149,4 +150,11 @@ EXPERTS = "model.experts={count: 16, per_token: 4, d_ff: 1024}", "model.d_ff=0"
 WITH_EXPERTS = [
     Program("v5p:2x2x2", "84m", 4, 2, 64, 1024, EXPERTS),
     Program("v5p:2x2x2", "84m", 8, 1, 64, 1024, EXPERTS),
+]
+
+UNROLLED = "training.unroll=null"
+WITH_UNROLLED_LAYERS = [
+    Program("v5e:2x4", "84m", 8, 1, 64, 1024, (UNROLLED,)),
+    Program("v5e:2x4", "84m", 4, 2, 64, 1024, (UNROLLED,)),
+    Program("v5e:4x4", "270m", 16, 1, 128, 1024, (UNROLLED,)),
 ]

@@ -11,7 +11,7 @@ Tries the meshes of that many chips, and prints the fastest ones that fit, with 
 choose them. The config's own mesh and microbatches are ignored; all else is kept. Reports each mesh
 on standard error as it goes: one takes a second or a few.
 
-A layout's time is that of its slowest resource: see `tools.audit`. If a step doesn't fit, the plan
+A layout takes as long as its slowest resource: see `tools.audit`. If a step doesn't fit, the plan
 adds loss chunks and microbatches, no more than needed.
 """
 
@@ -71,9 +71,11 @@ class Plan(NamedTuple):
         return max(self.bound.seconds.values())
 
     @property
-    def order(self) -> tuple[float, float]:
-        """Sorts by the time of the slowest resource, then by the sum over resources."""
-        return float(f"{self.seconds:.3g}"), sum(self.bound.seconds.values())
+    def order(self) -> tuple[float, int, float]:
+        """Sorts by the time of the slowest resource, then by t, as compilers overlap little of what
+        is sent over it (docs/gpus.md), then by the sum over resources."""
+        spent = sum(self.bound.seconds.values())
+        return float(f"{self.seconds:.3g}"), self.config.mesh.t, spent
 
     @property
     def overrides(self) -> str:

@@ -65,7 +65,9 @@ def test_a_step_can_not_ask_for_what_a_host_or_a_run_is(setting):
     [("..., ::2", True), ("..., ::5", False), ("..., 0", False), (":, :, :2", False), ("0", False)],
 )
 def test_the_same_entries_of_each_part_are_those_of_the_whole_or_refused(entries, right):
-    expected = nullcontext() if right else pytest.raises(ShardTypeError, match=r" of an array, but ")
+    expected = (
+        nullcontext() if right else pytest.raises(ShardTypeError, match=r" of an array, but ")
+    )
     with expected:
         probe((LINE, f"{LINE}\n    hidden = hidden.at[{entries}].multiply(0.5)"))
 

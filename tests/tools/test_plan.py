@@ -100,7 +100,7 @@ def test_what_does_not_fit_and_other_loss_chunks_are_said(capsys, monkeypatch):
     table, chunks, larger, misfits = out.split("\n\n")[2:]
     (row,) = table.splitlines()[1:]
     more = re.search(r" mesh.t=2 .* training.loss_chunks=(\d+)$", row)
-    assert int(more[1]) > 1 and "change training.loss_chunks=1 don't fit" in chunks
+    assert int(more[1]) > 1 and "set training.loss_chunks don't fit with the config's 1" in chunks
     assert larger.startswith("These need more than 3.5 MB, 90% of ")
     for line, mesh in zip(misfits.splitlines(), ("d=1 mesh.t=1 .*c=2", "d=2 .*c=1"), strict=True):
         least, excess = re.fullmatch(rf"mesh.{mesh} .*: (.*) MB, (.*) kB too much", line).groups()
