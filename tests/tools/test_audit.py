@@ -343,6 +343,16 @@ def test_the_figures_fit_on_the_first_screen(options, tmp_path, capsys, monkeypa
     assert ("MFU at most" in shown) == ("audit.chip" in options[0])
 
 
+def test_flops_of_the_model_that_the_step_does_not_compute_are_said():
+    """As after an edit that leaves out a matmul."""
+    _, result = audited(*CONFIG[1:])
+    assert "The model needs" in audit_text.report(result)
+    more = result | {"model_flops": 2 * result["model_flops"]}
+    assert "\nstep_flops in configs/sizes.py says 402 TFLOP, which is more" in audit_text.report(
+        more
+    )
+
+
 def test_the_text_can_list_every_collective():
     _, result = audited(*CONFIG[1:])
     moving = [row for row in result["transfers"] if row["total"]]

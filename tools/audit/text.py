@@ -81,7 +81,13 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     by_phase = sums((row["phase"], row["total"]) for row in largest_first)
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
     count = math.prod(axes.values())
-    needed = show(result["model_flops"] / count, "FLOP")
+    needed = result["model_flops"] / count
+    of_model = f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half."
+    if needed > total_of(products):
+        of_model = (
+            f"step_flops in configs/sizes.py says {show(needed, 'FLOP')}, which is more: edit it "
+            "like the model, or each MFU is wrong."
+        )
     paragraphs = [
         f"{count} devices: {show_axes(axes)}\n\n{summary(result, chip)}\n",
         f"{terms_table(result)}\n",
@@ -92,6 +98,6 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
         + (f", with ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
         TABLES["transfers"].text(sent, least),
         f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
-        f"The model needs {needed} of that, counting causal attention as half.",
+        of_model,
     ]
     return "\n".join(paragraphs)
