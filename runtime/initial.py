@@ -53,8 +53,8 @@ def declared(kinds: Any) -> Any:
         if not isinstance(kind.initial, Initial):
             raise UserError(
                 f"the weight {name} doesn't say how it starts: declare it like "
-                f'{kind.element.name}["...", gain], or with another one of runtime/initial.py, '
-                'such as matrix("M") or Initial(0.1)'
+                f'{kind.element.name}["...", gain], or import another one from '
+                'runtime/initial.py, such as matrix("M") or Initial(0.1)'
             )
     return kinds
 

@@ -338,7 +338,8 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
     if isinstance(expected, ArrayType) and not jnp.issubdtype(value.dtype, expected.dtype):
-        return f"the dtype is {value.dtype}, not {expected.element.name}"
+        name = expected.element.name
+        return f"the dtype is {value.dtype}, not {name}: cast it, such as by .astype({name}.dtype)"
     if len(value.shape) != len(spec.dims):
         return f"it has {len(value.shape)} dimension(s), its type has {len(spec.dims)}"
     if problem := axes_problem(spec):
