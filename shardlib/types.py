@@ -338,8 +338,9 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return "it is not an array"
     if isinstance(expected, ArrayType) and not jnp.issubdtype(value.dtype, expected.dtype):
-        name = expected.element.name
-        return f"the dtype is {value.dtype}, not {name}: cast it, such as by .astype({name}.dtype)"
+        name, one = expected.element.name, isinstance(expected.dtype, np.dtype)
+        cure = f": cast it, such as by .astype({name}.dtype)" if one else ""
+        return f"the dtype is {value.dtype}, not {name}{cure}"
     if len(value.shape) != len(spec.dims):
         return f"it has {len(value.shape)} dimension(s), its type has {len(spec.dims)}"
     if problem := axes_problem(spec):
