@@ -370,8 +370,10 @@ class TinyRuns:
                 f"tools.generate computes other logits than training ({differ[0]}): it takes one "
                 "position at a time, so all mixing between positions must happen in attention"
             )
-        moments = first["training_step 3"]  # from moments of zero: the gradients, scaled
-        if dead := [name for name in self.learned if not moments[f"mu/{name}"].any()]:
+        # Both steps begin with the same mu, and then differ by their batches' gradients.
+        a, b = (first[f"training_step {n}"] for n in (3, 999))
+        mu = {name: f"mu/{name}" for name in self.learned}
+        if dead := [name for name, x in mu.items() if np.array_equal(a[x], b[x])]:
             return f"the loss doesn't depend on {', '.join(dead)}: the gradient is zero"
         return ""
 
