@@ -25,7 +25,8 @@ class Chip(NamedTuple):
         for link, rate in rates.items():
             if link not in self.links or not rate > 0:
                 links = ", ".join(f"{link}: {rate:.3g}" for link, rate in self.links.items())
-                raise UserError(f"rates.{link}={rate:.3g}: {self.kind} has, in bytes/s, {links}")
+                problem = f"the rate of {link} can't be {rate:.3g}"
+                raise UserError(f"{problem}: {self.kind} has, in bytes/s, {links}")
         return self._replace(links=self.links | rates)
 
     @property
