@@ -162,8 +162,10 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     - in the forward pass, a reduction, sort or numbering along a split dimension, or a constant as
       long as a device's part of one."""
 
+    joined: dict[int, list[Dim]] = {}  # lengths of parts that were joined or padded
+
     def parts(length: int) -> list[Dim]:
-        return [dim for dim in dims_of(length, axes, sizes) if dim.over]
+        return [x for x in dims_of(length, axes, sizes) if x.over] or joined.get(length, [])
 
     problems = []
     constants = {*jaxpr.constvars}
@@ -176,12 +178,19 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             constants |= {b for a, b in pairs if _variables([a]) & constants}
         if SCOPE.search(path):
             continue
+        if name in ("concatenate", "pad"):
+            shape = eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
+            lengths = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+            for i, length in enumerate(shape):
+                of = [dim for each in lengths if len(each) == len(shape) for dim in parts(each[i])]
+                if of and not dims_of(length, axes, sizes):
+                    joined[length] = [*dict.fromkeys(of)]
         taken: list[tuple[str, int]] = []
         known_indices = name == "iota" and eqn.outvars[0] in indices
-        if not inner and not known_indices and "transpose(" not in path:
+        if not known_indices and "transpose(" not in path:
             arrays: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) or v in constants]
             taken += [(name, length) for length in _taken_whole(eqn)]
-            taken += [("constant", length) for array in arrays for length in array.aval.shape]
+            taken += [("constant", n) for array in arrays if not inner for n in array.aval.shape]
         for what, length in taken:
             for dim in parts(length):
                 problems.append(
@@ -208,14 +217,21 @@ CURES = {
 
 
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
-    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates or numbers."""
+    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers or
+    scatters."""
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
         return [params["shape"][params["dimension"]]]
     if name == "dot_general":
         taken = params["dimension_numbers"][0][0]
-    elif name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
-        named = [params[key] for key in ("axes", "axis", "dimension") if key in params]
+    elif name.startswith("scatter"):  # where two indices are equal, one value goes or both count
+        places, updates = params["dimension_numbers"], eqn.invars[2].aval.shape
+        of_indices = [n for i, n in enumerate(updates) if i not in places.update_window_dims]
+        alone = places.scatter_indices_batching_dims
+        return [n for i, n in enumerate(of_indices) if i not in alone]
+    elif name == "reduce" or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
+        keys = "axes", "axis", "dimension", "dimensions"
+        named = [params[key] for key in keys if key in params]
         taken = np.atleast_1d(*named or [-1]) if name != "reduce_precision" else ()
     else:
         taken = ()

@@ -68,6 +68,10 @@ TINY = {
 }
 
 
+# Variables of the environment that differ between hosts, and so between the check's processes. By
+# the first, a set of strings has another order in each.
+OF_A_HOST = "PYTHONHASHSEED", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"
+
 # Settings that a step may read.
 OF_A_STEP = {*inspect.get_annotations(Config), "metrics"}
 
@@ -320,8 +324,7 @@ class TinyRuns:
                 receiver, sender = spawn.Pipe(duplex=False)
                 work = sender, cache_folder(), self.program, config, recorded, order
                 process = spawn.Process(target=run_tiny, args=work, daemon=True)
-                # A set of strings has another order on each host, and so in each process.
-                with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+                with mock.patch.dict(os.environ, dict.fromkeys(OF_A_HOST, str(seed))):
                     process.start()
                 sender.close()
                 self.running[receiver] = process

@@ -313,6 +313,15 @@ k = k.at[:, :, 0].multiply(0.5)
 === noise_by_host: what differs between hosts
 --- after total_loss: routed
 x = x * (1 + config.process_id)
+=== repeated_inputs_of_a_device: counts by scatter
+--- before forward: return
+seen = jnp.zeros(config.vocab, compute.dtype).at[batch.inputs].add(1)
+x = x * jnp.minimum(1, 200 / seen[batch.inputs])[..., None]
+=== clip_of_all_changes_of_a_device: joined parts
+--- instead adamw.update: return
+joined = jnp.concatenate([m.ravel(), v.ravel()])
+change = m * jnp.minimum(1, 500 / jnp.sqrt(jnp.sum(joined * joined)))
+return moved(kind, w, change * hyper.mu.unbias / root, hyper, config)
 === average_of_the_loop: what only the loop calls
 --- before training_step:
 @jax.jit
@@ -338,6 +347,9 @@ RIGHT = listed("""
 --- row_before
 --- before Layer:
 STEP = 1
+=== lion: optimizer by signs
+--- instead adamw.update: return
+return moved(kind, w, jnp.sign(m), hyper, config)
 === gelu: activation
 --- after swiglu: hidden
 hidden = jax.nn.gelu(gate) * up
