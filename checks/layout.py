@@ -217,26 +217,27 @@ CURES = {
 
 
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
-    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers or
-    scatters."""
+    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers, or
+    scatters to entries that may coincide."""
     name, params = eqn.primitive.name, eqn.params
+    shapes = [getattr(operand.aval, "shape", ()) for operand in eqn.invars]
     if name == "iota":
         return [params["shape"][params["dimension"]]]
+    if name.startswith("scatter"):
+        numbers, (_, _, updates, *_) = params["dimension_numbers"], shapes
+        of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]
+        alone = numbers.scatter_indices_batching_dims
+        together = [n for i, n in enumerate(of_indices) if i not in alone]
+        return [] if params["unique_indices"] else together
     if name == "dot_general":
         taken = params["dimension_numbers"][0][0]
-    elif name.startswith("scatter"):  # where two indices are equal, one value goes or both count
-        places, updates = params["dimension_numbers"], eqn.invars[2].aval.shape
-        of_indices = [n for i, n in enumerate(updates) if i not in places.update_window_dims]
-        alone = places.scatter_indices_batching_dims
-        return [n for i, n in enumerate(of_indices) if i not in alone]
     elif name == "reduce" or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
         keys = "axes", "axis", "dimension", "dimensions"
         named = [params[key] for key in keys if key in params]
         taken = np.atleast_1d(*named or [-1]) if name != "reduce_precision" else ()
     else:
         taken = ()
-    array: Any = eqn.invars[0].aval if eqn.invars else None
-    return [array.shape[i] for i in taken]
+    return [shapes[0][i] for i in taken]
 
 
 def _variables(values: Iterable[Any]) -> set[Any]:
