@@ -169,7 +169,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 
     problems = []
     constants = {*jaxpr.constvars}
-    indices = _indices(jaxpr, _variables(jaxpr.outvars), parts)
+    indices, fixed = _indices(jaxpr, _variables(jaxpr.outvars), parts), _fixed(jaxpr)
     for eqn, path, line, _ in equations(jaxpr):
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
         inner = [*jaxprs_in_params(eqn.params)]
@@ -187,6 +187,8 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
                     joined[length] = [*dict.fromkeys(of)]
         taken: list[tuple[str, int]] = []
         known_indices = name == "iota" and eqn.outvars[0] in indices
+        # Entries at fixed indices are those of each part, as `probe` finds by another trace.
+        known_indices |= name.startswith("scatter") and fixed(eqn.invars[1:2])
         if not known_indices and "transpose(" not in path:
             arrays: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) or v in constants]
             taken += [(name, length) for length in _taken_whole(eqn)]
@@ -227,8 +229,7 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
         numbers, (_, _, updates, *_) = params["dimension_numbers"], shapes
         of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]
         alone = numbers.scatter_indices_batching_dims
-        together = [n for i, n in enumerate(of_indices) if i not in alone]
-        return [] if params["unique_indices"] else together
+        return [n for i, n in enumerate(of_indices) if i not in alone]
     if name == "dot_general":
         taken = params["dimension_numbers"][0][0]
     elif name == "reduce" or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
@@ -297,6 +298,30 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     return found | ({*jaxpr.invars, *made} - used)
 
 
+def _fixed(jaxpr: Any) -> Callable[[Iterable[Any]], bool]:
+    """Returns a function that says whether operands don't depend on the jaxpr's arguments."""
+    fixed, same = set[Any](), dict[Any, Any]()  # `same`: a call's result -> a variable in its body
+
+    def source(x: Any) -> Any:
+        while not isinstance(x, Literal) and x in same:
+            x = same[x]
+        return x
+
+    def are_fixed(values: Iterable[Any]) -> bool:
+        return _variables(map(source, values)) <= fixed
+
+    for eqn, *_ in equations(jaxpr):
+        inner = [*jaxprs_in_params(eqn.params)]
+        if not inner and are_fixed(eqn.invars):
+            fixed |= {*eqn.outvars}
+        for body in inner:
+            pairs = zip(body.invars[::-1], eqn.invars[::-1], strict=False)
+            fixed |= {x for x, given in pairs if are_fixed([given])}
+            if eqn.primitive.name not in ("scan", "while", "cond"):
+                same |= zip(eqn.outvars, body.outvars, strict=False)
+    return are_fixed
+
+
 class Computed(NamedTuple):
     """Describes an equation, to compare it with another trace's."""
 
@@ -341,7 +366,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
     known: dict[Any, Any] = {}  # variable -> its number
     same: dict[Any, Any] = {}  # a call's result -> the variable in its body
-    fixed = set[Any]()  # variables that don't depend on the arguments
+    fixed = _fixed(jaxpr)
     op = ""
 
     def source(x: Any) -> Any:
@@ -353,11 +378,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
         name, sources = eqn.primitive.name, [*map(source, eqn.invars)]
         operands = [x.val if isinstance(x, Literal) else known.get(x) for x in sources]
         inner = [*jaxprs_in_params(eqn.params)]
-        if not inner and _variables(sources) <= fixed:
-            fixed |= {*eqn.outvars}
         for body in inner:
-            pairs = [*zip(body.invars[::-1], sources[::-1], strict=False)]
-            fixed |= {x for x, given in pairs if _variables([given]) <= fixed}
             known |= zip(body.invars[::-1], operands[::-1], strict=False)
             if name not in ("scan", "while", "cond"):
                 same |= zip(eqn.outvars, body.outvars, strict=False)
@@ -375,7 +396,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
         taken = _taken_by_index(eqn)
-        always = taken and _variables(sources[taken.indices]) <= fixed
+        always = taken and fixed(eqn.invars[taken.indices])
         yield Computed(line, text, taken if always else None)
 
 
