@@ -7,14 +7,13 @@
   these times depend on its number of operations.
 - plan: seconds that `tools.plan` takes for Llama 3 8B, and the meshes that it tries.
 - data: seconds to open a dataset, for a host's rows of the first batch and, as when a run resumes,
-  of one in the middle of an epoch, and the tokens read for both. No file is that large: reads are
-  replaced by arrays of ones.
+  of one in the middle of an epoch, and the tokens that the host reads for 1,000 batches more. No
+  file is that large: reads are replaced by arrays of ones.
 - checkpoint: the files and bytes of a checkpoint of Llama 3 8B.
 
 Measures each row once, in a process of its own. Its peak memory includes the imports.
 """
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -46,7 +45,7 @@ from runtime.config import ROOT, load
 from runtime.schedule import hyper_at
 from shardlib.devices import abstract_mesh, make_mesh, show_axes, simulate_cpu_devices
 from shardlib.types import computing_in, make_partition_specs, make_shardings, named
-from tools import plan
+from tools import arguments, plan
 from tools.audit.step import audit_step
 from tools.tables import show, table
 
@@ -183,7 +182,7 @@ def rows(names: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("benchmarks.growth", description=__doc__)
+    parser = arguments.parser("benchmarks.growth", __doc__)
     parser.add_argument("table", nargs="*", choices=[*ROWS, []])
     for each in rows(parser.parse_args().table):
         print(f"\n{each}", flush=True)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import equations, op_of
+from checks.jaxprs import carried, equations, op_of
 from shardlib.devices import abstract_mesh
 from shardlib.errors import BEHIND_OPS, ShardTypeError
 from shardlib.ops import COLLECTIVES, SCOPE, axes_of, phase
@@ -159,10 +159,10 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     - a collective, written there, or added by JAX for the gradient of a replicated value that is
       used with a varying one;
     - an index of a device on the mesh;
-    - in the forward pass, a reduction, sort or numbering along a split dimension, or a constant as
-      long as a device's part of one."""
+    - in the forward pass, a reduction, sort, numbering or scatter along a split dimension, or along
+      joined or padded parts; or a constant as long as a device's part."""
 
-    joined: dict[int, list[Dim]] = {}  # lengths of parts that were joined or padded
+    joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
     def parts(length: int) -> list[Dim]:
         return [x for x in dims_of(length, axes, sizes) if x.over] or joined.get(length, [])
@@ -311,12 +311,12 @@ def _fixed(jaxpr: Any) -> Callable[[Iterable[Any]], bool]:
         return _variables(map(source, values)) <= fixed
 
     for eqn, *_ in equations(jaxpr):
-        inner = [*jaxprs_in_params(eqn.params)]
+        inner, changing = [*jaxprs_in_params(eqn.params)], eqn.invars[carried(eqn)]
         if not inner and are_fixed(eqn.invars):
             fixed |= {*eqn.outvars}
         for body in inner:
             pairs = zip(body.invars[::-1], eqn.invars[::-1], strict=False)
-            fixed |= {x for x, given in pairs if are_fixed([given])}
+            fixed |= {x for x, given in pairs if given not in changing and are_fixed([given])}
             if eqn.primitive.name not in ("scan", "while", "cond"):
                 same |= zip(eqn.outvars, body.outvars, strict=False)
     return are_fixed

@@ -143,7 +143,7 @@ def test_cpus_run_the_layers_in_a_loop_unless_the_config_unrolls_them():
     "more", [[], ["model.d_ff=0", "model.experts={count: 8, per_token: 2, d_ff: 24}"]]
 )
 def test_other_platforms_unroll_layers_without_experts_up_to_a_number(more):
-    """Unless the config says how many."""
+    """These are the defaults; training.unroll overrides them."""
     for platform, most in ("gpu", 32), ("tpu", 8), ("cpu", 1):
         for layers in most, most + 1:
             config = small_config(f"model.layers={layers}", *more)

@@ -211,6 +211,7 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
         "audit.links={t: ici}",
         "audit.rates={ib: 0}",
         "audit.links.s=ib",
+        "audit.rates.ib=1e9",
         "audit.json=no/such/folder",
     ],
 )
@@ -344,7 +345,7 @@ def test_the_figures_fit_on_the_first_screen(options, tmp_path, capsys, monkeypa
 
 
 def test_flops_of_the_model_that_the_step_does_not_compute_are_said():
-    """As after an edit that leaves out a matmul."""
+    """This happens after an edit that leaves out a matmul."""
     _, result = audited(*CONFIG[1:])
     assert "The model needs" in audit_text.report(result)
     more = result | {"model_flops": 2 * result["model_flops"]}

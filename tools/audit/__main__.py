@@ -62,8 +62,8 @@ class AuditConfig(train.Config):
 def chip_of(config: AuditConfig) -> chips.Chip | None:
     """Returns the chip that audit.chip names, if any. Raises UserError if chips.CHIPS lacks it, or
     if audit.links has an unknown axis or link."""
-    name, links = config.audit.chip, config.audit.links
-    if not name and not links:
+    name, links, rates = config.audit.chip, config.audit.links, config.audit.rates
+    if not (name or links or rates):
         return None
     if name not in chips.CHIPS:
         raise UserError(f"audit.chip={name!r}: choose one of {', '.join(chips.CHIPS)}")
@@ -73,7 +73,7 @@ def chip_of(config: AuditConfig) -> chips.Chip | None:
         if axis not in axes or link not in chip.links:
             choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
             raise UserError(f"audit.links.{axis}={link}: {choices}")
-    return chip.with_rates(config.audit.rates)
+    return chip.with_rates(rates)
 
 
 def roofline(config: AuditConfig, chip: chips.Chip) -> str:
