@@ -337,11 +337,11 @@ def parting(
     None if they agree. Compares ops, and the primitives between them; with `numbers` also literal
     operands. With `entries`, slices, gathers and scatters at fixed indices along a dimension that
     is split in `jaxpr` but not in `other` must take the same share, 1/k, of an array's entries."""
-    both = _computed(jaxpr, numbers), _computed(other, numbers)
+    both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
         texts = here.what, there.what
-        if entries and part and whole and not _alike(part, whole):
+        if part and whole and not _alike(part, whole):
             texts = (
                 f"{here.what} of {part.share} of an array",
                 f"{there.what} of {whole.share} of an array",
@@ -359,14 +359,14 @@ def _alike(part: Taken, whole: Taken) -> bool:
     return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
-def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
+def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Computed]:
     """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with their
-    literal operands. Skips primitives that only cast or shape arrays: JAX chooses others where an
-    axis or a length is one."""
+    literal operands, `with_entries` with what they take by fixed indices. Skips primitives that
+    only cast or shape arrays: JAX chooses others where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
     known: dict[Any, Any] = {}  # variable -> its number
     same: dict[Any, Any] = {}  # a call's result -> the variable in its body
-    fixed = _fixed(jaxpr)
+    fixed = _fixed(jaxpr) if with_entries else None
     op = ""
 
     def source(x: Any) -> Any:
@@ -396,7 +396,7 @@ def _computed(jaxpr: Any, with_numbers: bool) -> Iterator[Computed]:
         numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
         taken = _taken_by_index(eqn)
-        always = taken and fixed(eqn.invars[taken.indices])
+        always = taken and fixed and fixed(eqn.invars[taken.indices])
         yield Computed(line, text, taken if always else None)
 
 

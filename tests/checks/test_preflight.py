@@ -1,5 +1,6 @@
 """Tests when the checks before the first step run, and what they say."""
 
+import os
 import sys
 import types
 from typing import ClassVar
@@ -53,6 +54,21 @@ def checked(tmp_path, monkeypatch):
         return ran + ["numbers"] * len(Running.made)
 
     return run
+
+
+def of_the_host(sender, *_):
+    """Takes the place of run_tiny, in the processes that it runs in."""
+    sender.send(1)
+    sender.send(("read", [os.environ["SLURM_PROCID"], hash("text")]))
+
+
+def test_what_hosts_read_of_their_environment_differs_between_the_processes(monkeypatch):
+    """Else two hosts could compute something else than the check did."""
+    monkeypatch.setattr(preflight, "run_tiny", of_the_host)
+    tiny = preflight.TinyRuns(train, [small_config()] * 2)
+    one, other = (each["read"] for each in tiny.results(lambda: False))
+    tiny.close()
+    assert all(a != b for a, b in zip(one, other, strict=True))
 
 
 def test_what_has_passed_is_not_checked_again(checked, tmp_path, monkeypatch):
