@@ -19,6 +19,15 @@ class Runs(NamedTuple):
     at_least: int = 1  # if each while_loop iterates
 
 
+class Fact(NamedTuple):
+    """What is known of a variable before the program runs."""
+
+    changes: int = 1  # how often, at least
+    number: Any = None  # which it is or, if a loop carries it, begins as; None for an op's result
+    fixed: bool = False  # doesn't depend on the jaxpr's arguments
+    constant: bool = False  # made outside of JAX
+
+
 class Equation(NamedTuple):
     """An equation of a jaxpr, with its place in the source."""
 
@@ -26,41 +35,67 @@ class Equation(NamedTuple):
     path: str  # JAX's name stack
     line: str  # `train.py:253 block`
     runs: Runs
+    operands: list[Fact]
+
+
+# Primitives that shape or cast an array.
+SHAPING = {
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
+    # Primitives of lax.pcast, by their names in JAX's versions: a cast over no axis adds none. And
+    # the cast of a weakly typed number before one of them.
+    *("pvary", "preduced", "convert_element_type"),
+    *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),
+}
 
 
 def equations(
-    jaxpr: Any, outer: Equation | None = None, known: dict[Any, int] | None = None
+    jaxpr: Any, outer: Equation | None = None, known: dict[Any, Fact] | None = None
 ) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: a
-    lower bound on how often each variable changes, by default 1.
+    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: what is
+    known of their arguments.
 
     The body of a library's jitted function was traced at its first call, so its equations get the
     line of the current call.
     """
     path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
-    changes = {} if known is None else known
+    facts = {} if known is None else known
+    facts |= dict.fromkeys(jaxpr.constvars, Fact(fixed=True, constant=True))
 
-    def changes_of(variables: Any) -> list[int]:
-        return [1 if isinstance(v, Literal) else changes.get(v, 1) for v in variables]
+    def facts_of(variables: Any) -> list[Fact]:
+        return [
+            Fact(1, v.val, True, True) if isinstance(v, Literal) else facts.get(v, Fact())
+            for v in variables
+        ]
 
     for eqn in jaxpr.eqns:
         line = outer.line if outer and jitted else line_of(eqn) or (outer.line if outer else "")
-        at_least = min(runs.at_least, max(changes_of(eqn.invars), default=1))
+        operands, name = facts_of(eqn.invars), eqn.primitive.name
+        at_least = min(runs.at_least, max((x.changes for x in operands), default=1))
         place = f"{path}/{eqn.source_info.name_stack}"
-        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least)))
-        changes |= dict.fromkeys(eqn.outvars, at_least)
-        name, length = eqn.primitive.name, eqn.params.get("length", 1)
+        yield (here := Equation(eqn, place, line, Runs(runs.times, at_least), operands))
+        inner, number = [*jaxprs_in_params(eqn.params)], None
+        if name in SHAPING and not SCOPE.search(place):
+            number = operands[0].number
+        fixed = not inner and all(x.fixed for x in operands)
+        facts |= dict.fromkeys(eqn.outvars, Fact(at_least, number, fixed))
+        length = eqn.params.get("length", 1)
         loop = name == "while" or length != 1
         times = math.inf if name == "while" else runs.times * length
         each = 0 if name == "cond" else at_least * length
-        changing = len(eqn.invars) - carried(eqn).start if loop else 0
-        for inner in jaxprs_in_params(eqn.params):
-            same = changes_of(eqn.invars[-len(inner.invars) : len(eqn.invars) - changing])
-            changes |= zip(inner.invars, same + [each] * changing, strict=False)
-            yield from equations(inner, here._replace(runs=Runs(times, each)), changes)
-            if not loop and name != "cond" and len(inner.outvars) == len(eqn.outvars):
-                changes |= zip(eqn.outvars, changes_of(inner.outvars), strict=True)
+        of_loop = carried(eqn)
+        given = [
+            x._replace(
+                changes=each if loop and i >= of_loop.start else x.changes,
+                fixed=x.fixed and not of_loop.start <= i < of_loop.stop,
+            )
+            for i, x in enumerate(operands)
+        ]
+        for body in inner:
+            facts |= zip(reversed(body.invars), reversed(given), strict=False)
+            yield from equations(body, here._replace(runs=Runs(times, each)), facts)
+            if not loop and name != "cond" and len(body.outvars) == len(eqn.outvars):
+                facts |= zip(eqn.outvars, facts_of(body.outvars), strict=True)
 
 
 def carried(eqn: JaxprEqn) -> slice:

@@ -14,22 +14,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import carried, equations, op_of
+from checks.jaxprs import SHAPING, equations, op_of
 from shardlib.devices import abstract_mesh
 from shardlib.errors import BEHIND_OPS, ShardTypeError
 from shardlib.ops import COLLECTIVES, SCOPE, axes_of, phase
 from shardlib.types import Dim
 
 BEHIND_OPS.append(__file__)
-
-SHAPING = {
-    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
-    # Primitives of lax.pcast, by their names in JAX's versions: a cast over no axis adds none. And
-    # the cast of a weakly typed number before one of them.
-    *("pvary", "preduced", "convert_element_type"),
-    *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),
-}
-
 
 # --- Probe sizes ----------------------------------------------------------------------------------
 
@@ -168,14 +159,9 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         return [x for x in dims_of(length, axes, sizes) if x.over] or joined.get(length, [])
 
     problems = []
-    constants = {*jaxpr.constvars}
-    indices, fixed = _indices(jaxpr, _variables(jaxpr.outvars), parts), _fixed(jaxpr)
-    for eqn, path, line, _ in equations(jaxpr):
+    indices = _indices(jaxpr, _variables(jaxpr.outvars), parts)
+    for eqn, path, line, _, operands in equations(jaxpr):
         name, at = eqn.primitive.name, line.replace(" ", ", in ")
-        inner = [*jaxprs_in_params(eqn.params)]
-        for body in inner:
-            pairs = zip(reversed(eqn.invars), reversed(body.invars), strict=False)
-            constants |= {b for a, b in pairs if _variables([a]) & constants}
         if SCOPE.search(path):
             continue
         if name in ("concatenate", "pad"):
@@ -188,11 +174,12 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         taken: list[tuple[str, int]] = []
         known_indices = name == "iota" and eqn.outvars[0] in indices
         # Entries at fixed indices are those of each part, as `probe` finds by another trace.
-        known_indices |= name.startswith("scatter") and fixed(eqn.invars[1:2])
+        known_indices |= name.startswith("scatter") and operands[1].fixed
         if not known_indices and "transpose(" not in path:
-            arrays: list[Any] = [v for v in eqn.invars if isinstance(v, Literal) or v in constants]
             taken += [(name, length) for length in _taken_whole(eqn)]
-            taken += [("constant", n) for array in arrays if not inner for n in array.aval.shape]
+            inner = [*jaxprs_in_params(eqn.params)]
+            pairs: Any = [] if inner else zip(eqn.invars, operands, strict=True)
+            taken += [("constant", n) for v, x in pairs if x.constant for n in v.aval.shape]
         for what, length in taken:
             for dim in parts(length):
                 problems.append(
@@ -298,30 +285,6 @@ def _indices(jaxpr: Any, used: set[Any], parts: Callable[[int], Any]) -> set[Any
     return found | ({*jaxpr.invars, *made} - used)
 
 
-def _fixed(jaxpr: Any) -> Callable[[Iterable[Any]], bool]:
-    """Returns a function that says whether operands don't depend on the jaxpr's arguments."""
-    fixed, same = set[Any](), dict[Any, Any]()  # `same`: a call's result -> a variable in its body
-
-    def source(x: Any) -> Any:
-        while not isinstance(x, Literal) and x in same:
-            x = same[x]
-        return x
-
-    def are_fixed(values: Iterable[Any]) -> bool:
-        return _variables(map(source, values)) <= fixed
-
-    for eqn, *_ in equations(jaxpr):
-        inner, changing = [*jaxprs_in_params(eqn.params)], eqn.invars[carried(eqn)]
-        if not inner and are_fixed(eqn.invars):
-            fixed |= {*eqn.outvars}
-        for body in inner:
-            pairs = zip(body.invars[::-1], eqn.invars[::-1], strict=False)
-            fixed |= {x for x, given in pairs if given not in changing and are_fixed([given])}
-            if eqn.primitive.name not in ("scan", "while", "cond"):
-                same |= zip(eqn.outvars, body.outvars, strict=False)
-    return are_fixed
-
-
 class Computed(NamedTuple):
     """Describes an equation, to compare it with another trace's."""
 
@@ -364,39 +327,25 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
     literal operands, `with_entries` with what they take by fixed indices. Skips primitives that
     only cast or shape arrays: JAX chooses others where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
-    known: dict[Any, Any] = {}  # variable -> its number
-    same: dict[Any, Any] = {}  # a call's result -> the variable in its body
-    fixed = _fixed(jaxpr) if with_entries else None
     op = ""
-
-    def source(x: Any) -> Any:
-        while not isinstance(x, Literal) and x in same:
-            x = same[x]
-        return x
-
-    for eqn, path, line, _ in equations(jaxpr):
-        name, sources = eqn.primitive.name, [*map(source, eqn.invars)]
-        operands = [x.val if isinstance(x, Literal) else known.get(x) for x in sources]
-        inner = [*jaxprs_in_params(eqn.params)]
-        for body in inner:
-            known |= zip(body.invars[::-1], operands[::-1], strict=False)
-            if name not in ("scan", "while", "cond"):
-                same |= zip(eqn.outvars, body.outvars, strict=False)
+    for eqn, path, line, _, operands in equations(jaxpr):
+        name = eqn.primitive.name
         if SCOPE.search(path):
             op, before = op_of(eqn, path), op
             if op != before and phase(path) == "forward":
                 yield Computed(line, op)
             continue
         if name in SHAPING:
-            known |= zip(eqn.outvars, operands, strict=False)
             continue
+        inner = [*jaxprs_in_params(eqn.params)]
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
         # Rounded to the operands' dtypes: where JAX rounds a number differs between meshes.
-        given: Any = [(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True) if counts]
-        numbers = [str(np.asarray(x).astype(a.dtype)) for x, a in given if x is not None]
+        given: Any = zip(operands, eqn.invars, strict=True) if counts else ()
+        given = [(x.number, v.aval.dtype) for x, v in given if x.number is not None]
+        numbers = [str(np.asarray(x).astype(dtype)) for x, dtype in given]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
-        taken = _taken_by_index(eqn)
-        always = taken and fixed and fixed(eqn.invars[taken.indices])
+        taken = _taken_by_index(eqn) if with_entries else None
+        always = taken and all(x.fixed for x in operands[taken.indices])
         yield Computed(line, text, taken if always else None)
 
 

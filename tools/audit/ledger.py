@@ -68,7 +68,7 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
     devices of the kind `chip` run a fused kernel, lists the matmuls of its plain twin."""
     used = live(jaxpr)
     transfers, products = [], []
-    for eqn, path, line, runs in equations(used):
+    for eqn, path, line, runs, _ in equations(used):
         name, op = eqn.primitive.name, op_of(eqn, path)
         arrays: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         over = axes_of(eqn) if name in COLLECTIVES else ()

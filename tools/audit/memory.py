@@ -107,7 +107,7 @@ def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> 
 def _results(jaxpr: Any, layers: int, chip: str) -> Iterator[tuple[str, int]]:
     """Yields the phase and the bytes of each result of a matmul or loop in the layers' backward
     pass, whose equations run at least `layers` times."""
-    for eqn, path, _, runs in equations(live(jaxpr)):
+    for eqn, path, _, runs, _ in equations(live(jaxpr)):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
         written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path, chip)
         if in_layer and written:
