@@ -53,13 +53,15 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
     """Returns the dimensions that make up a length at the sizes of `probe_mesh`: one, several that
     were merged, or none if it is just a number.
 
-    Each dimension's size is a prime of its own times `total`, which has each axis's
-    size, also a prime, as a factor. A split over an axis removes that factor.
+    Each dimension's size is a prime of its own times `total`, which has each axis's size, also a
+    prime, as a factor. A split over an axis removes that factor. Stacking or merging with a small
+    dimension adds one.
     """
     total = probe_total(axes)
     names = [name for name, size in sizes.items() if length % (size // total) == 0]
     rest = length // math.prod(sizes[name] // total for name in names)
-    if not rest or rest % 2 ** len(names) or total ** len(names) % rest:
+    parts = total ** len(names)
+    if not rest or rest % 2 ** len(names) or rest // math.gcd(rest, parts) > 8:
         return []  # it has these factors by chance
     split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
     return [Dim(name, split) for name in names]

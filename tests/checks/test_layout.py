@@ -13,6 +13,7 @@ from shardlib import devices, ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
 from shardlib.ops import define_op
 from shardlib.types import (
+    Dim,
     ShardTypeError,
     Stacked,
     f32,
@@ -70,6 +71,15 @@ def test_the_same_entries_of_each_part_are_those_of_the_whole_or_refused(entries
     )
     with expected:
         probe((LINE, f"{LINE}\n    hidden = hidden.at[{entries}].multiply(0.5)"))
+
+
+@pytest.mark.parametrize("times", [1, 2, 7, 8])
+def test_a_multiple_of_a_part_is_known_as_one(times):
+    on, sizes = layout.probe_mesh("dt", "BM", "d")  # d has one device, as in some configs
+    part = times * sizes["B"] // 5
+    assert layout.dims_of(part, dict(on.shape), sizes) == [Dim("B", ("t",))]
+    numbers = 64, 1024, 10_000, 32_768, 50_257, 151_936
+    assert not any(layout.dims_of(n, dict(on.shape), sizes) for n in numbers)
 
 
 def ledger_of(function, axes, sizes, *hints):
