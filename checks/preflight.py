@@ -370,8 +370,9 @@ class TinyRuns:
                     raise UserError(self._explain(function, config, differ))
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):
             return (
-                f"tools.generate computes other logits than training ({differ[0]}): it takes one "
-                "position at a time, so all mixing between positions must happen in attention"
+                f"tools.generate computes other logits than training ({differ[0]}): it takes a few "
+                "positions at a time, so only attention may mix positions, and nothing may depend "
+                "on how many there are, as a random mask does"
             )
         # Both steps begin with the same mu, and then differ by their batches' gradients.
         a, b = (first[f"training_step {n}"] for n in (3, 999))
