@@ -52,7 +52,7 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
                 units[dim.name] = math.lcm(units.get(dim.name, 1), parts, *axes.values())
                 if jnp.issubdtype(kind.dtype, jnp.floating):
                     groups[dim.name] = math.gcd(sizes.get(dim.name, 1), 4)
-    primes = iter(PRIMES[2:])
+    primes = iter(PRIMES[1:])
     split = sorted((name for name in sizes if name in units), key=lambda name: -units[name])
     small = {name: min(size, 12) for name, size in sizes.items()}
     return small | {
