@@ -655,6 +655,9 @@ def train(
         say(muon.note(kinds.weights))
     if kernel := described(sizes, config.mesh.c):
         say(kernel)
+    if training.warmup_steps > training.steps:
+        of = f"training.warmup_steps={training.warmup_steps} of {training.steps} steps"
+        say(f"note: the learning rate doesn't reach its peak: {of}")
     with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)
