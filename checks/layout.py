@@ -306,7 +306,7 @@ def parting(
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
         texts = here.what, there.what
-        if part and whole and not _alike(part, whole):
+        if part and whole and not _same_share(part, whole):
             texts = (
                 f"{here.what} of {part.share} of an array",
                 f"{there.what} of {whole.share} of an array",
@@ -316,7 +316,7 @@ def parting(
     return None
 
 
-def _alike(part: Taken, whole: Taken) -> bool:
+def _same_share(part: Taken, whole: Taken) -> bool:
     """Returns whether the entries taken of the parts are those taken of the whole, as far as shares
     tell: both are the same 1/k. True if no indexed dimension is split."""
     lengths = zip(part.lengths, whole.lengths, strict=False)
