@@ -275,7 +275,7 @@ def test_the_figures_of_the_page_are_those_of_the_text():
     text, terms = audit_text.report(result, chip), audit_text.terms_table(result)
     held = dict(re.findall(r"^(\w[\w ]*?) {2,}([\d.]+ \w?B)$", terms, re.MULTILINE))
     assert held.keys() == result["held"].keys()
-    received = re.search("receives (.*?) a step, .*?: (.*?); (.*).", text).groups()
+    received = re.search("receives (.*?) a step in .*?: (.*?); (.*).", text).groups()
     computed = re.search("computes (.*?) a step: (.*).", text).groups()
     over = dict(re.findall(r"(over [\w,]+) ([\d.]+ \w+)", received[1]))
     least = roofline.bound(result, chip, {"s": "ib", "t": "nvlink"})
