@@ -663,6 +663,7 @@ def train(
         state = starting_state(config, source, first, data)
         if wait_for_check(run.interrupted) is None:
             return run.end()
+        run.pause()
 
         def describe_failure(step: int, batch: Any) -> str:
             checkpoints.wait()
@@ -675,6 +676,7 @@ def train(
 
         if training.validation_at_start and first == 0:
             add_validation("_at_start")
+            run.pause()
 
         for step, batch in data.from_step(first, training.steps):
             with run.step(step, data.waited):

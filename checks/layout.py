@@ -192,7 +192,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             over = ", ".join(axes_of(eqn))
             cure = f": {CURES.get(name, 'use an op, whose type string shows it')}"
             if name == "psum_invariant" and "transpose(" in path:
-                cure = _cure_of_gradient(eqn.invars[0].aval, over, axes, sizes)
+                cure = _cure_of_gradient(eqn.invars[0].aval, axes, sizes)
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
@@ -351,7 +351,7 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
         yield Computed(line, text, taken if always else None)
 
 
-def _cure_of_gradient(aval: Any, over: str, axes: dict[str, int], sizes: dict[str, int]) -> str:
+def _cure_of_gradient(aval: Any, axes: dict[str, int], sizes: dict[str, int]) -> str:
     """Returns the end of the message that JAX sums a replicated array's gradient over axes."""
     dims = [dims_of(length, axes, sizes) or [length] for length in aval.shape if length > 1]
     layout = " ".join("*".join(map(str, each)) for each in dims)

@@ -34,7 +34,7 @@ from checks import layout, numbers, trials
 from configs.schema import Config
 from configs.sizes import DIMENSIONS, dimensions, settings_for
 from runtime.config import sources
-from runtime.run import SECONDS_BETWEEN_LINES, say
+from runtime.run import SECONDS_BETWEEN_LINES, replace, say
 from runtime.supervise import STOPS, handled
 from shardlib.devices import (
     QUICK_COMPILES,
@@ -309,8 +309,10 @@ class TinyRuns:
     """
 
     def __init__(self, program: Any, configs: list[Any]):
-        # Not __name__, which is __main__ for a program that `python -m` runs.
-        self.program = program.__spec__.name
+        # Not __name__, which is __main__ for a program that Python runs, nor always __spec__, which
+        # `python train.py` doesn't have.
+        spec = program.__spec__
+        self.program = spec.name if spec else pathlib.Path(program.__file__).stem
         kinds = named(program.state_type(configs[0]).mu)
         self.learned = [name for name, kind in kinds.items() if kind.initial.learned]
         self.start(configs)
@@ -476,7 +478,7 @@ class Mark:
         if self.file:
             try:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.file.write_text(text)
+                replace(self.file, text.encode())
             except OSError as error:
                 say(f"warning: the next start will check again: {error}")
 

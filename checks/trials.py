@@ -47,11 +47,8 @@ def arguments(function: Any, given: tuple[Any, ...], config: Any) -> tuple[list[
     arguments of `training_step`, or their types. A tree gets one of these, or the state's weights
     or mu; an array gets its type, for `numbers.made`; a section gets the config, its model or its
     training. Raises LookupError with the name of a parameter that nothing fits."""
-    hints, arrays, static = (
-        typing.get_type_hints(inspect.unwrap(function)),
-        list[Any](),
-        list[Any](),
-    )
+    hints = typing.get_type_hints(inspect.unwrap(function))
+    arrays, static = list[Any](), list[Any]()
     given = *given, given[0].weights, given[0].mu
     left = [*given]
     sections = config, config.model, config.training

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+from fractions import Fraction
 from typing import Any
 
 from data import text
@@ -116,7 +117,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         source, training = next(filter(settings.get, SOURCES), ""), settings["training"]
         given = (settings.get(source) or {}).items()
         chosen = {key: x for key, x in given if not key.startswith(NOT_ROWS)}
-        chosen["mixture"] = [dataset["weight"] for dataset in chosen.get("mixture") or ()]
+        weights = [Fraction(str(dataset["weight"])) for dataset in chosen.get("mixture") or ()]
+        chosen["mixture"] = [str(weight / sum(weights)) for weight in weights]
         # The skipped batches before the next step's: each moved the later ones up by one.
         numbers = enumerate(sorted({*training.get("skip_steps", ())}))
         skipped = [number for i, number in numbers if number - i < checkpoint.step]

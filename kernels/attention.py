@@ -6,7 +6,6 @@ its heads.
 """
 
 import math
-import re
 from typing import Any
 
 import jax
@@ -26,13 +25,12 @@ BEHIND_OPS.append(__file__)  # the audit and errors name the line of the call
 
 # Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192
+KERNEL = "has_kernel"  # the scope of what TPUs and GPUs replace by a kernel
 
 
-def runs_kernel(path: str, kind: str) -> bool:
-    """Returns whether devices of this kind replace an equation with this path of scopes by a
-    kernel. An empty kind stands for TPUs."""
-    platform = "gpu" if kind and "TPU" not in kind else "tpu"
-    return re.search(rf"kernel_of_\w*{platform}", path) is not None
+def runs_kernel(path: str) -> bool:
+    """Returns whether TPUs and GPUs replace an equation with this path of scopes by a kernel."""
+    return KERNEL in path
 
 
 def balanced(length: int, parts: int) -> np.ndarray:
@@ -98,7 +96,7 @@ def attention(
     fits = not misfit(q.shape[1], k.shape[1], q.shape[2], q.shape[-1], q.dtype)
     if fits and (kernel := KERNELS.get(platform())):
         return kernel(q, k, v, start, position, key_position)
-    with jax.named_scope(f"kernel_of_{'tpu_gpu' if fits else ''}"):
+    with jax.named_scope(KERNEL if fits else "plain"):
         return save_for_backward(plain_attention(q, k, v, start, position, key_position))
 
 

@@ -226,6 +226,8 @@ class Checkpoint:
         # An older version's config lacks keys for features that null, false or 0 switch off.
         here = {f"model.{key}": value for key, value in model.items() if key in config or value}
         there = {key: config.get(key.removeprefix("model.")) for key in here}
+        unknown = {key: x for key, x in config.items() if model and x and key not in model}
+        there |= {f"model.{key}": x for key, x in unknown.items()}
         here |= {name: array["attributes"]["type"] for name, array in arrays.items()}
         there |= {name: array.attrs["type"] for name, array in self.arrays.items()}
         for name in dict.fromkeys([*here, *there]):
@@ -393,7 +395,8 @@ class Checkpoints:
                 if not every or one.step % every:
                     one.remove()
         except Exception as error:  # stores raise errors of many types
-            self.say(f"warning: can't remove old checkpoints in {self.path}: {error!r}")
+            problem = "can't mark the last checkpoint, or remove old ones"
+            self.say(f"warning: {problem}, in {self.path}: {error!r}")
 
     def restore(self, part: str = "") -> Any:
         """Returns the newest checkpoint as a tree of arrays on the mesh in context, of type `hint`.

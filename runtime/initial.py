@@ -60,15 +60,22 @@ def declared(kinds: Any) -> Any:
 
 
 def initial_weights(kinds: Any, sizes: dict[str, int], seed: int) -> Any:
-    """Makes weights of these types. A weight's values depend only on the seed, its name and its
-    shape, so adding another weight doesn't change them."""
-    key = jax.random.key(seed)
+    """Makes weights of these types. A weight's values depend only on the seed, its shape and the
+    shortest end of its path that no other weight's path has, so adding a weight of another name
+    doesn't change them."""
+    key, paths = jax.random.key(seed), [name.split("/") for name in named(kinds)]
+
+    def own_name(path: list[str]) -> str:
+        ends = (path[i:] for i in reversed(range(len(path))))
+        alone = (end for end in ends if sum(x[-len(end) :] == end for x in paths) == 1)
+        return "/".join(next(alone, path))
 
     def leaf(path: Any, kind: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
         initial = kind.initial
         if initial.value is not None:
             return jnp.full_like(shape, initial.value)
-        own = jax.random.fold_in(key, np.uint32(zlib.crc32(path[-1].name.encode())))
+        name = own_name(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+        own = jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
         deviation = math.prod(sizes[name] for name in initial.fan_in.split()) ** -0.5
         if initial.into_residual:
             deviation *= (2 * sizes["layers"]) ** -0.5

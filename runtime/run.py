@@ -483,6 +483,7 @@ class Run:
             problem = f"step {row['step']}: loss {loss:.5g}, gradient norm {norm:.5g}"
             if self.skipped > self.max_skipped:
                 faulthandler.cancel_dump_traceback_later()  # `explain` waits for a save
+                say(f"{problem}: examining its gradients ...")
                 raise UserError(f"{problem}; stopped without saving this step; {self.explain()}")
             say(f"warning: {problem}; skipped the update, {self.skipped} in a row")
 

@@ -63,6 +63,13 @@ def hyper_at(step: int, training: Any) -> Hyper:
     return jax.tree.map(np.float32, hyper)
 
 
+# The settings that rates depend on.
+OF_RATES = (
+    *("learning_rate", "schedule", "warmup_steps", "cooldown_steps", "steps_for_lr"),
+    "cosine_learning_rate_final_fraction",
+)
+
+
 def learning_rate(step: int, training: Any) -> float:
     """Returns the rate of a step, counted from 1: linear warmup to the peak at `warmup_steps`, then
     a decay to the final fraction at `steps_for_lr`. The decay is a half cosine, linear, linear over
@@ -84,5 +91,7 @@ def note_of_rise(step: int, training: Any, before: Any) -> str:
     rate, last = learning_rate(step + 1, training), learning_rate(step, before)
     if rate <= max(last, learning_rate(step + 1, before)):
         return ""
-    why = f"the checkpoint has training.steps_for_lr={before.steps_for_lr}"
+    then = {key: getattr(before, key) for key in OF_RATES}
+    differ = [f"training.{key}={x}" for key, x in then.items() if x != getattr(training, key)]
+    why = f"the checkpoint has {', '.join(differ)}"
     return f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}"

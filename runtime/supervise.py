@@ -78,8 +78,8 @@ class Stop:
                     os._exit(128 + signal.SIGINT)
                 if number[0] in STOPS:
                     name = signal.Signals(number[0]).name
-                    plan = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
-                    tell(f"{name}: {plan}", sys.stderr)
+                    plan = "stopping; a step that has begun ends with a checkpoint"
+                    tell(f"{name}: {plan}; Ctrl-C again ends at once", sys.stderr)
 
     def ask(self) -> None:
         """Requests a stop after the current step, on all hosts."""

@@ -91,7 +91,7 @@ class Dim:
     indexed: bool = False
 
     def __str__(self) -> str:
-        text = show_groups((self.name, *self.over), "/")
+        text = "/".join(filter(None, (self.name, show_groups(self.over, "/"))))
         return f"[{text}]" if self.indexed else text
 
     @property
@@ -255,10 +255,8 @@ COMPUTE = {"bf16": bf16, "f32": f32}
 def computing_in(name: str) -> Iterator[None]:
     """Sets the dtype of `compute[...]`: bf16, the default, or f32. In f32 no device rounds the
     operands of a matmul."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_computing_in(COMPUTE[name].dtype))
-        if name == "f32":
-            stack.enter_context(jax.default_matmul_precision("highest"))
+    precise = jax.default_matmul_precision("highest") if name == "f32" else contextlib.nullcontext()
+    with _computing_in(COMPUTE[name].dtype), precise:
         yield
 
 
@@ -361,15 +359,14 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         if bound != size:
             wanted, each = (bound / parts, " on each device") if local else (bound, "")
             return f"dimension {dim.name} is {length}{each} here, but {wanted:.12g} in {first}"
-    problem = _unreduced_problem(value, expected) if local else _layout_problem(value, spec)
+    problem = _unreduced_problem(value, spec) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)
     return problem
 
 
-def _unreduced_problem(value: Any, expected: ArrayType | Spec) -> str | None:
+def _unreduced_problem(value: Any, spec: Spec) -> str | None:
     kind = jax.typeof(value).manual_axis_type
-    spec = expected.spec if isinstance(expected, ArrayType) else expected
     unreduced = [axis for axis in mesh_shape() if axis in kind.unreduced]
     if undeclared := show_groups(axis for axis in unreduced if axis not in spec.unreduced_axes):
         return (
@@ -472,7 +469,11 @@ def has_arrays(hint: Any) -> bool:
     checkable = origin in (tuple, dict, types.UnionType)
     if dataclasses.is_dataclass(hint):
         parts = tuple(_hints(hint).values())
-    there = [has_arrays(x) for x in parts[origin is dict :] if x not in (Any, type(None))]
+    there = [
+        has_arrays(x)
+        for x in (parts[1:] if origin is dict else parts)
+        if x not in (Any, type(None))
+    ]
     if any(there) and dataclasses.is_dataclass(hint):
         like = typing.cast(Any, hint)(*parts)
         checkable = not jax.tree_util.all_leaves([like])  # it is registered as a pytree
@@ -607,7 +608,7 @@ def make_shapes(hint: Any, sizes: dict[str, int], keys: dict[str, str] | None = 
                 raise UserError(
                     f"dimension {dim.name}={length} does not split evenly over "
                     f"{show_axes(mesh, dim.axes)}, as {kind} needs"
-                    + (f"; {dim.name} is {keys[dim.name]}" if keys else "")
+                    + (f"; {dim.name} is {keys[dim.name]}" if keys and dim.name in keys else "")
                 )
             lengths.append(length)
         return jax.ShapeDtypeStruct(lengths, kind.dtype)
@@ -623,7 +624,8 @@ class _Signature:
 
     def __init__(self, fn: Callable[..., Any]):
         self.name, self.signature = fn.__name__, inspect.signature(fn)
-        self.hints = {name: hint for name, hint in _hints(fn).items() if has_arrays(hint)}
+        hints = typing.get_type_hints(fn)  # not kept: `fn` may hold a trace's arrays
+        self.hints = {name: hint for name, hint in hints.items() if has_arrays(hint)}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Returns the call's arguments, and checks those that are annotated."""

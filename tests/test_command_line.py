@@ -310,7 +310,7 @@ def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
     axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
     jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
-    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
+    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes), kind).values())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

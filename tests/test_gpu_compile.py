@@ -109,7 +109,7 @@ def test_the_collectives_are_those_of_the_ledger(program):
         config, jaxpr, text, _ = built(program, **options)
         axes = config.mesh.axes
         actual = compiled.collectives(text, axes)
-        wanted = ledger(jaxpr, axes, chip_of(program).kind).transfers
+        wanted = ledger(jaxpr, axes).transfers
         amounts = compiled.amounts(wanted, axes, *where)
         assert compiled.amounts(actual, axes, *where) == amounts
         large = [row for row in actual if row.kind == "reduce-scatter" and row.elements > 10**5]
@@ -126,7 +126,7 @@ def predicted(program):
     """The bytes of a device, by the audit's terms."""
     config, jaxpr, *_ = built(program)
     axes, kind = config.mesh.axes, chip_of(program).kind
-    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind).values())
+    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes), kind).values())
 
 
 @functools.cache
@@ -175,13 +175,12 @@ def test_the_page_has_the_figures(program):
 @pytest.mark.parametrize("program", ALL)
 def test_the_matmuls_are_those_of_the_ledger_in_the_same_dtypes(program):
     config, jaxpr, text, _ = built(program)
-    kind = chip_of(program).kind
     wanted = {
         eqn.invars[0].aval.dtype.name
         for eqn, path, *_ in jaxprs.equations(jaxpr)
-        if eqn.primitive.name in PRODUCTS and not attention.runs_kernel(path, kind)
+        if eqn.primitive.name in PRODUCTS and not attention.runs_kernel(path)
     }
-    products = [row for row in ledger(jaxpr, config.mesh.axes, kind).products if not row.in_kernel]
+    products = [row for row in ledger(jaxpr, config.mesh.axes).products if not row.in_kernel]
     found = gpus.read(text, chip_of(program)).kernels
     matmuls = [kernel for kernel in found if kernel.what == "matmul"]
     assert {kernel.dtype for kernel in matmuls} == {"bf16"} and wanted == {"bfloat16"}

@@ -188,7 +188,8 @@ def test_the_second_ctrl_c_ends_a_process_at_once():
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == (
-            "SIGINT: stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
+            "SIGINT: stopping; a step that has begun ends with a checkpoint; "
+            "Ctrl-C again ends at once\n"
         )
         process.send_signal(signal.SIGINT)
         try:

@@ -226,7 +226,7 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         sooner = small_config("model.vocab=128", "training.warmup_steps=8")
         starting_state(sooner, Checkpoints(str(runs / "new"), *arguments), FLAT)
         note = "note: the learning rate rises from 0.005 to 0.0075; the checkpoint has "
-        note += "training.steps_for_lr=100"
+        note += "training.warmup_steps=10"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
         with pytest.raises(CheckpointError) as error:

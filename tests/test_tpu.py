@@ -48,7 +48,7 @@ def predicted(program):
     """The bytes of a device, by term."""
     axes, jaxpr, *_ = built(program)
     (config, _), kind = program.build(), chip_of(program).kind
-    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
+    return memory.held(config, jaxpr, ledger(jaxpr, axes), kind)
 
 
 def peak_of(program):

@@ -15,11 +15,12 @@ from configs.sizes import dimensions
 from data.flat_tokens import FlatTokens
 from kernels.attention import balanced
 from runtime.checkpoint import named
+from runtime.initial import initial_weights
 from runtime.run import Run
 from runtime.schedule import learning_rate
 from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
-from shardlib.types import computing_in, make_shapes, make_shardings, typed_shard_map
+from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
 from tests import oracle
 from tests.helpers import (
     SMALL,
@@ -183,7 +184,7 @@ def test_what_a_config_leaves_out_costs_nothing():
 
     def ops_of(*overrides):
         jaxpr = preflight.trace_step(train, small_config(*overrides), one)
-        return {transfer.op for transfer in ledger(jaxpr, config.mesh.axes, "").transfers}
+        return {transfer.op for transfer in ledger(jaxpr, config.mesh.axes).transfers}
 
     added = ops_of("model.qkv_bias=true") - ops_of()
     assert added == {
@@ -493,6 +494,14 @@ def test_a_weight_is_drawn_by_its_name():
         assert len(common) >= 9 and all(np.array_equal(other[x], drawn[0][x]) for x in common)
     values = [x.ravel()[:32].tobytes() for name, x in drawn[0].items() if "norm" not in name]
     assert len({*values}) == len(values), "each is another draw"
+
+
+def test_weights_of_one_name_are_drawn_by_more_of_their_paths():
+    with jax.set_mesh(mesh(1, 1)):
+        two = initial_weights(
+            type_tree(tuple[train.MLP, train.MLP]), {"M": 8, "F": 8, "layers": 1}, 0
+        )
+    assert len({np.asarray(x).tobytes() for x in jax.tree.leaves(two)}) == 6
 
 
 def test_a_weight_that_does_not_say_how_it_starts_is_refused():

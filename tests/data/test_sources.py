@@ -115,6 +115,8 @@ def streamed(*overrides):
     return compose_config("local_stream", *SMALL, "model.vocab=272", *stream, *overrides)
 
 
+MIXED = "flat_tokens={{mixture: [{{filespec: a, weight: {}}}, {{filespec: b, weight: {}}}]}}"
+
 # Settings of a checkpoint at step 3, those of a run that goes on, and what is refused, if any.
 RESUMED = {
     "the next batch left out": (small_config, [], ["training.skip_steps=[3]"], ""),
@@ -153,6 +155,12 @@ RESUMED = {
         "flat_tokens.bin_dtype=uint16, now",
     ),
     "another validation set": (small_config, [], ["flat_tokens.validation={a: b.zarr}"], ""),
+    "the same shares of a mixture": (
+        small_config,
+        [MIXED.format(0.7, 0.3)],
+        [MIXED.format(7, 3)],
+        "",
+    ),
     "more streams": (small_config, [], ["flat_tokens.streams=2"], "flat_tokens.streams=1, now 2"),
 }
 

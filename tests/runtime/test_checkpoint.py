@@ -387,6 +387,7 @@ def test_a_config_of_another_schema_is_refused(tmp_path):
 OTHERS = {
     "an earlier format": {"format": 2, "write_completed": True},
     "another key in the model's config": {"config": "model: {size: small}\n"},
+    "a key that is unknown here": {"config": "model: {size: small, rope: 100, cap: 50, none: 0}\n"},
     "a config that reads the environment": {"config": 'model: {size: "\x24{oc.env:HOME}"}\n'},
     "a config with an alias": {"config": "a: &a [1, 1]\nmodel: {size: *a}\n"},
     "a config with a tag": {"config": "model: !!python/object/apply:os.getcwd []\n"},

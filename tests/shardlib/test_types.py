@@ -69,6 +69,7 @@ def test_what_a_spec_means():
     assert spec.unreduced_axes == ("x", "y")
     assert parse_spec("") == Spec()
     assert parse_spec("M\n    N") == parse_spec("M N")
+    assert str(parse_spec("s/r r/s")) == "s/r r/s", "these names are dimensions"
     assert parse_signature("{U:d}->") == ((Spec((), ("d",)),), Spec())
 
 
@@ -401,6 +402,8 @@ def test_shapes_and_layouts_need_sizes_and_axes():
             with pytest.raises((SpecError, UserError)) as error:
                 make_shapes(f32[spec], sizes)
             golden.check("specs.txt", f"shape of {spec}", str(error.value))
+        with pytest.raises(UserError, match="dimension 3=3 does not split evenly"):
+            make_shapes(f32["3/t"], {}, {"M": "model.d_model"})
 
 
 def test_a_mesh_is_needed():

@@ -30,7 +30,7 @@ def held(*options, module=train, chip=KERNELS):
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
     jaxpr = preflight.trace_step(module, config, devices.abstract_mesh(axes))
-    return memory.held(config, jaxpr, ledger(jaxpr, axes, kind), kind)
+    return memory.held(config, jaxpr, ledger(jaxpr, axes), kind)
 
 
 # Of weights, split over all axes.

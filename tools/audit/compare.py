@@ -39,7 +39,8 @@ def earlier(against: str) -> Result:
             command + options, env=os.environ | env, capture_output=True, text=True
         )
         if done.returncode:
-            problem = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            problem = said[-1].removeprefix("error: ")
             raise UserError(f"the audit of {against} fails: {problem}")
         return dict(json.loads((pathlib.Path(folder) / "audit.json").read_text()))
 

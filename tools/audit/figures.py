@@ -78,7 +78,8 @@ def lines(results: Results, chip: chips.Chip | None, links: dict[str, str]) -> I
     needs, at = list[dict[tuple[Place, str], list[Row]]](), dict[Place, str]()
     for x in results:
         needs.append(collections.defaultdict(list))
-        over, at = chip.links_of(x["mesh"]) | links if chip else {}, {}
+        over = chip.links_of(x["mesh"]) | links if chip else {}
+        at = {}
         for table, row in ((name, row) for name in TABLES for row in x[name]):
             line, _, function = row["line"].partition(" ")
             place = function, row.get("op") or row["type"], line if len(results) == 1 else ""

@@ -62,10 +62,10 @@ class Ledger(NamedTuple):
     kernel_bytes: int  # the least that ops with a kernel read and write
 
 
-def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
+def ledger(jaxpr: Any, axes: dict[str, int]) -> Ledger:
     """Lists what each device of a mesh with these axes receives, computes and, if there is a
     gradient, saves in a function under `typed_shard_map`, given the jaxpr of its `jax.jit`. Where
-    devices of the kind `chip` run a fused kernel, lists the matmuls of its plain twin."""
+    TPUs and GPUs run a fused kernel, lists the matmuls of its plain twin."""
     used = live(jaxpr)
     transfers, products = [], []
     for eqn, path, line, runs, _ in equations(used):
@@ -81,11 +81,11 @@ def ledger(jaxpr: Any, axes: dict[str, int], chip: str = "") -> Ledger:
             transfers.append(Transfer(*row))
         if name in PRODUCTS:
             flops = _flops(eqn, [array.shape for array in arrays])
-            size, in_kernel = sum(map(nbytes, arrays)), runs_kernel(path, chip)
+            size, in_kernel = sum(map(nbytes, arrays)), runs_kernel(path)
             products.append(Product(line, op, phase(path), *runs, flops, size, in_kernel))
     bodies = [e.params["jaxpr"] for e in used.eqns if e.primitive.name == "shard_map"]
-    saved = [array for body in bodies for array in _saved(body, chip)]
-    return Ledger(transfers, products, saved, _kernel_bytes(used, chip))
+    saved = [array for body in bodies for array in _saved(body)]
+    return Ledger(transfers, products, saved, _kernel_bytes(used))
 
 
 def share_received(kind: str, count: int) -> float:
@@ -119,23 +119,23 @@ def _flops(eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> int:
     return 2 * math.prod((*shapes[0], *(n for i, n in enumerate(shapes[1]) if i not in matched)))
 
 
-def _kernel_bytes(jaxpr: Any, chip: str) -> int:
+def _kernel_bytes(jaxpr: Any) -> int:
     """Returns the least bytes that ops with a kernel read and write in one run of a jaxpr: those of
     arrays that other equations also use."""
     touched: list[set[Any]] = [{*jaxpr.invars}, set()]
     touched[0].update(v for v in jaxpr.outvars if not isinstance(v, Literal))
     size = 0
     for eqn in jaxpr.eqns:
-        in_kernel = runs_kernel(str(eqn.source_info.name_stack), chip)
+        in_kernel = runs_kernel(str(eqn.source_info.name_stack))
         variables = (*eqn.invars, *eqn.outvars)
         touched[in_kernel].update(v for v in variables if not isinstance(v, Literal))
         apart = in_kernel or eqn.primitive.name == "cond"
         for inner in () if apart else jaxprs_in_params(eqn.params):
-            size += eqn.params.get("length", 1) * _kernel_bytes(inner, chip)
+            size += eqn.params.get("length", 1) * _kernel_bytes(inner)
     return size + sum(nbytes(v.aval) for v in set.intersection(*touched))
 
 
-def _saved(body: Any, chip: str) -> Iterator[Saved]:
+def _saved(body: Any) -> Iterator[Saved]:
     """Yields the arrays that the forward pass saves for the backward pass; of a loop, those that it
     stacks. A loop over microbatches has both passes in its body, so it saves what one iteration
     saves. An attention kernel also saves the logarithm of the softmax's denominator for each query
@@ -146,7 +146,7 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
         when = phase(path)
         if name == "scan" and when == "update":
             (inner,) = jaxprs_in_params(eqn.params)
-            yield from _saved(inner, chip)
+            yield from _saved(inner)
         if when in ("backward", "recomputed"):
             for var in eqn.invars:
                 if not isinstance(var, Literal) and (maker := made_by.pop(var, None)):
@@ -159,7 +159,7 @@ def _saved(body: Any, chip: str) -> Iterator[Saved]:
                     line, memory = made_at(maker, index), "host" if on_host(array) else "device"
                     yield Saved(line, times, shape, array.dtype.name, nbytes(array), memory)
                     innermost, *_ = makers(maker, index)
-                    if runs_kernel(str(innermost.source_info.name_stack), chip):
+                    if runs_kernel(str(innermost.source_info.name_stack)):
                         shape, size = shape[:-1], 4 * array.size // shape[-1]
                         yield Saved(line, times, shape, "float32", size, memory, statistics=True)
         elif when == "forward":

@@ -68,7 +68,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
         if "TPU" not in chip and config.dtype != "f32":
             logits += bytes_of(compute["B/d L/c V/t"], axes)  # their gradient
 
-    results = list(_results(jaxpr, sizes["layers"] * parts, chip))
+    results = list(_results(jaxpr, sizes["layers"] * parts))
     largest = max(size for _, size in results)
     recomputed = sum(size for when, size in results if when == "recomputed")
     in_layer = {
@@ -104,11 +104,11 @@ def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> 
     return sum(nbytes(s) // part for s, part in zip(shapes, parts, strict=True))
 
 
-def _results(jaxpr: Any, layers: int, chip: str) -> Iterator[tuple[str, int]]:
+def _results(jaxpr: Any, layers: int) -> Iterator[tuple[str, int]]:
     """Yields the phase and the bytes of each result of a matmul or loop in the layers' backward
     pass, whose equations run at least `layers` times."""
     for eqn, path, _, runs, _ in equations(live(jaxpr)):
         in_layer = path.lstrip("/").startswith("transpose(") and runs.times >= layers
-        written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path, chip)
+        written = eqn.primitive.name in (*PRODUCTS, "scan") and not runs_kernel(path)
         if in_layer and written:
             yield from ((phase(path), nbytes(var.aval)) for var in eqn.outvars)

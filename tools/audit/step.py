@@ -56,7 +56,7 @@ def audit_step(
     have no types. Raises UserError if a dimension doesn't split evenly over the mesh."""
     axes, kind = config.mesh.axes, chip.kind if chip else ""
     jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
-    costs = ledger(jaxpr, axes, kind)
+    costs = ledger(jaxpr, axes)
     held = memory.held(config, jaxpr, costs, kind)
 
     at_probe, shape, saved = iter(probed.saved if probed else ()), Shape(), []

@@ -80,7 +80,7 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
     by_phase = sums((row["phase"], row["total"]) for row in largest_first)
     flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
-    collectives = f"{sum(row['times'] for row in sent):,.0f} collectives"
+    how = f" in {sum(row['times'] for row in sent):,.0f} collectives by ring algorithms"
     count = math.prod(axes.values())
     needed = result["model_flops"] / count
     of_model = f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half."
@@ -96,7 +96,7 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
         "tools.compile asks them.\n",
         TABLES["saved"].text(result["saved"], least),
         f"\nA device receives {show_total(sent, 'B')} a step"
-        + (f" in {collectives} by ring algorithms: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
+        + (f"{how}: {by_axes}; {by_phase}.\n" if by_phase else ".\n"),
         TABLES["transfers"].text(sent, least),
         f"\nA device computes {show_total(products, 'FLOP')} a step: {flops_by_phase}.",
         of_model,
