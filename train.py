@@ -625,7 +625,6 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
         say(f"weights from {source.newest.path}")
         return make(weights, config)
     state = source.restore()
-    check_same_rows(config, source.newest, data)
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
     before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
@@ -648,6 +647,8 @@ def train(
     clone = config.paths.clone_from, config.paths.clone_weights_only
     source, first = checkpoints.starting_point(*clone)
     config.check_tokenizer(source.newest)
+    if first:
+        check_same_rows(config, source.newest, data)
     tokens, flops = training.tokens.batch * training.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")

@@ -81,15 +81,19 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
         mentioned.update(dict.fromkeys(dims))
         return "*".join(map(str, dims)) + "/2" * (full > length)
 
-    text = re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, message)  # line numbers stay
-    for a, b in itertools.combinations(mentioned, 2) if "for broadcasting" in text else ():
-        if a.name == b.name:
-            text += (
-                f"\n    {a} and {b} are the same dimension, split differently: gather one with "
-                "ops.all_gather, or split the other with ops.split, in its declaration, or, if it "
-                "is a partial sum, with ops.psum_scatter"
-            )
-    return text
+    told = list[str]()
+    for line in message.split("\n"):
+        mentioned.clear()
+        told.append(re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, line))  # line numbers stay
+        pairs = itertools.combinations(mentioned, 2)
+        for a, b in pairs if re.search("for broadcasting| here, but ", line) else ():
+            if a.name == b.name:
+                told.append(
+                    f"    {a} and {b} are the same dimension, split differently: gather one with "
+                    "ops.all_gather, or split the other with ops.split, in its declaration, or, if "
+                    "it is a partial sum, with ops.psum_scatter"
+                )
+    return "\n".join(told)
 
 
 def refused(what: str) -> Callable[..., Any]:

@@ -74,7 +74,8 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             cure = f"set one of flat_tokens.filespec=DATASET and {weighted}"
             raise UserError(f"{cure}, and leave the other one null or []")
         paths = *(x.filespec for x in self.datasets), *self.validation.values()
-        if (self.end_token, self.bin_dtype) != (None, "uint16") and not any(map(bin_files, paths)):
+        for_bins = (self.end_token, self.bin_dtype) != (None, "uint16")
+        if for_bins and split == "train" and not any(map(bin_files, paths)):
             raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")
         return Mixture(self, spec, split)
 

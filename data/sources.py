@@ -118,7 +118,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         given = (settings.get(source) or {}).items()
         chosen = {key: x for key, x in given if not key.startswith(NOT_ROWS)}
         weights = [Fraction(str(dataset["weight"])) for dataset in chosen.get("mixture") or ()]
-        chosen["mixture"] = [str(weight / sum(weights)) for weight in weights]
+        chosen["mixture"] = [float(weight / sum(weights)) for weight in weights]
         # The skipped batches before the next step's: each moved the later ones up by one.
         numbers = enumerate(sorted({*training.get("skip_steps", ())}))
         skipped = [number for i, number in numbers if number - i < checkpoint.step]

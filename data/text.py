@@ -395,7 +395,9 @@ class Source:
             place = pattern if "://" in pattern else os.path.join(self.folder, pattern)
             name = f"load_dataset.data_files={pattern}"
             if "://" not in pattern and not fsspec.filesystem("file").glob(place):
-                raise UserError(f"{name} matches no file in {self.folder}")
+                raise UserError(
+                    f"{name} matches no file" + f" in {self.folder}" * (place != pattern)
+                )
             if os.path.isdir(place):
                 raise UserError(f"{name} is a folder: add /*")
             matches = re.compile(glob_translate(os.path.realpath(place))).match

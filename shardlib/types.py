@@ -357,8 +357,10 @@ def _mismatch(value: Any, expected: ArrayType | Spec, where: str) -> str | None:
         literal = (int(dim.name), "the type string") if dim.name.isdigit() else (size, place)
         bound, first = sizes.setdefault(dim.name, literal)
         if bound != size:
-            wanted, each = (bound / parts, " on each device") if local else (bound, "")
-            return f"dimension {dim.name} is {length}{each} here, but {wanted:.12g} in {first}"
+            each = ""
+            if local and not bound % parts:
+                bound, size, each = bound // parts, length, " on each device"
+            return f"dimension {dim.name} is {size}{each} here, but {bound} in {first}"
     problem = _unreduced_problem(value, spec) if local else _layout_problem(value, spec)
     if table is not None and not problem:
         table.update(sizes)

@@ -98,9 +98,10 @@ def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     train_here(capsys, monkeypatch, *run, "training.steps=2")
     before = arrays(*(tmp_path / "run/checkpoints").glob("*"))
+    config = (tmp_path / "run/config.yaml").read_text()
     for key, value in (
         ("training.tokens.batch", 16), ("training.tokens.len", 24), ("flat_tokens.seed", 7),
-        ("flat_tokens.mixture", [3.0, 1.0]),
+        ("flat_tokens.mixture", [0.75, 0.25]),
     ):  # fmt: skip
         change = f"{key}={value}"
         if key == "flat_tokens.mixture":
@@ -113,6 +114,7 @@ def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
         )
         assert "flat_tokens.other_rows=true" in message and "resumed at" not in out
         assert arrays(*(tmp_path / "run/checkpoints").glob("*")) == before
+        assert (tmp_path / "run/config.yaml").read_text() == config
     accepted = "flat_tokens.seed=7", "flat_tokens.other_rows=true"  # with the same program
     out, message = train_here(capsys, monkeypatch, *run, *accepted, "training.steps=3")
     assert not message and "\nresumed at step 2 from " in out

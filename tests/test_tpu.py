@@ -93,6 +93,15 @@ def collectives_of(program):
     # The kernel of TPUs knows the positions of the keys by their order.
     unused = "all_gather(B/d L/c -> B/d L)"
     transfers = [row for row in ledger(jaxpr, axes).transfers if row.op != unused]
+    if program in tpu_programs.WITH_UNROLLED_LAYERS:  # only chunks of the loss are in a loop
+        of_chunks = "loss", "unembed", "against_largest"
+        transfers = [
+            each
+            for row in transfers
+            for each in (
+                [row] if row.line.endswith(of_chunks) else [row._replace(times=1)] * row.times
+            )
+        ]
     if program.slices > 1:  # a sum over r and s is one over s, and then one over r
         transfers = [row for row in transfers if "r" not in row.axes]
         actual = [row for row in actual if row.kind != "all-reduce" or row.elements > 128]

@@ -41,6 +41,8 @@ def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int
     """Writes a split's ids to a file. Returns how many it wrote."""
     if os.path.exists(output):
         raise UserError(f"{output} exists; choose another output")
+    if not output.endswith(".bin"):
+        raise UserError(f"{output}: the output of a split must end with .bin")
     data, count = FlatTokens(*split_of(source)), 0
     kind = np.dtype("uint16" if max(data.max_token_id, end_token or 0) < 2**16 else "uint32")
     last = end_token  # so that none is written before the first document
@@ -105,6 +107,8 @@ def parts_of(source: str, end_token: int | None, kind: str) -> Iterator[np.ndarr
 
 def from_bins(source: str, output: str, end_token: int | None, kind: str) -> int:
     """Writes the ids in files as a split. Returns how many it wrote."""
+    if not any(map(os.path.exists, bin_files(source))):
+        raise UserError(f"{source} matches no file")
     with Writer(*split_of(output)) as writer:
         for encoded in parts_of(source, end_token, kind):
             low = writer.token_count

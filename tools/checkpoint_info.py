@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from runtime import storage
-from runtime.checkpoint import Checkpoint, list_checkpoints
+from runtime.checkpoint import NO_CHECKPOINT, Checkpoint, list_checkpoints
 from runtime.errors import user_errors
 from runtime.storage import DamageError
 from shardlib.errors import UserError
@@ -66,7 +66,7 @@ def main() -> None:
             print(line)
             last, intact = checkpoint if complete else last, intact and "DAMAGED" not in line
         if not last and intact:
-            raise UserError(f"{path} has no complete checkpoint")
+            raise UserError(NO_CHECKPOINT.format(path))
         if last:
             show(last)
         sys.exit(0 if intact else 1)

@@ -8,7 +8,6 @@ first broken rule and exits with 1.
 """
 
 import functools
-import reprlib
 import sys
 from typing import Any
 
@@ -46,7 +45,8 @@ def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
         size, packed = sum(a.nbytes for a in arrays), sum(a.nbytes_stored() for a in arrays)
         stored = f"{packed / 1e6:,.1f} MB on disk, compressed {size / packed:.1f} times"
     else:
-        stored = f"{counted(len(data.files), 'file')}: {reprlib.repr(data.files)}"
+        more = "; ..." * (len(data.files) > 3)
+        stored = f"{counted(len(data.files), 'file')}: {'; '.join(data.files[:3])}{more}"
     text = f" of {data.bytes_per_token:.2f} bytes" if data.bytes_per_token else ""
     return (
         f"{data.name}: {counted(data.token_count, 'token')}{text}, ids up to {largest}"

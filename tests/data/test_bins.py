@@ -9,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 
+from configs.sizes import dimensions
 from data.bins import Bins
 from data.flat_tokens import FlatTokens, Writer, encode
 from data.loader import BatchSpec
+from data.sources import open_batches
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_loader import config_of
-from tests.helpers import SMALL, axes, rows, train_here
+from tests.helpers import SMALL, axes, mesh, rows, small_config, train_here
 
 END, VOCAB = 300, 1000
 RANDOM = np.random.default_rng(0)
@@ -191,6 +193,19 @@ def test_a_checkpoint_records_the_files_and_their_order(tmp_path):
     assert made_of(second, first) != before
     os.rename(tmp_path / "y/train_000000.bin", tmp_path / "y/train_000002.bin")
     assert opened(f"{tmp_path}/y", end_token=END).made_of["tokens"] != before
+
+
+def test_a_validation_set_in_zarr_beside_bin_files(tmp_path):
+    write_zarr(f"{tmp_path}/x.zarr", split="validation")
+    files = (
+        f"{{filespec: {plain(tmp_path)}, end_token: {END}, validation: {{a: {tmp_path}/x.zarr}}}}"
+    )
+    config = small_config(
+        f"flat_tokens={files}", "training.validation_interval=1", "model.vocab=1000"
+    )
+    with jax.set_mesh(mesh(1, 1)):
+        _, held_out = open_batches(config, dimensions(config))
+    assert len(held_out) == 1
 
 
 def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):

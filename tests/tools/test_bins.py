@@ -91,6 +91,7 @@ def index(change):
 
 MISTAKES = {
     "no split": (plain, ["u2.bin", "x.zarr"]),
+    "a file that nothing would read": (lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x"]),
     "no split of a source": (lambda folder: write_zarr("x.zarr"), ["x.zarr", "x.bin"]),
     "a file that is there": (
         lambda folder: (write_zarr("x.zarr"), plain(folder)), ["x.zarr/train", "u2.bin"],

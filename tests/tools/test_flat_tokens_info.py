@@ -85,7 +85,7 @@ def test_bin_files(tmp_path, capsys, monkeypatch):
     out, errors, code = info(capsys, monkeypatch, tmp_path, *given)
     assert (errors, code) == ("", 0)
     line = f"{tmp_path}: 20 tokens, ids up to 117; 2 documents of 10 to 10 tokens, median 10; "
-    line += "2 files: ['a.bin, 4 ids of uint16', 'b.bin, 16 ids of uint16']; intact\n"
+    line += "2 files: a.bin, 4 ids of uint16; b.bin, 16 ids of uint16; intact\n"
     assert out.startswith(line) and out.endswith("--- document 1, 10 tokens\nthe other\n\n")
     (tmp_path / "b.bin").write_bytes(b"x")
     out, errors, code = info(capsys, monkeypatch, tmp_path)

@@ -65,7 +65,9 @@ class Model:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
         checkpoint = self.checkpoints.newest
         if not (named := named or tokenizer_of_model(checkpoint)):
-            problem = "the run's dataset isn't on this machine or doesn't name its tokenizer"
+            problem = (
+                "no tokenizer is known: the checkpoint, or a dataset on this machine, names none"
+            )
             choices = "bytes_utf8, a tokenizers JSON file, or what transformers loads"
             raise UserError(f"{problem}; set --tokenizer to {choices}")
         return Text(named, kept_by_import(checkpoint))
