@@ -664,27 +664,26 @@ def train(
         state = starting_state(config, source, first, data)
         if wait_for_check(run.interrupted) is None:
             return run.end()
-        run.pause()
 
         def describe_failure(step: int, batch: Any) -> str:
             checkpoints.wait()
             return explanation(gradients, config, state.weights, batch, data.origin_of(step))
 
         def add_validation(when: str = "") -> None:
+            run.pause()
             for name, each in held_out.items():
                 loss = validate(config, state.weights, each, run.interrupted)
                 run.add_validation(loss, each.bytes_per_token, name, when)
 
         if training.validation_at_start and first == 0:
             add_validation("_at_start")
-            run.pause()
+        run.pause()
 
         for step, batch in data.from_step(first, training.steps):
             with run.step(step, data.waited):
                 state, metrics = step_once(state, batch, hyper_at(step, training))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))
             if due(training.validation_interval, step, training.steps):
-                run.pause()
                 add_validation()
                 run.flush()
             if run.saves_after(step):

@@ -20,10 +20,10 @@ class Runs(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What is known of a variable before the program runs."""
+    """Describes a variable, as far as it is known before the program runs."""
 
     changes: int = 1  # how often, at least
-    number: Any = None  # which it is or, if a loop carries it, begins as; None for an op's result
+    number: Any = None  # its value, if known, or the one that a loop starts it with
     fixed: bool = False  # doesn't depend on the jaxpr's arguments
     constant: bool = False  # made outside of JAX
 
@@ -74,11 +74,13 @@ def equations(
         at_least = min(runs.at_least, max((x.changes for x in operands), default=1))
         place = f"{path}/{eqn.source_info.name_stack}"
         yield (here := Equation(eqn, place, line, Runs(runs.times, at_least), operands))
-        inner, number = [*jaxprs_in_params(eqn.params)], None
-        if name in SHAPING and not SCOPE.search(place):
-            number = operands[0].number
+        inner = [*jaxprs_in_params(eqn.params)]
+        shapes = name in SHAPING and not SCOPE.search(place)  # an op's numbers depend on the mesh
         fixed = not inner and all(x.fixed for x in operands)
-        facts |= dict.fromkeys(eqn.outvars, Fact(at_least, number, fixed))
+        made = Fact(at_least, operands[0].number if shapes else None, fixed)
+        facts |= dict.fromkeys(eqn.outvars, made)
+        if not inner:
+            continue
         length = eqn.params.get("length", 1)
         loop = name == "while" or length != 1
         times = math.inf if name == "while" else runs.times * length

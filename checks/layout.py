@@ -54,14 +54,14 @@ def dims_of(length: int, axes: dict[str, int], sizes: dict[str, int]) -> list[Di
     were merged, or none if it is just a number.
 
     Each dimension's size is a prime of its own times `total`, which has each axis's size, also a
-    prime, as a factor. A split over an axis removes that factor. Stacking or merging with a small
-    dimension adds one.
+    prime, as a factor. A split over an axis removes that factor. Stacking, or merging with a
+    dimension of up to 8, adds one.
     """
     total = probe_total(axes)
     names = [name for name, size in sizes.items() if length % (size // total) == 0]
     rest = length // math.prod(sizes[name] // total for name in names)
-    parts = total ** len(names)
-    if not rest or rest % 2 ** len(names) or rest // math.gcd(rest, parts) > 8:
+    whole = total ** len(names)
+    if not rest or rest % 2 ** len(names) or rest // math.gcd(rest, whole) > 8:
         return []  # it has these factors by chance
     split = tuple(a for a in reversed(axes) if rest % axes[a] ** len(names))
     return [Dim(name, split) for name in names]

@@ -163,15 +163,11 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                 settings |= {"num_processes": config.num_hosts, "process_id": config.process_id}
             jax.distributed.initialize(**settings)
         except (ValueError, OSError) as error:
-            where, cure = f" coordinator={config.coordinator}", ""
-            if not config.coordinator:
-                where, cure = (
-                    "",
-                    (
-                        ". Set coordinator=ADDRESS:PORT and process_id on each host, unless Slurm, "
-                        "Open MPI or a TPU pod starts them"
-                    ),
-                )
+            where = config.coordinator and f" coordinator={config.coordinator}"
+            cure = (
+                ". Set coordinator=ADDRESS:PORT and process_id, unless Slurm, Open MPI or a TPU pod"
+            )
+            cure = "" if where else f"{cure} starts the hosts"
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}{cure}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")

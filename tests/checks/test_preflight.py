@@ -183,6 +183,12 @@ def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
     assert ", in swiglu: this config computes tanh, but " in found
 
 
+def test_a_program_that_python_runs_as_a_file_is_checked(monkeypatch):
+    monkeypatch.setattr(preflight.TinyRuns, "start", lambda *_: None)
+    monkeypatch.setattr(train, "__spec__", None)
+    assert preflight.TinyRuns(train, [small_config()]).program == "train"
+
+
 @pytest.mark.parametrize(
     "limit", ["1e4 / config.mesh.t", "config.training.tokens.len // config.mesh.t"]
 )
