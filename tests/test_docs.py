@@ -121,6 +121,7 @@ def test_the_first_hour(steps, tmp_path):
             command = line.replace("python", sys.executable, 1)
             if "-m train" in line and "training.steps" not in line:
                 command += f" training.steps={min(steps, 50 if 'synthetic' in line else steps)}"
+                command += " training.warmup_steps=1" * (steps < 50)
             done = subprocess.run(command, cwd=tmp_path, **options)
             assert not done.returncode, (line, done.stderr)
             printed += done.stdout
