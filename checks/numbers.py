@@ -43,7 +43,7 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
     gets a prime factor of its own, and splits over its axes and over each axis alone. If a float
     array has it, it keeps a factor of 2 or 4 that the given size has. The smallest primes go to the
     dimensions with the most parts, so that the longer of two may have the shorter parts. Other
-    dimensions have at most 12."""
+    dimensions have at most 8."""
     units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:
@@ -54,7 +54,7 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
                     groups[dim.name] = math.gcd(sizes.get(dim.name, 1), 4)
     primes = iter(PRIMES[1:])
     split = sorted((name for name in sizes if name in units), key=lambda name: -units[name])
-    small = {name: min(size, 12) for name, size in sizes.items()}
+    small = {name: min(size, 8) for name, size in sizes.items()}
     return small | {
         name: math.lcm(units[name], groups.get(name, 1)) * next(primes) for name in split
     }

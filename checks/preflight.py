@@ -220,11 +220,10 @@ def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
 
 
 def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[Any]:
-    """Returns the config at tiny sizes: for one device; for one device with microbatches or loss
-    chunks, if the config has them; and for a mesh that splits s, t and the axes that the config's
-    mesh splits. If the step passes values to neighbors along the axes `passed_along`, returns one
-    for one device, and one for a mesh that splits only these, into four: with two, the left and
-    right neighbors are the same."""
+    """Returns the config at tiny sizes, for one device, and for a mesh that splits s, t and the
+    axes that the config's mesh splits, with microbatches and loss chunks if the config has them. If
+    the step passes values to neighbors along the axes `passed_along`, the mesh splits only these,
+    into four: with two, the left and right neighbors are the same."""
     split = {axis: min(size, 2) for axis, size in config.mesh.axes.items()} | {"s": 2, "t": 3}
     if passed_along:
         split = {axis: 4 if axis in passed_along and n > 1 else 1 for axis, n in split.items()}
@@ -233,10 +232,8 @@ def tiny(program: Any, config: Any, passed_along: Collection[str] = ()) -> list[
     sizes = numbers.tiny_sizes(program.step_arguments(config), sizes, split | {"t": 3})
     sizes |= {"L": 12 * split["c"]}
     parts: Any = {key: 3 if operator.attrgetter(key)(config) > 1 else 1 for key in PARTS}
-    in_parts = resized(config, sizes, dict.fromkeys(split, 1), TINY | parts)
-    whole = in_parts.changed(dict.fromkeys(PARTS, 1))
-    others = [in_parts] if in_parts != whole and not passed_along else []
-    return [whole, *others, resized(config, sizes, split, TINY | parts | {"num_hosts": 2})]
+    whole = resized(config, sizes, dict.fromkeys(split, 1), TINY | dict.fromkeys(PARTS, 1))
+    return [whole, resized(config, sizes, split, TINY | parts | {"num_hosts": 2})]
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
@@ -281,6 +278,8 @@ def run_tiny(
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", folder)
+    # An edit leaves most of these programs as they are, and each compiles in less than a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     have_cpu_devices(math.prod(config.mesh.axes.values()))
     mesh = make_mesh(config.mesh.axes)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -303,10 +302,8 @@ def _end_with_parent() -> None:
 
 
 class TinyRuns:
-    """Computes the trials of several tiny configs, each in a process beside the program.
-
-    program: the module that defines the step. configs: the others are compared with the first.
-    """
+    """Computes the trials of two tiny configs, each in a process beside the program, and compares
+    them. `program` is the module that defines the step."""
 
     def __init__(self, program: Any, configs: list[Any]):
         # Not __name__, which is __main__ for a program that Python runs, nor always __spec__, which
@@ -365,16 +362,15 @@ class TinyRuns:
         first op that does."""
         if not (made := self.results(interrupted)):
             return None
-        first, *others = made
-        for config, other in zip(self.configs[1:], others, strict=True):
-            for function, arrays in other.items():
-                if differ := numbers.differences(first[function], arrays):
-                    raise UserError(self._explain(function, config, differ))
+        first, other = made
+        for function, arrays in other.items():
+            if differ := numbers.differences(first[function], arrays):
+                raise UserError(self._explain(function, differ))
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):
             return (
-                f"tools.generate computes other logits than training ({differ[0]}): it takes a few "
-                "positions at a time, so only attention may mix positions, and nothing may depend "
-                "on how many there are, as a random mask does"
+                f"tools.generate computes other logits than training ({differ[0]}): it takes a "
+                "prompt, then one position at a time, so only attention may mix positions, and "
+                "nothing may depend on how many there are, as a random mask does"
             )
         # Both steps begin with the same mu, and then differ by their batches' gradients.
         a, b = (first[f"training_step {n}"] for n in (3, 999))
@@ -383,7 +379,7 @@ class TinyRuns:
             return f"the loss doesn't depend on {', '.join(dead)}: the gradient is zero"
         return ""
 
-    def _explain(self, function: str, config: Any, differ: list[str]) -> str:
+    def _explain(self, function: str, differ: list[str]) -> str:
         def shown(config: Any) -> str:
             parts = {key.partition(".")[2]: operator.attrgetter(key)(config) for key in PARTS}
             sizes = config.mesh.axes | parts
@@ -392,9 +388,9 @@ class TinyRuns:
         more = [f"{len(differ) - 3} more"] if len(differ) > 3 else []
         return (
             f"the numbers of {function} change, at tiny sizes in f32,\n"
-            f"    from {shown(self.configs[0])} to {shown(config)}:\n"
+            f"    from {' to '.join(map(shown, self.configs))}:\n"
             f"    {', '.join([*differ[:3], *more])}, relative to the largest entry\n"
-            f"    {self._where(function, config)}"
+            f"    {self._where(function, self.configs[1])}"
         )
 
     def _where(self, function: str, config: Any) -> str:
