@@ -24,9 +24,9 @@ sum. "[V/t]" is the dimension that ops.index_unreduced indexes. "" is a scalar. 
 array of the config's dtype, bfloat16 or float32.
 
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
-own part of each array. Types name global dimensions, so with d=4 an array of type "B/d L/c" has
-shape [B/4, L] here. jnp functions see that part alone; only ops communicate. jax.grad derives the
-backward pass, whose collectives follow from those of the forward pass:
+own part of each array. Types name global dimensions: with d=4 and c=2, "B/d L/c" has shape
+[B/4, L/2] here. jnp functions see only this part; only ops communicate. jax.grad derives the
+backward pass, with these collectives:
 
                                      forward          backward
     all_gather                       all-gather       reduce-scatter
@@ -42,7 +42,7 @@ The gradient of a gathered value is a partial sum on each device, until the gath
 adds these up. Over an axis of size 1 nothing is sent; over n devices, each receives (n - 1)/n of
 the whole array in a gather or a reduce-scatter, and twice that in an all-reduce. The backward pass
 recomputes each layer, and so repeats its gathers. `python -m tools.audit` lists all collectives,
-with their bytes; the phase "update" has those outside of jax.grad, as for the gradient norm.
+with their bytes; the phase "update" has those outside of jax.grad, such as the gradient norm's.
 The batch's fields, all "B/d L/c", are inputs, targets, loss_mask, position and start: see
 TokenBatch in data/loader.py.
 """
@@ -139,7 +139,7 @@ class Weights:
 
 
 def over_replicas(kind: ArrayType) -> ArrayType:
-    """The weight's type with M split over r, too. Weights without M, which are small, keep it."""
+    """The weight's type with M split over r, too. Types without M, of small weights, stay."""
     dims = (Dim(x.name, (*x.over, "r") if x.name == "M" else x.over) for x in kind.spec.dims)
     return kind.laid_out(Spec(tuple(dims)))
 
@@ -260,12 +260,12 @@ def forward(
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
     # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
     # Megatron's sequence parallelism: a chunk of the loss is then the same part of L on all devices
-    # along t. Each of them computes the norms of whole rows.
+    # along t. The price: each of these devices computes the same norms.
     #
     # For the backward pass, each layer keeps x, q, k, v, attention's result (saved by the op; its
     # kernels also save the softmax's denominators), x after attention, gate and up. Kept once for
-    # all layers are the values that `block` uses from outside, sin, cos and the keys' positions,
-    # and the ids of the embedding lookup. The batch is an argument of the step, not a copy.
+    # all layers are the values that `block` uses from outside (sin, cos and the keys' positions)
+    # and the ids of the embedding lookup. The batch needs no copy: it is the step's argument.
     # The backward pass recomputes the rest: norms, attention's scores, the product of gate and up,
     # and the gathers of x, k, v and weights. It repeats no reduce-scatter: the x after each one is
     # saved.
@@ -536,7 +536,7 @@ def training_step(
     loss or gradient isn't finite leaves weights and moments as they were, and still advances
     `step`."""
     sums, count, raw_grads = loss_and_grads(state.weights, batch, config)
-    # An all-reduce of a scalar. Weights split over t alone, such as biases, take another one.
+    # An all-reduce of a scalar, and another one if weights are split over t alone, as biases are.
     grad_norm = jnp.sqrt(ops.sum_of_squares(Stored, raw_grads))
     clip = jnp.minimum(1, hyper.grad_clip / grad_norm)
     grads = jax.tree.map(lambda g: g * clip, raw_grads)

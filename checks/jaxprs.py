@@ -41,8 +41,8 @@ class Equation(NamedTuple):
 # Primitives that shape or cast an array.
 SHAPING = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "add_any"),
-    # Primitives of lax.pcast, by their names in JAX's versions: a cast over no axis adds none. And
-    # the cast of a weakly typed number before one of them.
+    # lax.pcast's primitives, by their names in JAX's versions: over no axis it adds no primitive.
+    # Before it, convert_element_type casts a weakly typed number.
     *("pvary", "preduced", "convert_element_type"),
     *("vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p"),
 }
@@ -51,8 +51,8 @@ SHAPING = {
 def equations(
     jaxpr: Any, outer: Equation | None = None, known: dict[Any, Fact] | None = None
 ) -> Iterator[Equation]:
-    """Yields each equation, including those of inner jaxprs. `known` is for inner jaxprs: what is
-    known of their arguments.
+    """Yields each equation, including those of inner jaxprs. `known` has the facts of an inner
+    jaxpr's arguments.
 
     The body of a library's jitted function was traced at its first call, so its equations get the
     line of the current call.

@@ -179,7 +179,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
                     joined[length] = [*dict.fromkeys(of)]
         taken: list[tuple[str, int]] = []
         known_indices = name == "iota" and eqn.outvars[0] in indices
-        # Entries at fixed indices are those of each part, as `probe` finds by another trace.
+        # `preflight.probe` compares a scatter at fixed indices with a trace on one device.
         known_indices |= name.startswith("scatter") and operands[1].fixed
         if not known_indices and "transpose(" not in path:
             taken += [(name, length) for length in _taken_whole(eqn)]
@@ -321,8 +321,8 @@ def parting(
 
 
 def _same_share(part: Taken, whole: Taken) -> bool:
-    """Returns whether the entries taken of the parts are those taken of the whole, as far as shares
-    tell: both are the same 1/k. True if no indexed dimension is split."""
+    """Returns whether `part` takes the same share, 1/k, of its array's entries as `whole` does.
+    True if no indexed dimension is split."""
     lengths = zip(part.lengths, whole.lengths, strict=False)
     split = any(n < m and not m % n for n, m in lengths)
     return not split or (part.share == whole.share and part.share.numerator == 1)
@@ -330,7 +330,7 @@ def _same_share(part: Taken, whole: Taken) -> bool:
 
 def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Computed]:
     """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with their
-    literal operands, `with_entries` with what they take by fixed indices. Skips primitives that
+    literal operands, `with_entries` with the entries taken at fixed indices. Skips primitives that
     only cast or shape arrays: JAX chooses others where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
     op = ""

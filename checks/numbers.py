@@ -29,9 +29,9 @@ from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_sh
 BEHIND_OPS.append(__file__)  # an op's line is its caller's
 
 TOLERANCE = 3e-5  # of an array's largest entry
-# Differences are relative to an array's largest entry or, if more, to this share of the largest in
-# its part of the tree. Without that, arrays of mere rounding errors, such as the gradient of a term
-# that softmax cancels, would always differ.
+# Differences are relative to an array's largest entry or, if that is larger, to this share of the
+# largest entry in its part of the tree. Otherwise arrays of mere rounding errors, such as the
+# gradient of a term that softmax cancels, would always differ.
 LEAST = 0.05
 
 
@@ -40,8 +40,8 @@ LEAST = 0.05
 
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
     """Returns tiny sizes of dimensions for a mesh of these axes. A dimension that `hint` splits
-    gets a prime factor of its own, and splits over its axes and over each axis alone. If a float
-    array has it, it keeps a factor of 2 or 4 that the given size has. The smallest primes go to the
+    gets a prime factor of its own, and splits over its axes and over each axis alone. In float
+    arrays it also keeps a factor of 2 or 4 of the given size. The smallest primes go to the
     dimensions with the most parts, so that the longer of two may have the shorter parts. Other
     dimensions have at most 8."""
     units, groups = dict[str, int](), dict[str, int]()
@@ -142,7 +142,8 @@ def recording() -> Iterator[list[Event]]:
     """Records the operands and results of ops, and their gradients, in functions that are traced
     and run in this context. The list is filled when it ends."""
     names: list[tuple[str, Spec]] = []
-    # `store`'s arguments: what it is of, a device's value, and the device's place in the mesh.
+    # `store`'s arguments: the value's number, pass and axes to sum over; a device's part of it; and
+    # the device's place in the mesh.
     stored: collections.deque[tuple[Any, ...]] = collections.deque()
 
     def store(*computed: Any) -> None:
@@ -183,8 +184,8 @@ def recording() -> Iterator[list[Event]]:
     with ops.watching(watch):
         yield events
     jax.effects_barrier()
-    # The parts of each value by number, pass and axes to sum over, then by device. They may
-    # take gigabytes, so nothing copies all of them.
+    # The parts of each value by number, pass and axes to sum over, then by device. Nothing copies
+    # all of them, as they may take gigabytes.
     parts: Any = collections.defaultdict(lambda: collections.defaultdict(list))
     while stored:
         key, x, *place = stored.popleft()

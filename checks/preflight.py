@@ -68,8 +68,8 @@ TINY = {
 }
 
 
-# Variables of the environment that differ between hosts, and so between the check's processes. By
-# the first, a set of strings has another order in each.
+# Environment variables that differ between hosts, and so between the check's processes. The first
+# one changes the order of a set of strings.
 OF_A_HOST = "PYTHONHASHSEED", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"
 
 # Settings that a step may read.
@@ -78,7 +78,7 @@ OF_A_STEP = {*inspect.get_annotations(Config), "metrics"}
 
 @functools.cache
 def on_any_machine(config: Any) -> Any:
-    """Returns the config with only the settings that a step may read: another one raises
+    """Returns the config with only the settings that a step may read: reading another one raises
     ShardTypeError."""
     others = {field.name for field in dataclasses.fields(config)} - OF_A_STEP
     members: dict[str, Any] = {x: property(layout.refused(f"config.{x}")) for x in others}
@@ -127,9 +127,9 @@ def trace_step(
 def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     """Returns the step's jaxprs at probe sizes, on the config's mesh, and on one device. At probe
     sizes, where no two dimensions have the same length by chance, checks the types of the step and
-    of the program's other functions. The other two jaxprs must be the same, split. Takes about a
-    second. Axes in `alone` have one device. Raises ShardTypeError, or whatever an edited step
-    raises while it is traced."""
+    of the program's other functions. On the mesh and on one device the step must have the same
+    operations. Takes about a second. Axes in `alone` have one device. Raises ShardTypeError, or
+    whatever an edited step raises while it is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:
         return trace_step(program, resized(config, sizes, mesh.shape, {}), mesh, function)
@@ -197,8 +197,8 @@ def check_types(program: Any, config: Any) -> list[Any]:
 
 
 def _where_they_hold(program: Any, config: Any, error: Exception) -> str:
-    """Returns a line to add to an error at probe sizes, or "". It says that there is no error if
-    the axes that have one device in the config have one there, too, or at the config's sizes."""
+    """Returns a line to add to an error at probe sizes, or "". The line says that the error is gone
+    if axes have one device there, as they do in the config, or if sizes are the config's."""
     axes, cure = config.mesh.axes, "check=none trains it, and compares no numbers"
     alone = [axis for axis, size in axes.items() if size == 1]
     with contextlib.suppress(Exception):  # whatever an edited step raises
@@ -359,7 +359,7 @@ class TinyRuns:
     def verdict(self, interrupted: Callable[[], bool]) -> str | None:
         """Blocks until the results are there. Returns a warning, or "", or None if it is
         interrupted. Raises UserError that names the results that differ between the meshes, and the
-        first op that does."""
+        first op that differs."""
         if not (made := self.results(interrupted)):
             return None
         first, other = made
@@ -457,8 +457,8 @@ def source_digest() -> str:
 
 class Mark:
     """Remembers, in the folder of JAX's cache, that a check of a config has passed with this
-    source, and what it said. Only settings that a step may read count, and of
-    metrics only whether norms are logged."""
+    source, and what it said. Only the settings that a step may read count; of metrics, only whether
+    norms are logged."""
 
     def __init__(self, check: str, config: Any):
         relevant: Any = {key: getattr(config, key) for key in sorted(OF_A_STEP - {"metrics"})}
@@ -481,7 +481,7 @@ class Mark:
 
 @contextlib.contextmanager
 def begun(program: Any, config: Any) -> Iterator[Callable[..., str | None]]:
-    """Checks types, and numbers beside the block, as far as `config.check` asks for it. Skips a
+    """Checks types, and numbers while the block runs, as far as `config.check` asks for it. Skips a
     check that has passed before.
 
     Yields `wait(interrupted)`, which blocks until the numbers are checked, or returns None once

@@ -1,5 +1,5 @@
-"""Attention, with a fused kernel on some devices and a plain twin: the reference implementation,
-which runs everywhere else, on the probe mesh and in the audit.
+"""Attention, with a fused kernel on some devices and a plain reference implementation, which runs
+everywhere else, on the probe mesh and in the audit.
 
 Neither sees the mesh. Their type strings describe one device's part: B is this device's rows and K
 its heads.
@@ -25,7 +25,7 @@ BEHIND_OPS.append(__file__)  # the audit and errors name the line of the call
 
 # Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192
-KERNEL = "has_kernel"  # the scope of what TPUs and GPUs replace by a kernel
+KERNEL = "has_kernel"  # the scope of equations that TPUs and GPUs replace by a kernel
 
 
 def runs_kernel(path: str) -> bool:
@@ -52,7 +52,7 @@ def in_order(x: jax.Array, parts: int) -> jax.Array:
 
 
 # Set while a row is computed in several steps: takes a layer's keys, values and key positions, and
-# returns all that the queries attend to, earlier steps' included. See variants/cache.py.
+# returns them with those of earlier steps, for the queries to attend to. See variants/cache.py.
 recalling = jax.make_user_context(None)
 
 
@@ -101,8 +101,8 @@ def attention(
 
 
 def misfit(length: int, keys: int, queries: int, size: int, dtype: Any) -> str:
-    """Says why kernels can't take a device's `length` queries and `keys` keys of a row, with
-    `queries` query heads of this size per key-value head. Empty if those of TPUs and GPUs can."""
+    """Returns why kernels can't take a device's `length` queries and `keys` keys of a row, with
+    `queries` query heads of this size per key-value head, or "" if those for TPUs and GPUs can."""
     multiple = 128 if length == keys else 256
     reasons = {
         f"kernels compute in bfloat16, not in {dtype}": dtype != jnp.bfloat16,

@@ -34,8 +34,8 @@ def experts(
     expert, and loops over blocks of up to ROWS choices of one expert. The number of iterations is
     fixed, for the most blocks that may occur: all choices may fall on one device's experts, and
     each expert's last block may not be full.
-    Raises ShardTypeError unless the operands have these dimensions in this order, with only E split
-    among the weights', and `x` and weights the same dtype.
+    Raises ShardTypeError unless the operands have these dimensions in this order, the weights are
+    split along E alone, and `x` and the weights have the same dtype.
     """
     tokens, choices, _, weight, *_ = call.operands
     call.require(choices.dims and len(weight.dims) == 3, "the docstring has an example")
@@ -89,7 +89,7 @@ def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def picked(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], for valid indices. JAX's indexing needs i64 for sizes as on the probe mesh."""
+    """x[index], for valid indices. At the probe mesh's sizes, JAX's own indexing would need i64."""
     kept = tuple(range(index.ndim, index.ndim + x.ndim - 1))
     dims = lax.GatherDimensionNumbers(kept, collapsed_slice_dims=(0,), start_index_map=(0,))
     sizes = (1, *x.shape[1:])

@@ -73,7 +73,7 @@ _attend.defvjp(_save, _gradients)
 
 def _ranges(seen: jax.Array, block: int, keys: int) -> tuple[jax.Array, jax.Array]:
     """Returns, for each block of queries, the first block of keys that it sees and the one after
-    the last, [B, 2, blocks]; and for each block of keys, the same of the queries that see it."""
+    the last, [B, 2, blocks]; and likewise the range of query blocks that see each block of keys."""
     first, last = rearrange(seen, "B two (blocks n) -> two B blocks n", n=block)
     of_queries = jnp.stack([first.min(-1) // block, last.max(-1) // block + 1], axis=1)
     number, key_block = jnp.arange(first.shape[1]), jnp.arange(keys // block)
@@ -109,9 +109,9 @@ def _run(
     name: str, kernel: Any, matmuls: int, ranges: jax.Array, grid: tuple[int, ...],
     inputs: list[Any], outputs: list[Any], scratch: list[tuple[int, ...]],
 ) -> Any:  # fmt: skip
-    """Calls a kernel. Inputs are pairs of an array and its blocks, of which q is the first; outputs
-    are triples of a shape, a dtype and blocks. The grid's last dimension runs in order; the cores
-    of a chip may share the others. The cost estimate assumes that half of the scores are seen."""
+    """Calls a kernel. Inputs, first q, are pairs of an array and its blocks; outputs are triples of
+    a shape, a dtype and blocks. The grid's last dimension runs in order; the cores of a chip may
+    share the others. The cost estimate assumes that half of the scores are seen."""
     q: jax.Array = inputs[0][0]
     rows, heads, length, size = q.shape
     scores = rows * heads * length * inputs[1][0].shape[2] // 2

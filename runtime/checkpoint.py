@@ -156,7 +156,7 @@ class Checkpoint:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Names the checkpoint in errors, and the cure of damage. Only checkpoints that may be
-        complete are read, so one that no longer may be was removed meanwhile."""
+        complete are read: if this one no longer may be, it was removed meanwhile."""
         with storage.opening(self.path):
             try:
                 yield

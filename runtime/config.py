@@ -49,7 +49,7 @@ def _plain_path(path: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    # bytes_utf8 is a tokenizer, whatever else is here.
+    # bytes_utf8 is a tokenizer, even if a file has this name.
     return os.path.abspath(path) if os.path.exists(path) and path != "bytes_utf8" else path
 
 

@@ -13,7 +13,7 @@ from shardlib.errors import UserError
 
 
 def tell(text: str, stream: TextIO) -> None:
-    """Prints a line. The program outlives a stream that can't be written any more."""
+    """Prints a line. The program goes on if the stream can no longer be written to."""
     try:
         print(text, file=stream, flush=True)
     except OSError as error:  # a pipe whose reader has ended, or a full disk
@@ -46,8 +46,8 @@ def _unavailable(jax: Any) -> str:
 def user_errors() -> Iterator[None]:
     """Ends the program with `error: ...` and exit code 1 on a UserError, an OSError, a lack of
     memory, or of devices that JAX_PLATFORMS names. Any other exception is a bug and keeps its
-    traceback. If nobody reads its output any more, as with `| head -1`, the program ends
-    quietly. Characters that the terminal's encoding lacks are printed as escapes.
+    traceback. If nobody reads the program's output any more, as with `| head -1`, it ends quietly.
+    Characters that the terminal's encoding lacks are printed as escapes.
 
     With several hosts the process exits without shutting JAX down: the shutdown waits for the other
     hosts, which may be waiting for this one. A failed step is also reported in one line there, as
@@ -60,7 +60,7 @@ def user_errors() -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:
-            _flush("\n")  # can't be written either if the pipe is standard output
+            _flush("\n")  # ends the program if the pipe is standard output
             raise
         finally:
             _flush()

@@ -427,9 +427,8 @@ class Run:
                 self.extra[f"validation_bits_per_byte{ends}"] = bits
 
     def pause(self) -> None:
-        """Blocks until the last step is done. The time from here to the next step belongs to
-        no step and is no hang: validating, including its compilation, and saving may take any
-        time."""
+        """Blocks until the last step is done. The time from here to the next step belongs to no
+        step and is no hang: validating, including compiling, and saving may take any time."""
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 

@@ -1,4 +1,4 @@
-"""Writes and reads zarr groups and arrays in a folder or a bucket. Errors name what they hit."""
+"""Writes and reads zarr groups and arrays in a folder or bucket. Errors name the path or chunk."""
 
 import contextlib
 import itertools

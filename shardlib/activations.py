@@ -34,7 +34,8 @@ def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
 
 
 def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bool = False) -> F:
-    """Decorator: keeps for the backward pass only the arguments and what `save_for_backward` marks.
+    """Decorator: keeps for the backward pass only the arguments and the values that
+    `save_for_backward` marks.
 
     If `fn` is the body of an `unrolled` loop, the compiler would merge a recomputation with the
     original, and so keep the value after all: a barrier around the arguments of the backward pass
@@ -71,8 +72,8 @@ def _together(*args: Any) -> Any:
 
 def _together_backward(_: None, grads: Any) -> Any:
     leaves, tree = jax.tree.flatten(grads)
-    # With jax 0.10 a barrier makes all its arrays vary along the axes of each. A few small weights
-    # vary along fewer axes than the others, so they stay outside.
+    # With jax 0.10 a barrier makes each of its arrays vary along all axes along which one of them
+    # varies. A few small weights vary along fewer axes than the others, so they stay outside.
     kinds = [jax.typeof(leaf).manual_axis_type for leaf in leaves]
     alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
     made = lax.optimization_barrier([leaves[i] for i in alike])

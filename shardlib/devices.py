@@ -22,7 +22,7 @@ QUICK_COMPILES = (
     + " --xla_cpu_use_fusion_emitters=false" * (jax.__version_info__ < (0, 11))
 )
 
-# Set here, as from the environment these would change the numbers that a config and seed mean.
+# Set here: JAX reads these from the environment, too, which would change a run's numbers.
 jax.config.update("jax_default_prng_impl", "threefry2x32")
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_random_seed_offset", 0)
@@ -74,8 +74,8 @@ def have_cpu_devices(count: int) -> None:
 def have_threads(count: int) -> None:
     """Lets XLA use enough threads for `count` simulated CPU devices. Call it before JAX initializes
     its devices."""
-    # A collective blocks a thread until all its devices arrive. By default XLA has a thread per
-    # device, but it runs a loop beside the collectives around it, and our loops are nested.
+    # A collective blocks a thread until all its devices arrive. By default XLA has one thread per
+    # device, but it runs a loop and the collectives around it at once, and our loops are nested.
     # If all threads are blocked, some devices never arrive, and XLA aborts after 40 seconds.
     os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
 

@@ -71,7 +71,7 @@ def einsum(subscripts: str, *operands: jax.Array, dtype: Any = None) -> jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def widening_einsum(subscripts: str, dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` with a result of this dtype, accumulated in f32 if it is bf16. The backward
+    """`jnp.einsum` with a result of this dtype; for bf16 it accumulates in f32. The backward
     matmuls are in the operands' dtype."""
     wide = jnp.float32 if dtype == jnp.bfloat16 else dtype
     return jnp.einsum(subscripts, *operands, preferred_element_type=wide).astype(dtype)

@@ -146,8 +146,8 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
             if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
                 result = lax.psum(result, alone)
-            # If an op sends nothing, its result is a copy, so that gradients add up in the same
-            # order on all meshes. The compiled program has no such copy.
+            # An op that would return its operand returns a copy, so that gradients add up in the
+            # same order on all meshes. The compiled program has no such copy.
             if any(result is x for x in watched):
                 result = jnp.copy(result)
         check(result, call.result, what := f"the result of {call.where}")
@@ -186,7 +186,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
         ops.all_gather("M/t/d -> M", gain)          over t and d at once
 
     Forward: all-gather. Backward: reduce-scatter over the same axes.
-    JAX treats the result as varying along these axes, although it is the same.
+    JAX treats the result as varying along these axes, although devices along them hold the same.
     Raises ShardTypeError if it gathers nothing, if it leaves out an axis other than the last
     (`M/t/d -> M/d`), or for an unreduced operand.
     """

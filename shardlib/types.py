@@ -626,7 +626,7 @@ class _Signature:
 
     def __init__(self, fn: Callable[..., Any]):
         self.name, self.signature = fn.__name__, inspect.signature(fn)
-        hints = typing.get_type_hints(fn)  # not kept: `fn` may hold a trace's arrays
+        hints = typing.get_type_hints(fn)  # not cached: `fn` may hold a trace's arrays
         self.hints = {name: hint for name, hint in hints.items() if has_arrays(hint)}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

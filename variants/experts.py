@@ -55,7 +55,7 @@ def check(config: Any) -> None:
     config.require(fits, "training.routing.balance_cost", problem)
 
 
-# A bias that `rebalanced` moves, and no gradient.
+# A bias that only `rebalanced` changes: it has no gradient.
 balancing = dataclasses.replace(bias, learned=False)
 
 

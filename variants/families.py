@@ -58,7 +58,7 @@ def _mean_over_t(means: jax.Array) -> jax.Array:
 
 
 def _normed(x: jax.Array, squares: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of x over the gain's dimensions, its last ones, given the mean of its squares."""
+    """RMSNorm of x over its last dimensions, the gain's, given the mean of its squares."""
     scale = jnp.expand_dims(lax.rsqrt(squares + eps), tuple(range(-gain.ndim, 0)))
     return (x.astype(f32.dtype) * scale * gain.astype(f32.dtype)).astype(x.dtype)
 
@@ -81,7 +81,7 @@ def norm_after(
 
 @pytree_dataclass
 class Biases:
-    """Qwen2."""
+    """Biases of all three: Qwen2."""
 
     b_q: f32["Q K/t D", bias]
     b_k: f32["K/t D", bias]
@@ -90,7 +90,7 @@ class Biases:
 
 @pytree_dataclass
 class HeadNorms:
-    """Over each head: Qwen3."""
+    """An RMSNorm of each head: Qwen3."""
 
     q_norm: f32["D", gain]
     k_norm: f32["D", gain]
@@ -104,7 +104,7 @@ class HeadNorms:
 
 @pytree_dataclass
 class AllNorms:
-    """Over all heads at once: OLMo 2."""
+    """An RMSNorm of all heads at once: OLMo 2."""
 
     all_q_norm: f32["Q K/t D", gain]
     all_k_norm: f32["K/t D", gain]

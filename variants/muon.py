@@ -48,8 +48,8 @@ def update(
     adamw: Callable[..., tuple[Any, Any, Any]], moved: Callable[..., jax.Array], kinds: Any,
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Any, config: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """A step of Muon for matrices and of `adamw` for the rest, of weights with the types `kinds`.
-    `moved` moves a weight and decays it.
+    """Updates weights of the types `kinds`: matrices by Muon, the others by `adamw`. `moved` moves
+    a weight and decays it.
     A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
     changes, so that AdamW's rate and decay suit it: Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2. Returns the new weights and moments."""
@@ -92,7 +92,7 @@ def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     stored, whole = MATRICES[layout]
     (number, *matrix), (spread, *_) = parse_spec(stored).dims, parse_spec(whole).dims
     rank, mesh = len(matrix), mesh_shape()
-    # Experts come first, so that what is split over t stays in one piece.
+    # Experts come first, so that each device's part along t stays in one piece.
     x = jnp.moveaxis(stack, -rank - 1, 0)
     shape = x.shape
     missing = -math.prod(shape[:-rank]) % math.prod(
