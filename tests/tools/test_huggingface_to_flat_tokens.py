@@ -437,6 +437,12 @@ def test_a_pattern_that_matches_no_file_is_named(tmp_path, monkeypatch, run_here
     assert message == f"error: load_dataset.data_files=notes/*.txt matches no file in {tmp_path}"
 
 
+@pytest.mark.parametrize("name", sorted(x.stem for x in ROOT.glob("configs/convert/[!b]*.yaml")))
+def test_each_config_loads(name):
+    given = name, "output=x", "++load_dataset.data_files=x"
+    compose_config(*given, folder="configs/convert", schema=ConvertConfig)
+
+
 def test_without_a_config_the_message_lists_them(run_here):
     _, message = run_here("output=x.zarr")
     assert "--config-name=NAME: c4_en, fineweb_edu, json_files," in message
