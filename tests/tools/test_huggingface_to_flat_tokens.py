@@ -413,8 +413,10 @@ MISTAKES = {
     "+load_dataset.nonsense=1": "nonsense",
     "load_dataset.data_files=2024": "load_dataset.data_files=2024 matches no file",
     "+speed=fast": "speed",
-    "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
+    "end_token=true": "tokenizer bytes_utf8 names no end-of-text token, which end_token=true needs",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
+    "tokenizer=/nowhere": "the tokenizer /nowhere can't be opened: there is no such folder",
+    "tokenizer=no/such/folder": "no/such/folder can't be opened: there is no such folder",
     "+load_dataset.num_proc=4": "load_dataset.num_proc doesn't apply",
     "+load_dataset.split=train": "Leave it out; train_split and validation_split",
 }
