@@ -55,7 +55,8 @@ def is_text(path):
 
 CASES = {
     "an unknown key": ["training.stepz=5"],
-    "an unknown key unlike any other": ["mesh.pipeline=5"],
+    "an unknown key unlike any other": ["training.pipeline=5"],
+    "an unknown mesh axis": ["mesh.s=2"],
     "a key in the wrong place": ["d_model=5"],
     "an unknown section": ["trainin.steps=5"],
     "a section as a number": ["training=5"],

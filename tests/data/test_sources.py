@@ -55,10 +55,8 @@ def imported(tmp_path, capsys, monkeypatch):
     shutil.copytree("english", "hf")
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(random_tensors(config), "hf/model.safetensors")
-    given = "import", "hf", "imported"
-    printed, message = train_here(capsys, monkeypatch, *given, program=huggingface_weights.main)
-    assert not message
-    (tmp_path / "mine.yaml").write_text(printed)
+    given = "import", "hf", "imported", "--config=mine.yaml"
+    assert train_here(capsys, monkeypatch, *given, program=huggingface_weights.main) == ("", "")
     nothing_is_compiled(monkeypatch)
 
     def compiles(*_):

@@ -100,6 +100,10 @@ MISTAKES = {
         lambda folder: (write_zarr("x.zarr"), plain(folder)), ["u2.bin", "x.zarr/train"],
     ),
     "no file": (lambda folder: None, ["x.bin", "x.zarr/train"]),
+    "a header to read": (plain, ["u2.bin", "x.zarr/train", "--header"]),
+    "a type to write": (
+        lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x.bin", "--dtype=uint16"],
+    ),
     "an index that is cut off": (index(lambda x: x[:-30]), ["x.bin", "x.zarr/train"]),
     "an index of another format": (index(lambda x: b"x" + x), ["x.bin", "x.zarr/train"]),
     "an index of floats": (

@@ -77,6 +77,11 @@ def test_damage_is_named(path, capsys, monkeypatch, chunk):
     assert out.count("intact\n") == 1, "the other split is intact"
 
 
+def test_an_error_of_both_splits_is_said_once(tmp_path, capsys, monkeypatch):
+    error = f"error: {tmp_path}/x.zarr doesn't exist or isn't a zarr group\n"
+    assert info(capsys, monkeypatch, tmp_path / "x.zarr") == ("", error, 1)
+
+
 def test_bin_files(tmp_path, capsys, monkeypatch):
     ids = [ord(x) + 1 for x in "the first\nthe other\n"]
     for name, part in ("a", ids[:4]), ("b", ids[4:]):

@@ -413,8 +413,10 @@ MISTAKES = {
     "+load_dataset.nonsense=1": "nonsense",
     "load_dataset.data_files=2024": "load_dataset.data_files=2024 matches no file",
     "+speed=fast": "speed",
-    "end_token=true": "end_token=true: tokenizer=bytes_utf8 names no end-of-text token",
+    "end_token=true": "tokenizer bytes_utf8 names no end-of-text token, which end_token=true needs",
     "tokenizer=nowhere.json": "nowhere.json can't be opened: No such file",
+    "tokenizer=/nowhere": "the tokenizer /nowhere can't be opened: there is no such folder",
+    "tokenizer=no/such/folder": "no/such/folder can't be opened: there is no such folder",
     "+load_dataset.num_proc=4": "load_dataset.num_proc doesn't apply",
     "+load_dataset.split=train": "Leave it out; train_split and validation_split",
 }
@@ -435,6 +437,12 @@ def test_a_pattern_that_matches_no_file_is_named(tmp_path, monkeypatch, run_here
     files = "load_dataset.data_files=[*.py,notes/*.txt]"
     _, message = run_here("--config-name=text_files", files, "output=x.zarr")
     assert message == f"error: load_dataset.data_files=notes/*.txt matches no file in {tmp_path}"
+
+
+@pytest.mark.parametrize("name", sorted(x.stem for x in ROOT.glob("configs/convert/[!b]*.yaml")))
+def test_each_config_loads(name):
+    given = name, "output=x", "++load_dataset.data_files=x"
+    compose_config(*given, folder="configs/convert", schema=ConvertConfig)
 
 
 def test_without_a_config_the_message_lists_them(run_here):

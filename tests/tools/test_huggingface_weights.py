@@ -691,11 +691,16 @@ def no_space(*_, **__):
 
 
 def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, run, monkeypatch):
-    """The import fails at its last write."""
-    folder = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2))
+    """The import fails at its last write. Its config is written later, and replaces no file."""
+    folder, config = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2)), tmp_path / "x"
     monkeypatch.setattr(checkpoint.Checkpoint, "record", no_space)
-    out, message = run("import", folder, tmp_path / "ours")
+    out, message = run("import", folder, tmp_path / "ours", f"--config={config}")
     assert not out and "No space left on device" in message and "\n" not in message
+    assert not config.exists()
+    config.write_text("mine")
+    _, message = run("import", folder, tmp_path / "other", f"--config={config}")
+    assert message == f"error: {config} exists; choose another --config"
+    assert config.read_text() == "mine" and not (tmp_path / "other").exists()
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         checkpoint.newest(str(tmp_path / "ours"))
 

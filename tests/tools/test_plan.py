@@ -76,8 +76,12 @@ def test_the_head_and_the_configs_own_layout_which_does_not_matter(capsys, monke
 
     out, message = planned("training.steps=100000000", "mesh={d: 1, t: 1}")
     assert not message and "\nmesh" not in out
+    said = []
+    monkeypatch.setattr(plan, "tell", lambda text, _: said.append(text))
     for own in "mesh={d: 4, r: 3, t: 7, c: 5}", "training.microbatches=3":
+        said.clear()
         assert planned("training.steps=100000000", own) == (out, "")
+        assert said[0].startswith("note: ignored, as ") and said[0].endswith(own)
     head, rates, bound, *_, row = out.splitlines()
     weights = 2 * 128 * 32 + 32 + 2 * (2 * 32 + 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 40)
     assert head == f"1 x TPU v5 lite, {weights:,} parameters, 8 rows of 12 tokens a step."
