@@ -16,7 +16,8 @@ from runtime import chips
 from runtime.config import ROOT
 from shardlib.errors import UserError
 from tools.audit.roofline import Bound, bound
-from tools.tables import show, table, texts, totals
+from tools.audit.text import total_of
+from tools.tables import grouped, show, table, texts
 
 Result = dict[str, Any]  # of tools.audit's `audit_step`
 
@@ -64,16 +65,16 @@ def _check_out(revision: str, folder: str) -> None:
 Labels = tuple[str, ...]
 
 
-def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[str, str]) -> str:
-    """Formats tables of the differences. `links` overrides the chip's links by axis. Raises
-    UserError if the earlier audit lacks tables, or is for another chip."""
+def report(before: Result, after: Result, chip: chips.Chip | None) -> str:
+    """Formats tables of the differences. Raises UserError if the earlier audit lacks tables, or is
+    for another chip."""
     if lacking := after.keys() - before.keys() - {"chip"}:
         cure = "write it again with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
     if (other := before.get("chip", after["chip"])) != after["chip"]:
         raise UserError(f"the earlier audit is for {other or 'no chip'}: set the same audit.chip")
     both = before, after
-    bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
+    bounds = [bound(result, chip) if chip else None for result in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)
     found = [_changes(head, unit, old, new) for (head, unit, old), (_, _, new) in pairs]
     if (earlier_bound := bounds[0]) and (least := bounds[1]):
@@ -91,7 +92,8 @@ def _amounts(
         """Sums the totals of rows with equal keys. A row's line moves with edits, so the key is
         its function."""
         rows = (row | {"function": row["line"].partition(" ")[2]} for row in result[kind])
-        return totals((texts(row, keys), row["total"]) for row in rows)
+        groups = grouped(rows, lambda row: texts(row, keys))
+        return {label: total_of(found) for label, found in groups.items()}
 
     at_peak = {"at the peak": result["peak"], "saved in the host's memory": result["host"]}
     needed = result["model_flops"] / math.prod(result["mesh"].values())
