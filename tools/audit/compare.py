@@ -35,29 +35,28 @@ def earlier(against: str) -> Result:
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
         options += [f"++audit.json={folder}/audit.json"]
         # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
-        command, env = [sys.executable, "-P", "-m", "tools.audit"], {"PYTHONPATH": folder}
-        done = subprocess.run(
-            command + options, env=os.environ | env, capture_output=True, text=True
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            problem = said[-1].removeprefix("error: ")
-            raise UserError(f"the audit of {against} fails: {problem}")
+        command = [sys.executable, "-P", "-m", "tools.audit", *options]
+        if problem := _failure(command, PYTHONPATH=folder):
+            raise UserError(f"the audit of {against} fails: {problem.removeprefix('error: ')}")
         return dict(json.loads((pathlib.Path(folder) / "audit.json").read_text()))
 
 
 def _check_out(revision: str, folder: str) -> None:
     """Writes the files of a revision into a folder, over a copy of today's configs."""
     shutil.copytree(ROOT / "configs", f"{folder}/configs")
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if archive.returncode:
-        said = archive.stderr.strip().splitlines()[-1]
+    archive = ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."]
+    if said := _failure(archive):
         raise UserError(f"audit.against={revision}: it is neither a file nor a revision ({said})")
     # Unlike the filter "data", this one allows links that point out of the folder.
     shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
+
+
+def _failure(command: list[str], **env: str) -> str:
+    """Runs a command with these additions to the environment. If it fails, returns the last line of
+    its errors, else ""."""
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""
 
 
 # --- As text --------------------------------------------------------------------------------------
