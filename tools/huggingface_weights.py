@@ -62,7 +62,7 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
-from tools.generate.text import Text, check_ids
+from tools.generate.model import Text, check_ids
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 # The files of a tokenizer and of the settings for generation.

@@ -118,7 +118,7 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
     """Audits a layout. Raises UserError if the config doesn't split this way."""
     config = config.changed(layout)
     result = audit_step(config, None, chip)
-    least = bound(result, chip, chip.links_of(config.mesh.axes))
+    least = bound(result, chip)
     return Plan(layout, config, result["held"], least, least.peak - ROOM * chip.usable)
 
 

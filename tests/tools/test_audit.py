@@ -15,9 +15,9 @@ from tests import golden
 from tests.helpers import ROOT, compose_config, train_here
 from tools import tables
 from tools.audit import __main__ as audit
-from tools.audit import figures, memory, roofline
+from tools.audit import memory, roofline
 from tools.audit import text as audit_text
-from tools.audit.page import page
+from tools.audit.page import MOST, PHASES, page
 from tools.audit.step import audit_step, merged, probe
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
@@ -270,15 +270,16 @@ def figures_of(page):
 
 
 def test_the_figures_of_the_page_are_those_of_the_text():
-    chip, (_, result) = chips.CHIPS["h100"], audited(*CONFIG[1:], chip="h100")
-    shown = figures_of(page([result], chip, {"s": "ib"}, ""))
+    _, result = audited(*CONFIG[1:], chip="h100")
+    chip = chips.CHIPS["h100"]._replace(chosen={"s": "ib"})
+    shown = figures_of(page([result], chip, ""))
     text, terms = audit_text.report(result, chip), audit_text.terms_table(result)
     held = dict(re.findall(r"^(\w[\w ]*?) {2,}([\d.]+ \w?B)$", terms, re.MULTILINE))
     assert held.keys() == result["held"].keys()
     received = re.search("receives (.*?) a step in .*?: (.*?); (.*).", text).groups()
     computed = re.search("computes (.*?) a step: (.*).", text).groups()
     over = dict(re.findall(r"(over [\w,]+) ([\d.]+ \w+)", received[1]))
-    least = roofline.bound(result, chip, {"s": "ib", "t": "nvlink"})
+    least = roofline.bound(result, chip)
     times = "compute", "memory bandwidth", "nvlink, over t", "ib, over s"
     one = held | dict(zip(times, least.cells()[1:], strict=False))
     assert {name: [amount] for name, amount in one.items()}.items() <= shown.items()
@@ -286,11 +287,11 @@ def test_the_figures_of_the_page_are_those_of_the_text():
         k: cells[-1] for k, cells in shown.items() if k.startswith("over")
     }
     for name, total, by_phase in ("received", *received[::2]), ("computed", *computed):
-        cells = dict(zip([*figures.PHASES, ""], shown[name], strict=True))
+        cells = dict(zip([*PHASES, ""], shown[name], strict=True))
         phases = dict(x.split(" ", 1) for x in by_phase.split(", "))
         assert {k: x for k, x in cells.items() if x[0] != "0"} == phases | {"": total}
     top = [name for name in shown if name.startswith("train.py:")]
-    assert len(top) == figures.MOST and shown[top[0]][-2:] == ["compute", "53.4 ms"]
+    assert len(top) == MOST and shown[top[0]][-2:] == ["compute", "53.4 ms"]
 
 
 # Which texts of the figures are in view: both ends of each line, with nothing above them.

@@ -40,7 +40,7 @@ from tests.helpers import assert_close, edited, mesh, plain, small_config
 from tools.generate import __main__ as generate
 from tools.generate import model as opened
 from tools.generate import steps
-from tools.generate.text import Text
+from tools.generate.model import Text
 from variants.cache import Cache, extend
 
 TIMESCALE = 100  # of small_config
