@@ -254,8 +254,9 @@ def forward(
         start = families.first_visible(start, batch.position, config.sliding_window)
 
     # The compiler could delay a layer's weight gradients, and keep their inputs in memory. With
-    # FSDP alone, the gradients' reduce-scatters prevent it; otherwise `in_turn` does.
-    fsdp_alone = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
+    # FSDP (over s and c) and no tensor parallelism (over t), the gradients' reduce-scatters prevent
+    # it; otherwise `in_turn` does.
+    fsdp_without_tp = lax.axis_size("s") * lax.axis_size("c") > 1 and lax.axis_size("t") == 1
 
     # The residual stream x is split over t, to save memory: a sublayer's all-gather and
     # reduce-scatter send as many bytes as one all-reduce. It is split along M, not L as in
@@ -270,7 +271,7 @@ def forward(
     # and the gathers of x, k, v and weights. It repeats no reduce-scatter: the x after each one is
     # saved.
     @functools.partial(
-        explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_alone
+        explicit_activation_checkpointing, unrolled=unroll > 1, in_turn=not fsdp_without_tp
     )
     @typechecked
     def block(x: compute["B/d L/c M/t"], w: Layer) -> tuple[compute["B/d L/c M/t"], Routing | None]:

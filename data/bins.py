@@ -28,6 +28,9 @@ def bin_files(path: str) -> list[str]:
 def mapped(file: str, kind: str) -> np.ndarray:
     """Returns a file's ids, of type `kind` unless its header names another. Raises ValueError if
     the file is cut off, empty or Megatron-LM's, or if its ids look like another type."""
+    if "://" in file:
+        cure = "copy it, or convert a copy with tools.bins to zarr, which may be in a bucket"
+        raise ValueError(f".bin files are read from local disks only: {cure}")
     whole, header, begin = os.path.getsize(file), np.fromfile(file, "<i4", 256), 0
     if os.path.exists(file.removesuffix("bin") + "idx"):
         raise ValueError("it is Megatron-LM's, with an .idx file: convert it with tools.bins")

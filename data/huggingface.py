@@ -70,7 +70,8 @@ class StreamLoader(Batches):
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-        self.source = text.Source(load, name, *settings, config.sequences_packed_per_batch)
+        few = config.sequences_packed_per_batch
+        self.source = text.Source(load, name, *settings, few, section=config.prefix)
         found, hosts = self.source.check(), jax.process_count()
         say(f"{self.name} has {text.counted(found['files'], 'file')}")
         if (fewest := found["shards"] // hosts) and found["shards"] % hosts:

@@ -98,8 +98,9 @@ class Tokenizer:
         self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
         if None in self.end:
+            problem = f"the tokenizer {name} names no end-of-text token, which end_token=true needs"
             cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
-            raise UserError(f"end_token=true: tokenizer={name} names no end-of-text token; {cure}")
+            raise UserError(f"{problem}; {cure}")
         if self.fast:  # called directly: transformers' wrapper costs a third of the speed
             # Our threads call it; its own would idle while units are read or written.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -119,6 +120,8 @@ class Tokenizer:
             if self.name.endswith(".json"):
                 inner = tokenizers.Tokenizer.from_file(self.name)
                 return PreTrainedTokenizerFast(tokenizer_object=inner)
+            if re.match(r"[./]|.*/.*/", self.name) and not os.path.exists(self.name):
+                raise ValueError("there is no such folder, and names on the hub are OWNER/NAME")
             opened = transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
             if transformers.utils.has_file(self.name, "tokenizer.json"):
                 # A family's class may replace parts of tokenizer.json, which changes ids.
@@ -127,7 +130,7 @@ class Tokenizer:
                     opened.eos_token = end  # only the class names it
             return opened
         except Exception as error:  # tokenizers raises plain Exceptions
-            problem = f"tokenizer={self.name} can't be opened: {error}"
+            problem = f"the tokenizer {self.name} can't be opened: {error}"
             raise UserError(problem.split("\n")[0]) from None
 
     @checked
@@ -361,6 +364,7 @@ class Source:
     skip_not_text: bool = False  # counts a value that isn't text as empty
     documents: int = DOCUMENTS  # in a unit, at most
     output: str = ""  # the folder to convert to, which may not be among the files read
+    section: str = ""  # prefix of the keys of the config, if not the converter's
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
@@ -429,7 +433,8 @@ class Source:
         except ValueError as error:
             raise UserError(str(error)) from None
         except Exception as error:  # the libraries below raise errors of many types
-            raise UserError(f"load_dataset: {error}") from None
+            path = f"{self.section or 'load_dataset.'}path={self.load_dataset['path']}"
+            raise UserError(f"{path}: {error}") from None
         dataset = datasets.IterableDataset(ExamplesIterable(self._texts, {"shards": shards}))
         return dataset, self._fingerprint(files, len(shards))
 
@@ -472,8 +477,10 @@ class Source:
                 raise
             except UnicodeDecodeError as error:
                 problem = f"row {number + 1} or a later one, isn't {error.encoding}: {error.reason}"
-                cure = "Save it as UTF-8 or, if it isn't parquet or Arrow, convert it with "
-                cure += "+load_dataset.encoding=latin-1, or whatever it is, or with "
+                cure = (
+                    "Save it as UTF-8 or, if it isn't parquet or Arrow, let the converter read it "
+                )
+                cure += "with +load_dataset.encoding=latin-1, or whatever it is, or with "
                 cure += "+load_dataset.encoding_errors=replace"
                 raise UserError(f"{name}, {problem}. {cure}") from None
             except Exception as error:  # the libraries below raise errors of many types
@@ -481,8 +488,8 @@ class Source:
                 problem = " ".join(str(error).split()).rstrip(".")
                 raise OSError(f"{name}, row {number + 1} can't be read: {problem}{cure}") from error
             if number and self.column not in columns:
-                names = ", ".join(columns)
-                raise UserError(f"{name} has no column={self.column}; the columns are {names}")
+                key, names = f"{self.section}column", ", ".join(columns)
+                raise UserError(f"{name} has no {key}={self.column}; the columns are {names}")
 
     def _text(self, place: str, value: Any) -> str:
         """Returns the text of a row. A null counts as an empty text."""
@@ -492,8 +499,8 @@ class Source:
                 return value
         if value is None or self.skip_not_text:
             return ""
-        problem = f"column={self.column} is {reprlib.repr(value)}, which is no text"
-        cure = "Correct the row, or set skip_not_text=true to leave out such rows"
+        problem = f"{self.section}column={self.column} is {reprlib.repr(value)}, which is no text"
+        cure = f"Correct the row, or set {self.section}skip_not_text=true to leave out such rows"
         raise UserError(f"{place}: {problem}. {cure}")
 
     def _fingerprint(self, files: list[tuple[str, Any]], shards: int) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def plain_attention(
     key_position: integer["B S"],
 ) -> floating["B L Q K D"]:
     """Computes attention in blocks of queries, so that only one block's scores are in memory."""
-    most = 2 ** (BLOCK * LONG // max(k.shape[1], LONG)).bit_length() // 2  # a power of two
+    most = BLOCK * LONG // max(k.shape[1], LONG)
+    most = 2 ** most.bit_length() // 2  # rounds down to a power of two
     block = math.gcd(q.shape[1], most)
     if block < min(most, 64):
         block = q.shape[1]

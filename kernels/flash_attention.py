@@ -211,7 +211,7 @@ def _backward(
     rows, heads, length, size = q.shape
     group = heads // k.shape[1]
     most = QUERIES // group  # of each head
-    block = math.gcd(length, min(BLOCK, 1 << most.bit_length() - 1))
+    block = math.gcd(length, min(BLOCK, 1 << (most.bit_length() - 1)))
     part = _part(length, block, most)
     # The derivative of softmax needs, per query, the product of the result and its gradient.
     product = jnp.einsum("bhld,bhld->bhl", mixed, grad, preferred_element_type=jnp.float32)

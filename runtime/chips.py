@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardlib.errors import UserError
@@ -18,6 +19,7 @@ class Chip(NamedTuple):
     bandwidth: float  # of the memory, bytes/s
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
+    chosen: Mapping[str, str] = MappingProxyType({})  # kinds of links by mesh axis: see `links_of`
 
     def with_rates(self, rates: dict[str, float]) -> "Chip":
         """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
@@ -47,15 +49,15 @@ class Chip(NamedTuple):
         raise UserError(f"{written} in the environment: {cure}")
 
     def links_of(self, axes: Mapping[str, int]) -> dict[str, str]:
-        """Returns the kind of link that each mesh axis uses. An axis uses the fastest one if it and
-        the axes inside it fit within a group of `near` devices."""
+        """Returns the kind of link that each mesh axis uses. An axis uses the `chosen` one, else
+        the fastest one if it and the axes inside it fit within a group of `near` devices."""
         fast, *slow = self.links
         kinds, size, count = {}, 1, math.prod(axes.values())
         for axis in reversed([*axes]):
             size *= axes[axis]
             among_neighbors = size <= self.near and (count <= self.near or self.near % size == 0)
             kinds[axis] = fast if among_neighbors else slow[-1]
-        return kinds
+        return {**kinds, **self.chosen}
 
 
 # A device that isn't named here exactly is unknown: an H100 NVL isn't an H100.

@@ -148,6 +148,8 @@ def unknown(schema: Any, key: str) -> str:
     """A message for a key that the schema lacks."""
     known = keys(schema, getattr(schema, "prefix", ""))
     similar = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    # All mesh axes for a wrong one: no name of one letter is more similar than the others.
+    similar = similar or [name for name in known if name[:-1] == f"{key.rpartition('.')[0]}."]
     similar = similar or difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     return f"unknown key {key}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
 

@@ -1,4 +1,4 @@
-"""Prints one host's rows of some batches. `tests.helpers.batches_on_hosts` runs it on each host."""
+"""Prints one host's rows of some batches. tests.processes.batches_on_hosts runs it on each."""
 
 import json
 import sys

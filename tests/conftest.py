@@ -17,7 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a missing file is an error at once, withou
 import jax
 import pytest
 
+import train
 from shardlib import devices
+from shardlib.types import computing_in
 from tests.bucket import bucket, server  # noqa: F401
 
 os.environ["XLA_FLAGS"] = f"{devices.COUNT_FLAG}=8 {devices.QUICK_COMPILES}"
@@ -31,3 +33,39 @@ def own_metadata():
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     yield
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+
+
+@pytest.fixture
+def in_f32():
+    """train.py, computing in f32, so that meshes differ only by rounding."""
+    with computing_in("f32"):
+        yield train
+
+
+@pytest.fixture
+def ended(capsys, monkeypatch):
+    """A function that runs a program in this process. It returns what was printed to standard
+    output and error, and the exit code, or the message in its place."""
+
+    def run(program, *arguments):
+        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments)])
+        code = 0
+        try:
+            program()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return *capsys.readouterr(), code
+
+    return run
+
+
+@pytest.fixture
+def train_here(ended):
+    """A function that runs train.py, or another program, in this process. It returns what was
+    printed and the exit message, or ""."""
+
+    def run(*arguments, program=train.main):
+        out, _, code = ended(program, *arguments)
+        return out, str(code or "")
+
+    return run

@@ -1,28 +1,18 @@
-"""Helpers shared by the tests: configs, meshes, processes, and edited copies of source files."""
+"""Helpers shared by the tests: configs, meshes, weights, and edited copies of source files."""
 
-import contextlib
-import json
-import os
-import pathlib
-import random
-import socket
-import subprocess
-import sys
 import types
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import zarr
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT, load
-from shardlib.devices import QUICK_COMPILES, make_mesh
+from shardlib.devices import make_mesh
 from shardlib.types import make_shardings, named
 from tests import mutations
 
@@ -53,6 +43,12 @@ def compose_config(
     return load(schema, OmegaConf.to_container(composed, resolve=True))
 
 
+def config_of(module: Any, *overrides: str, **options: Any) -> Any:
+    """The config local_test_synthetic with overrides, for an edited train.py."""
+    given = "paths.model_name=x", *overrides
+    return compose_config("local_test_synthetic", *given, schema=module.Config, **options)
+
+
 def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.State:
     """The state with which train.py starts a run that has these checkpoints."""
     paths = config.paths
@@ -76,79 +72,6 @@ SMALL = [
 ]
 
 
-def train_here(capsys, monkeypatch, *arguments: str, program=train.main) -> tuple[str, str]:
-    """Runs the program in this process. Returns what it printed and its exit message, or ""."""
-    monkeypatch.setattr("sys.argv", ["train", *arguments])
-    message = ""
-    try:
-        program()
-    except SystemExit as stop:
-        message = str(stop) if stop.code else ""
-    return capsys.readouterr().out, message
-
-
-def slurm(job: int, process: int, count: int) -> dict[str, Any]:
-    """The environment of a Slurm job's process. The job's number determines the port."""
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": count,
-        "SLURM_STEP_NUM_TASKS": count,
-        "SLURM_PROCID": process,
-        "SLURM_LOCALID": process,
-    }
-
-
-def start_hosts(
-    count: int,
-    devices: int,
-    command: Callable[[int], list[str]],
-    output: str = "",
-    cluster: Callable[..., dict[str, Any]] = slurm,
-    **settings: str,
-) -> list[subprocess.Popen]:
-    """Starts Python processes with `devices` CPU devices each, which find each other by a cluster's
-    environment variables. Host i prints to `<output>.<i>`, or to a pipe if `output` is empty."""
-    job = next(job for job in iter(lambda: random.randrange(4096), None) if is_free(61440 + job))
-    flags = f"--xla_force_host_platform_device_count={devices} "
-    settings["XLA_FLAGS"] = flags + settings.pop("flags", QUICK_COMPILES)
-    hosts = []
-    with contextlib.ExitStack() as files:
-        for i in range(count):
-            out = files.enter_context(open(f"{output}.{i}", "w")) if output else subprocess.PIPE
-            found = {name: str(value) for name, value in cluster(job, i, count).items()}
-            error = subprocess.STDOUT if output else subprocess.PIPE
-            full, env = [sys.executable, *command(i)], os.environ | settings | found
-            hosts.append(
-                subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=error, text=True)
-            )
-    return hosts
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", port)) != 0
-
-
-def on_hosts(count: int, module: str, *arguments: str) -> list[str]:
-    """Runs a module on several hosts that share 8 devices. Returns what each host printed."""
-    hosts = start_hosts(count, 8 // count, lambda _: ["-m", module, *arguments])
-    printed = [host.communicate(timeout=120) for host in hosts]
-    assert not any(host.returncode for host in hosts), printed
-    return [out for out, _ in printed]
-
-
-def batches_on_hosts(count: int, **asked: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The ids of some batches, assembled from several hosts, and each host's position."""
-    printed = on_hosts(count, "tests.batches_of_host", json.dumps(asked))
-    results = [json.loads(out.splitlines()[-1]) for out in printed]
-    batches = []
-    for parts in zip(*(host["rows"] for host in results), strict=True):
-        rows = {int(first): ids for part in parts for first, ids in part.items()}
-        batches.append(np.concatenate([rows[first] for first in sorted(rows)]))
-    return batches, {str(host["host"]): host["position"] for host in results}
-
-
 def token_batch(kind: Any, targets: Any, is_start: Any, start_token: int = 0) -> Any:
     """Returns a TokenBatch of class `kind` with targets[B, L], in which 0 is padding. The token
     before each row is 0."""
@@ -160,21 +83,6 @@ def token_batch(kind: Any, targets: Any, is_start: Any, start_token: int = 0) ->
 def starts_of(batch: Any) -> np.ndarray:
     """Marks the first token of each document in a batch, and of each row."""
     return np.asarray(batch.start == batch.position)
-
-
-def rows(run: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, without timings."""
-    return untimed(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
-
-
-def untimed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
-
-
-def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:
-    group = zarr.open_group(checkpoint, mode="r")
-    return {name: np.asarray(group[name][()]).tobytes() for name in group.attrs["arrays"]}
 
 
 def small_config(*overrides: str) -> "train.Config":

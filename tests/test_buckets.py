@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from data.flat_tokens import FlatTokens, FlatTokensError, Writer
+from data.flat_tokens import FlatTokens, FlatTokensError
 from runtime.checkpoint import list_checkpoints
 from shardlib.errors import UserError
 from tests.bucket import Proxy
 from tests.data.test_huggingface import expected
 from tests.data.test_huggingface import open_loader as open_stream
 from tests.data.test_loader import open_loader
+from tests.files import write_tokens
 from tests.helpers import mesh
 from tests.runtime.test_checkpoint import assert_same_bits, restore
 from tests.runtime.test_faults import TINY, Tiny, keeping, opened_tiny, saved, tiny, tiny_on_mesh
@@ -38,9 +39,7 @@ def one_device():
 
 def write_dataset(path):
     """A dataset of 100 packed rows whose tokens count up."""
-    with Writer(path, "train") as writer:
-        for i in range(10):
-            writer.append(np.arange(40 * i, 40 * i + 40) + 1)
+    write_tokens(path, np.arange(400).reshape(10, 40) + 1, ["train"])
 
 
 def read_rows(path):

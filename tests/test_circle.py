@@ -6,16 +6,14 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
 
-from runtime.config import ROOT
 from tests.data.test_text import write_tokenizer
+from tests.processes import python
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
 
 REAL = os.environ.get("SMOLLM")
@@ -24,9 +22,7 @@ PROMPT = "The sum of two and two"
 
 def run(*arguments):
     """Runs a program. Returns what it printed, without the newline at the end."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("-m", *arguments, JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     return done.stdout.removesuffix("\n")
 

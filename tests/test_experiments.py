@@ -22,6 +22,7 @@ from checks import preflight
 from shardlib.devices import abstract_mesh, make_mesh
 from shardlib.errors import ShardTypeError, UserError
 from tests import helpers, mutations, oracle, pages
+from tests.files import rows
 from tests.helpers import (
     ROOMS,
     ROOT,
@@ -30,11 +31,9 @@ from tests.helpers import (
     compose_config,
     edited,
     plain,
-    rows,
     token_batch,
-    train_here,
 )
-from tests.tools import test_generate
+from tests.tools import test_check, test_generate
 from tools import huggingface_weights as weights_tool
 
 PAGE = ROOT / "docs/experiments.md"
@@ -84,19 +83,19 @@ def apply(name, tree):
     shell(APPLY.replace("squared_relu", name), tree)
 
 
-def apply_all(section, tree):
+def apply_all(section, tree, patches=None):
+    """Applies the patches of a section, or some of them, and its commands that edit."""
     for name, text in BLOCK.findall(SECTION[section]):
-        if name:
+        if name and (patches is None or name in patches):
             apply(name, tree)
         elif text.startswith(("perl", "git")):
             shell(text, tree)
 
 
-def walk(section, tree, capsys, monkeypatch):
+def walk(train_here, section, tree):
     """Applies the edits of a section and runs its commands, in order, and compares their outputs
     with the page. Returns the section, with outputs of now under UPDATE_GOLDEN=1."""
     text, printed = SECTION[section], []
-    monkeypatch.chdir(tree)
     for name, block in BLOCK.findall(text):
         if name:
             apply(name, tree)
@@ -106,7 +105,7 @@ def walk(section, tree, capsys, monkeypatch):
             arguments = shlex.split(block)[3:]
             with imported_from(tree):
                 program = importlib.import_module("tools.audit.__main__").main
-                out, message = train_here(capsys, monkeypatch, *arguments, program=program)
+                out, message = train_here(*arguments, program=program)
             printed = (out + message).splitlines()
         elif pages.UPDATE:
             text = text.replace(block, pages.updated(block, printed))
@@ -117,9 +116,10 @@ def walk(section, tree, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTION)
-def test_the_page_shows_what_happens(section, tree, capsys, monkeypatch):
+def test_the_page_shows_what_happens(section, tree, train_here, monkeypatch):
     """UPDATE_GOLDEN=1 writes into the page what is printed now."""
-    text = walk(section, tree, capsys, monkeypatch)
+    monkeypatch.chdir(tree)
+    text = walk(train_here, section, tree)
     if pages.UPDATE:
         PAGE.write_text(PAGE.read_text().replace(SECTION[section], text))
 
@@ -159,14 +159,14 @@ class Places(NamedTuple):
         (["Gemma 3"], GEMMA),
     ],
 )
-def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, capsys, monkeypatch):
+def test_with_the_edits_it_trains(sections, settings, tree, tmp_path, train_here):
     for section in sections:
         apply_all(section, tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=8", *settings]
     arguments += ["paths.model_name=run", f"paths.root_working_dir={tmp_path}"]
     with imported_from(tree):
         program = importlib.import_module("train").main
-        _, message = train_here(capsys, monkeypatch, *arguments, program=program)
+        _, message = train_here(*arguments, program=program)
     assert not message
     losses = [row["loss"] for row in rows(tmp_path / "run")]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
@@ -180,12 +180,8 @@ def loss_and_grads(tree, *overrides, seed=0):
     and the arrays of the batch."""
     with imported_from(tree), importlib.import_module("shardlib.types").computing_in("f32"):
         module = mutations.load((tree / "train.py").read_text())
-        config = compose_config(
-            *("local_test_synthetic", *SMALL, "model.layers=1", "model.vocab=48"),
-            *("paths.model_name=x", *overrides),
-            folder=tree / "configs",
-            schema=module.Config,
-        )
+        smaller = *SMALL, "model.layers=1", "model.vocab=48"
+        config = helpers.config_of(module, *smaller, *overrides, folder=tree / "configs")
         rng, shape = np.random.default_rng(seed), (8, config.training.tokens.len)
         targets = rng.integers(1, 48, shape).astype(np.uint32)
         is_start = rng.random(shape) < 2 / shape[1]
@@ -209,22 +205,20 @@ def loss_and_grads(tree, *overrides, seed=0):
         return flops, loss, plain(grads), plain(weights), targets, is_start
 
 
-def assert_equals(
-    oracle, flops, loss, grads, weights, targets, is_start, window=10**6, windows=None, **options
-):
-    """Compares loss and gradients with the oracle's, and FLOPs with a count of what is computed.
-    Layers whose windows differ are the oracle's own, and `windows` lists them for the count."""
-    mean_loss = functools.partial(
-        oracle.mean_loss,
-        targets=targets,
-        is_start=is_start,
-        max_timescale=100,
-        window=window,
-        **options,
-    )
-    oracle_loss, oracle_grads = jax.device_get(jax.value_and_grad(mean_loss)(weights))
+def assert_same_gradients(oracle, loss, grads, weights, targets, is_start, **options):
+    """Compares loss and gradients with the oracle's."""
+    given = {"targets": targets, "is_start": is_start, "max_timescale": 100} | options
+    mean_loss = jax.value_and_grad(functools.partial(oracle.mean_loss, **given))
+    oracle_loss, oracle_grads = jax.device_get(mean_loss(weights))
     np.testing.assert_allclose(loss, oracle_loss, rtol=1e-6)
     assert_close(grads, oracle_grads, 1e-5)
+
+
+def assert_equals(oracle, flops, *results, window=10**6, windows=None, **options):
+    """Compares FLOPs with a count of what is computed, too. Layers whose windows differ are the
+    oracle's own, and `windows` lists them for the count."""
+    assert_same_gradients(oracle, *results, window=window, **options)
+    _, _, weights, targets, _ = results
     # 6 for each weight and token; 12 for each entry of a query and each token that it attends to,
     # with the token itself counted as a half, as is customary.
     factors = [w for name, w in weights["layers"].items() if name.startswith("w_")]
@@ -242,31 +236,50 @@ def assert_equals(
     assert flops[1] == 12 * queries * batch * seen
 
 
+def with_term(computed, term):
+    """The edit of the oracle that adds the gradient of a term to the loss, and not its value."""
+    added = f"""{computed}
+    if not experts:
+        return loss + {term} - jax.lax.stop_gradient({term}), None
+"""
+    return "    if not experts:\n        return loss, None\n", added
+
+
 @pytest.mark.slow
 def test_a_term_of_the_loss_is_the_oracles(tree):
     """Gives the term a larger weight, so that it shows in the gradient."""
     apply("z_loss", tree)
     source = tree / "train.py"
     source.write_text(source.read_text().replace("1e-4 * z_loss", "0.1 * z_loss"))
-    term = """
-    squares = jnp.where(targets != 0, jax.nn.logsumexp(logits, axis=-1) ** 2, 0)
-    if not experts:
-        return loss + 0.1 * squares.sum() / count, loss
-"""
-    oracle = edited("tests/oracle.py", ("    if not experts:\n        return loss, None\n", term))
-    _, loss, grads, weights, *rows = loss_and_grads(tree, "training.loss_chunks=2")
-    objective = jax.value_and_grad(oracle.objective, has_aux=True)
-    (_, expected), gradients = jax.device_get(objective(weights, *rows, max_timescale=100))
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert_close(grads, gradients, 1e-5)
+    squares = "jnp.where(targets != 0, jax.nn.logsumexp(logits, axis=-1) ** 2, 0)"
+    with_squares = edited("tests/oracle.py", with_term("", f"0.1 * {squares}.sum() / count"))
+    assert_equals(with_squares, *loss_and_grads(tree, "training.loss_chunks=2"))
+
+
+QUERIES = "all_queries[:, :, q], position, max_timescale)"
+# The edit of the oracle for a section, and settings to compare with.
+ORACLES = {
+    "Add a weight": ([(QUERIES, f'{QUERIES} * layer["heat"][q][:, None]')], {}),
+    "Squared ReLU": (
+        [
+            ('h, layer["w_gate"], ', "h, 0, "),
+            ("gate, up = x @ gate, x @ up", "up = x @ up"),
+            ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
+        ],
+        {"training.tokens.len": 192, "model.sliding_window": 40},
+    ),
+}
 
 
 @pytest.mark.slow
-def test_a_temperature_is_the_oracles(tree):
-    apply("temperature", tree)
-    queries = "all_queries[:, :, q], position, max_timescale)"
-    warm = (queries, f'{queries} * layer["heat"][q][:, None]')
-    assert_equals(edited("tests/oracle.py", warm), *loss_and_grads(tree))
+@pytest.mark.parametrize("section", ORACLES)
+def test_an_edit_is_the_oracles(section, tree):
+    """A token sees a window of its row and no more: 192 tokens are three blocks of queries."""
+    edits, settings = ORACLES[section]
+    apply_all(section, tree)
+    results = loss_and_grads(tree, *(f"{key}={value}" for key, value in settings.items()))
+    window = settings.get("model.sliding_window", 10**6)
+    assert_equals(edited("tests/oracle.py", *edits), *results, window=window)
 
 
 @pytest.mark.parametrize(
@@ -284,31 +297,13 @@ def test_a_weight_of_which_something_is_forgotten_is_refused(line, mistaken, tre
     apply("temperature", tree)
     source = (tree / "train.py").read_text()
     module = mutations.load(source.replace(line, mistaken))
-    config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
+    config = helpers.config_of(module)
     with pytest.raises((ShardTypeError, UserError, AttributeError, TypeError, ValueError)) as error:
         preflight.probe(module, config)
         with jax.set_mesh(make_mesh(config.mesh.axes)):
             module.init_state(config)
     rows = re.findall(r"^\| .* \| `(.*)` \|$", SECTION["Add a weight"], re.MULTILINE)
     assert sum(row in str(error.value) for row in rows) == 1
-
-
-@pytest.mark.slow
-def test_squared_relu_is_the_oracles(tree):
-    ungated = (
-        ('h, layer["w_gate"], ', "h, 0, "),
-        ("gate, up = x @ gate, x @ up", "up = x @ up"),
-        ("(gate / (1 + jnp.exp(-gate)) * up)", "jnp.where(up > 0, up, 0) ** 2"),
-    )
-    apply_all("Squared ReLU", tree)
-    assert_equals(edited("tests/oracle.py", *ungated), *loss_and_grads(tree))
-
-
-@pytest.mark.slow
-def test_a_token_sees_a_window_of_its_row_and_no_more(tree):
-    """Rows of 192 tokens are three blocks of queries."""
-    results = loss_and_grads(tree, "training.tokens.len=192", "model.sliding_window=40")
-    assert_equals(oracle, *results, window=40)
 
 
 EIGHT_BITS = """\
@@ -338,19 +333,10 @@ narrow.defvjp(lambda *operands: (narrow(*operands), operands), BACKWARD)
 def normalize("""
 
 
-def apply_narrow(tree, *variants):
-    section = SECTION["Narrow matmuls"]
-    (call_sites,) = (block for name, block in BLOCK.findall(section) if block.startswith("perl"))
-    apply("narrow", tree)
-    shell(call_sites, tree)
-    for variant in variants:
-        apply(variant, tree)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variants", [[], ["narrow_backward"], ["fp8"]])
 def test_narrow_matmuls_are_the_oracles(tree, variants):
-    apply_narrow(tree, *variants)
+    apply_all("Narrow matmuls", tree, ["narrow", *variants])
     rounding, limit = "jnp.round", "127"
     if "fp8" in variants:
         rounding, limit = "(lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32))", "448"
@@ -375,17 +361,17 @@ def test_narrow_matmuls_are_the_oracles(tree, variants):
     assert_equals(model, *results)
 
 
-# A section or patches, and settings with which the edit is checked.
-CHECKED = [
-    (["narrow", "narrow_backward"], []),
-    (["pipeline"], ["mesh.p=2", "training.pipeline_parts=2"]),
-    (
+# A section, those of its patches, and settings with which the edit is checked.
+CHECKED = {
+    "Narrow matmuls": (["narrow", "narrow_backward"], []),
+    "Pipeline parallelism": (["pipeline"], ["mesh.p=2", "training.pipeline_parts=2"]),
+    "Two tokens at once": (
         ["two_tokens"],
         ["mesh={c: 2, d: 2, t: 1}", "training.optimizer=muon", "training.loss_chunks=2"],
     ),
-    (["places", "experts"], ["mesh.r=2", "training.optimizer=muon"]),
-    ("Gemma 3", GEMMA),
-]
+    "Places for experts": (["places", "experts"], ["mesh.r=2", "training.optimizer=muon"]),
+    "Gemma 3": (["gemma"], GEMMA),
+}
 
 
 # An experiment, and settings that use it.
@@ -409,37 +395,25 @@ def test_an_experiment_gets_no_note(section, optimizer, tree):
     """A note that a number depends on the mesh would be a false alarm: all experiments are right on
     any mesh. The page says which get one."""
     apply_all(section, tree)
-    settings = ["paths.model_name=x", f"training.optimizer={optimizer}", *NOTED.get(section, [])]
+    settings = f"training.optimizer={optimizer}", *NOTED.get(section, [])
     with imported_from(tree):
         module, its = map(importlib.import_module, ("train", "checks.preflight"))
-        config = compose_config(
-            "local_test_synthetic", *settings, folder=tree / "configs", schema=module.Config
-        )
+        config = helpers.config_of(module, *settings, folder=tree / "configs")
         note = its.untried(module, config, *its.probe(module, config)[1:])
     assert ("a number depends on the mesh" in note) == (section in BY_LENGTH), note
     noted = section in BY_LENGTH or section == "Narrow matmuls"  # in bf16
     assert ("check=noted" in SECTION[section]) == noted
 
 
-def check(tree, name, *settings):
-    command = [sys.executable, "-m", "tools.check", f"--config-name={name}", *settings]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("patches, settings", CHECKED)
-def test_the_check_accepts_an_edit(patches, settings, tree):
-    if isinstance(patches, str):
-        apply_all(patches, tree)
-    elif patches[0] == "narrow":
-        apply_narrow(tree, *patches[1:])
-    else:
-        for name in patches:
-            apply(name, tree)
-    name = "local_experts" if patches[0] == "places" else "local_test_synthetic"
-    noted = ["check=noted"] * (patches[0] in ("narrow", "pipeline", "places"))
-    checked = check(tree, name, *settings, *noted)
-    assert checked.stdout.splitlines()[-1] == "types hold, and two meshes give the same numbers"
+@pytest.mark.parametrize("section", CHECKED)
+def test_the_check_accepts_an_edit(section, tree):
+    patches, settings = CHECKED[section]
+    apply_all(section, tree, patches)
+    name = "local_experts" if "experts" in section else "local_test_synthetic"
+    noted = ["check=noted"] * ("check=noted" in SECTION[section])
+    _, printed = test_check.check(tree, *settings, *noted, name=name)
+    assert printed.splitlines()[-1] == "types hold, and two meshes give the same numbers"
 
 
 PIPELINES = [
@@ -465,8 +439,8 @@ def test_the_check_refuses_a_wrong_pipeline(tree):
     source = (tree / "train.py").read_text()
     assert source.count("number - here, 0") == 1
     (tree / "train.py").write_text(source.replace("number - here, 0", "number, 0"))
-    checked = check(tree, "local_test_synthetic", *CHECKED[1][1])
-    assert checked.returncode == 1 and "the numbers of " in checked.stderr, checked.stderr
+    code, printed = test_check.check(tree, *CHECKED["Pipeline parallelism"][1])
+    assert code == 1 and "the numbers of " in printed, printed
 
 
 @pytest.mark.slow
@@ -481,8 +455,7 @@ def test_the_check_refuses_a_wrong_pipeline(tree):
 )
 def test_experts_with_places_are_the_oracles(tree, mesh, capacity, group, patches):
     """Compares a layer in which some choices find no place, if there is a limit."""
-    for name in patches:
-        apply(name, tree)
+    apply_all("Places for experts", tree, patches)
     overrides = *EXPERTS, f"mesh={mesh}"
     places = f"capacity_factor={capacity or 'null'}", f"group={group or 'null'}"
     results = loss_and_grads(tree, *overrides, *(f"training.routing.{place}" for place in places))
@@ -498,12 +471,8 @@ def test_the_average_of_the_weights_is_numpys(tree):
     apply("average", tree)
     with imported_from(tree):
         module = mutations.load((tree / "train.py").read_text())
-        overrides = "training.average_decay=0.25", "paths.model_name=x", "training.grad_clip=1"
-        config = compose_config(
-            *("local_test_synthetic", *SMALL, "model.vocab=48", *overrides),
-            folder=tree / "configs",
-            schema=module.Config,
-        )
+        overrides = "model.vocab=48", "training.average_decay=0.25", "training.grad_clip=1"
+        config = helpers.config_of(module, *SMALL, *overrides, folder=tree / "configs")
         targets = np.random.default_rng(0).integers(1, 48, (8, 12)).astype(np.uint32)
         batch = token_batch(module.TokenBatch, targets, np.zeros((8, 12), bool), 0)
         with jax.set_mesh(helpers.mesh(4, 2, 2)):
@@ -520,7 +489,9 @@ def test_the_average_of_the_weights_is_numpys(tree):
 
 
 @pytest.mark.slow
-def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, capsys, monkeypatch):
+def test_the_average_is_validated_generated_from_and_exported(
+    tree, tmp_path, train_here, monkeypatch
+):
     apply("average", tree)
     arguments = ["--config-name=local_test_synthetic", *SMALL, "training.steps=4"]
     arguments += ["training.warmup_steps=0", "training.validation_interval=4"]
@@ -533,7 +504,7 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
         generate = importlib.import_module("tools.generate.__main__")
         sources = importlib.import_module("data.sources")
         in_f32 = importlib.import_module("shardlib.types").computing_in("f32")
-        train_here(capsys, monkeypatch, *arguments, program=module.main)
+        train_here(*arguments, program=module.main)
         with jax.set_mesh(helpers.mesh(1, 1)), in_f32:
             checkpoints, config = model.open_checkpoint(str(run / "checkpoints"))
             _, held_out = sources.open_batches(config, module.dimensions(config))
@@ -547,7 +518,7 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
         average = zarr.open_group(folder, mode="r")["average/embed"][()]
         monkeypatch.setattr(model.Checkpoints, "restore", lambda self, part: sys.exit(part))
         command = str(run / "checkpoints"), "--prompt", "a", "--tokenizer", "bytes_utf8"
-        _, part = train_here(capsys, monkeypatch, *command, program=generate.main)
+        _, part = train_here(*command, program=generate.main)
     assert part == "average"
     assert rows(run)[-1]["validation_loss"] == pytest.approx(losses[0], abs=1e-5)
     assert abs(losses[1] - losses[0]) > 1e-3
@@ -556,12 +527,10 @@ def test_the_average_is_validated_generated_from_and_exported(tree, tmp_path, ca
 
 
 SECOND_HEAD = """\
-    if not experts:
-        after, there = targets[:, 1:], (targets[:, 1:] != 0) & (position[:, 1:] > 0)
-        likelihood = jax.nn.softmax(routed)[:, :-1]
-        likelihood = jnp.take_along_axis(likelihood, after[..., None].astype(int), -1)[..., 0]
-        return loss - jnp.sum(jnp.where(there, jnp.log(likelihood), 0)) / count, loss
-"""
+    after, there = targets[:, 1:], (targets[:, 1:] != 0) & (position[:, 1:] > 0)
+    likely = jax.nn.softmax(routed)[:, :-1]
+    likely = jnp.take_along_axis(likely, after[..., None].astype(int), -1)[..., 0]
+    term = -jnp.sum(jnp.where(there, jnp.log(likely), 0)) / count"""
 
 
 @pytest.mark.slow
@@ -587,17 +556,13 @@ def test_two_tokens_at_once_are_the_oracles(tree):
             '    x, routed = normalize(main, weights["final_norm"]), later\n',
         ),
         ("value[i]", "value[min(i, count - 1)]"),
-        ("    if not experts:\n        return loss, None\n", SECOND_HEAD),
+        with_term(SECOND_HEAD, "term"),
     )
     options = "model.layers=2", "training.microbatches=2", "training.loss_chunks=2"
     options += ("mesh={d: 2, t: 2, c: 2}",)
-    flops, loss, grads, weights, targets, is_start = loss_and_grads(tree, *options)
-    objective = functools.partial(
-        two_heads.objective, targets=targets, is_start=is_start, max_timescale=100
-    )
-    (_, expected), gradients = jax.value_and_grad(objective, has_aux=True)(weights)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert_close(grads, jax.device_get(gradients), 1e-5)
+    flops, *results = loss_and_grads(tree, *options)
+    assert_same_gradients(two_heads, *results)
+    _, _, weights, targets, _ = results
     layers = weights["layers"] | {f"second {k}": v for k, v in weights["second"].items()}
     factors = sum(w.size for name, w in layers.items() if "w_" in name)
     assert flops[0] == 6 * targets.size * (factors + 2 * weights["unembed"].size)
@@ -636,9 +601,7 @@ def gemma_modules(tree):
     apply_all("Gemma 3", tree)
     with imported_from(tree, ("configs", "variants", "tools")):
         module, tool = map(importlib.import_module, ("train", "tools.generate.steps"))
-    overrides = *SMALL, "model.vocab=48", "paths.model_name=x", *GEMMA
-    config = compose_config("local_test_synthetic", *overrides, schema=module.Config)
-    return module, tool, config
+    return module, tool, helpers.config_of(module, *SMALL, "model.vocab=48", *GEMMA)
 
 
 def test_gemma_3_1b_has_as_many_weights_as_googles(tree):
@@ -651,13 +614,6 @@ def test_gemma_3_1b_has_as_many_weights_as_googles(tree):
     assert sum(shape.size for shape in jax.tree.leaves(shapes)) == 999_885_952
 
 
-def gemma_logits(oracle, weights, inputs):
-    """The oracle's, for one document per row."""
-    position = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
-    sees = np.broadcast_to(np.tri(inputs.shape[1], dtype=bool), (*inputs.shape, inputs.shape[1]))
-    return np.asarray(oracle.laid_out_logits(weights, inputs, position, sees, 100))
-
-
 @pytest.mark.slow
 def test_gemma_3_generates_by_the_oracles_logits(tree, gemma_oracle):
     module, tool, config = gemma_modules(tree)
@@ -665,7 +621,7 @@ def test_gemma_3_generates_by_the_oracles_logits(tree, gemma_oracle):
     inputs = test_generate.random_inputs()
     with importlib.import_module("shardlib.types").computing_in("f32"):
         actual = test_generate.cached_logits(tool, config, weights, inputs, helpers.mesh(2, 4))
-    assert_close(actual, gemma_logits(gemma_oracle, weights, inputs), 1e-5)
+    assert_close(actual, test_generate.oracle_logits(weights, inputs, model=gemma_oracle), 1e-5)
 
 
 def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
@@ -704,4 +660,4 @@ def test_gemma_3_is_that_of_transformers(tree, gemma_oracle, monkeypatch):
     inputs = test_generate.random_inputs()
     with torch.no_grad():
         logits = model(torch.tensor(inputs.astype(int))).logits.numpy()
-    assert_close(gemma_logits(gemma_oracle, weights, inputs), logits, 1e-5)
+    assert_close(test_generate.oracle_logits(weights, inputs, model=gemma_oracle), logits, 1e-5)

@@ -11,7 +11,7 @@ import pytest
 import train
 from checks import preflight
 from shardlib.devices import abstract_mesh
-from shardlib.types import computing_in, make_shardings
+from shardlib.types import make_shardings
 from tests import oracle
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tests.test_train import expected, loss_and_grads, random_rows
@@ -33,12 +33,6 @@ VARIANTS = {
     "not renormalized": [ONLY, *settings(costs=False, renormalize="false")],
     "sigmoid": [ONLY, *settings(score="sigmoid")],
 }
-
-
-@pytest.fixture
-def in_f32():
-    with computing_in("f32"):
-        yield train
 
 
 @pytest.mark.parametrize("name", ["shared expert", "not renormalized"])

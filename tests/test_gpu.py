@@ -4,8 +4,6 @@ import functools
 import gzip
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,8 @@ from kernels import attention
 from runtime.run import compile_step
 from shardlib import devices
 from tests import compiled
-from tests.helpers import ROOT, SMALL, assert_close, mesh, small_config, train_here
+from tests.helpers import SMALL, assert_close, mesh, small_config
+from tests.processes import python
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools.audit import memory
 from tools.audit.ledger import ledger
@@ -88,13 +87,13 @@ def test_the_step_runs_the_kernel():
         assert "__cudnn$fmha" in compile_step(config, train.lower_step(config)).as_text()
 
 
-def test_a_run_saves_resumes_and_is_profiled(tmp_path, capsys, monkeypatch):
+def test_a_run_saves_resumes_and_is_profiled(tmp_path, train_here):
     run = [
         "--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}", "simulate_devices=false",
         f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "training.steps_for_lr=100",
     ]  # fmt: skip
-    train_here(capsys, monkeypatch, *run, "training.steps=3")
-    out, message = train_here(capsys, monkeypatch, *run, "training.steps=8", "profile=true")
+    train_here(*run, "training.steps=3")
+    out, message = train_here(*run, "training.steps=8", "profile=true")
     assert not message and "\nresumed at step 3 " in out
     file = tmp_path / "run/profile/host_0/perfetto.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -119,9 +118,8 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
 
 
 def test_the_benchmark_knows_the_chip_and_its_memory():
-    command = [sys.executable, "-m", "tools.benchmark", "--config-name=c4_a100x1_84m"]
-    settings = ["flat_tokens.filespec=data/synthetic.zarr", "training.tokens.batch=32"]
-    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True)
+    settings = "flat_tokens.filespec=data/synthetic.zarr", "training.tokens.batch=32"
+    done = python("-m", "tools.benchmark", "--config-name=c4_a100x1_84m", *settings)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^MFU, causal attention included +\d+\.\d%$", done.stdout, re.MULTILINE)
     assert re.search(r"^peak memory .* per device$", done.stdout, re.MULTILINE)

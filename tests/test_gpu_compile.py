@@ -18,7 +18,7 @@ from runtime import chips
 from runtime.run import compile_step
 from shardlib import devices
 from tests import compiled
-from tests.helpers import ROOT, compose_config, train_here
+from tests.helpers import ROOT, compose_config
 from tools.audit import memory
 from tools.audit.ledger import PRODUCTS, ledger
 from tools.compile import __main__ as compiler
@@ -234,12 +234,12 @@ def test_no_result_of_a_deterministic_step_depends_on_the_order_of_additions():
 
 
 @pytest.mark.slow
-def test_the_report(capsys, monkeypatch):
+def test_the_report(train_here, monkeypatch):
     command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x"]
     for share in "75", "30":
         monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", f".{share}")
         arguments = [*command, "topology=h100:8"]
-        out, message = train_here(capsys, monkeypatch, *arguments, program=compiler.main)
+        out, message = train_here(*arguments, program=compiler.main)
         verdict = "fits" if share == "75" else "does not fit"
         assert not message and f"\nIt {verdict}: 29." in out
         assert f"GB, the {share}% of the memory that JAX takes.\n" in out
@@ -248,9 +248,9 @@ def test_the_report(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_topology_that_is_another_than_the_mesh(capsys, monkeypatch):
+def test_a_topology_that_is_another_than_the_mesh(train_here):
     command = ["--config-name=c4_h100x8_1b", "flat_tokens.filespec=x", "topology=h100:2x8"]
-    out, message = train_here(capsys, monkeypatch, *command, program=compiler.main)
+    out, message = train_here(*command, program=compiler.main)
     assert not out and message.startswith(
         "error: topology=h100:2x8 for the mesh s=8: Number of dev"
     )

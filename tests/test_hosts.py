@@ -3,15 +3,15 @@
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 
 from runtime.run import make_mesh
 from shardlib.errors import UserError
-from tests.helpers import ROOT, arrays, rows, slurm, small_config
+from tests.files import arrays, rows
+from tests.helpers import small_config
+from tests.processes import python_at_work, slurm
 from tests.torture import ARGUMENTS, LIMIT, NEVER, QUICK, Hosts, complete, start_hosts
 
 # A run saves only when it stops; the number of steps is chosen after that.
@@ -182,9 +182,7 @@ with Stop():
 
 
 def test_the_second_ctrl_c_ends_a_process_at_once():
-    command = [sys.executable, "-c", HANGS]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+    with python_at_work("-c", HANGS) as process:
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == (

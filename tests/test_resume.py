@@ -2,17 +2,14 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-import zarr
 
-from data.flat_tokens import SPLITS, Writer
-from runtime.config import ROOT
 from runtime.run import open_folder
-from tests.helpers import SMALL, arrays, rows, train_here
+from tests.files import arrays, name_tokenizer, rows, write_tokens
+from tests.helpers import SMALL
+from tests.processes import python
 from tests.torture import Kill, Torture
 
 ARGUMENTS = [
@@ -45,16 +42,16 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monkeypatch):
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, train_here):
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     short = [*run, "training.steps_for_lr=10", "training.steps=2"]
-    train_here(capsys, monkeypatch, *short)
+    train_here(*short)
 
     def written():
         return {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != "lock"}
 
     before = written()
-    out, message = train_here(capsys, monkeypatch, *short)
+    out, message = train_here(*short)
     assert (out, message) == (
         "check=types: numbers are not checked\n"
         f"{tmp_path}/run is complete: all its steps are done. Raise training.steps to "
@@ -63,23 +60,23 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, capsys, monke
     )
     assert before == written()
 
-    out, message = train_here(capsys, monkeypatch, *run, "model.d_ff=80")
+    out, message = train_here(*run, "model.d_ff=80")
     assert "has a different model: model.d_ff is 40 in the checkpoint but 80 here" in message
     assert before == written()
 
-    out, message = train_here(capsys, monkeypatch, *run, "mesh={d: 1, t: 4}", "training.steps=4")
+    out, message = train_here(*run, "mesh={d: 1, t: 4}", "training.steps=4")
     assert not message and "\nresumed at step 2 from " in out
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, capsys, monkeypatch):
+def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, train_here):
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "training.optimizer=muon"]
     run += ["training.steps_for_lr=6"]
-    train_here(capsys, monkeypatch, *run, "paths.model_name=whole", "training.steps=6")
+    train_here(*run, "paths.model_name=whole", "training.steps=6")
     for steps in 3, 6:
         settings = "paths.model_name=parts", f"training.steps={steps}"
-        out, message = train_here(capsys, monkeypatch, *run, *settings)
+        out, message = train_here(*run, *settings)
         assert not message
     assert "\nresumed at step 3 from " in out
     whole, parts = (
@@ -93,10 +90,10 @@ def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, capsys, monkeypatch)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
 
 
-def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
+def test_other_rows_are_refused(tmp_path, train_here):
     """A batch of flat tokens is chosen by its number: with another size, rows would come again."""
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
-    train_here(capsys, monkeypatch, *run, "training.steps=2")
+    train_here(*run, "training.steps=2")
     before = arrays(*(tmp_path / "run/checkpoints").glob("*"))
     config = (tmp_path / "run/config.yaml").read_text()
     for key, value in (
@@ -108,7 +105,7 @@ def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
             path = "{filespec: data/synthetic.zarr, weight: "
             change = f"{key}=[{path}3}}, {path}1}}]"
         parts = [change, *["flat_tokens.filespec=null"] * ("mixture" in key), "training.steps=3"]
-        out, message = train_here(capsys, monkeypatch, *run, *parts)
+        out, message = train_here(*run, *parts)
         assert re.search(
             rf"was written with {re.escape(key)}.*, now {re.escape(str(value))}: ", message
         )
@@ -116,18 +113,16 @@ def test_other_rows_are_refused(tmp_path, capsys, monkeypatch):
         assert arrays(*(tmp_path / "run/checkpoints").glob("*")) == before
         assert (tmp_path / "run/config.yaml").read_text() == config
     accepted = "flat_tokens.seed=7", "flat_tokens.other_rows=true"  # with the same program
-    out, message = train_here(capsys, monkeypatch, *run, *accepted, "training.steps=3")
+    out, message = train_here(*run, *accepted, "training.steps=3")
     assert not message and "\nresumed at step 2 from " in out
 
 
 @pytest.mark.slow
-def test_a_dataset_that_has_become_another_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     """Under the same name, with another tokenizer or number of tokens, by which rows are chosen; or
     with the datasets of a mixture in another order."""
     for name, tokens in ("one", 200), ("other", 210):
-        for split in SPLITS:
-            with Writer(f"{tmp_path}/{name}.zarr", split) as writer:
-                writer.append(np.arange(tokens) % 128)
+        write_tokens(f"{tmp_path}/{name}.zarr", [np.arange(tokens) % 128])
     run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
     one, other = f"{tmp_path}/one.zarr", f"{tmp_path}/other.zarr"
     both = [f"{{filespec: {path}, weight: 1}}" for path in (one, other)]
@@ -139,17 +134,16 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, capsys, monkeypa
         ("mixed", mixed, turned, "the datasets' tokens=[200, 210], now [210, 200]: "),
     ):  # fmt: skip
         run_of = [*run, f"paths.model_name={name}"]
-        train_here(capsys, monkeypatch, *run_of, *begun, "training.steps=1")
-        _, refused = train_here(capsys, monkeypatch, *run_of, *changed, "training.steps=2")
+        train_here(*run_of, *begun, "training.steps=1")
+        _, refused = train_here(*run_of, *changed, "training.steps=2")
         assert message in refused and "flat_tokens.other_rows=true" in refused
     accepted = [*run_of, *turned, "flat_tokens.other_rows=true", "training.steps=2"]
-    out, refused = train_here(capsys, monkeypatch, *accepted)
+    out, refused = train_here(*accepted)
     assert not refused and "\nresumed at step 1 from " in out
     run_of = [*run, f"flat_tokens.filespec={one}", "paths.model_name=tokenized"]
     for steps, tokenizer in (1, "bytes_utf8"), (2, "gone"):
-        settings = {"settings": {"tokenizer": tokenizer}}
-        zarr.open_group(one).attrs["conversion"] = settings
-        _, refused = train_here(capsys, monkeypatch, *run_of, f"training.steps={steps}")
+        name_tokenizer(one, tokenizer)
+        _, refused = train_here(*run_of, f"training.steps={steps}")
     assert " is bytes_utf8, the dataset's is gone: " in refused
 
 
@@ -159,13 +153,13 @@ RING = ["{d: 4, t: 2, r: 2}", "{d: 2, t: 1, r: 2, c: 4}", "{d: 1, t: 1}"]
 @pytest.mark.slow
 def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tmp_path):
     """Losses differ by 4e-4 at most in 12 steps, by rounding in bf16."""
-    run = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *SMALL]
+    run = ["-m", "train", "--config-name=local_test_synthetic", *SMALL]
     run += [f"paths.root_working_dir={tmp_path}", "training.tokens.len=48"]
     run += ["training.steps_for_lr=12"]
 
     def start(name, steps, layout):
         part = [f"paths.model_name={name}", f"training.steps={steps}", f"mesh={layout}"]
-        done = subprocess.run([*run, *part], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        done = python(*run, *part, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import types
 
 import jax
@@ -25,19 +24,18 @@ from runtime.run import Run
 from runtime.supervise import STOPS
 from shardlib.types import make_shardings
 from tests import golden
+from tests.files import arrays, rows
 from tests.helpers import (
     ROOT,
     SMALL,
-    arrays,
     edited,
     mesh,
-    rows,
     small_config,
     starting_state,
     take_step,
     token_batch,
-    train_here,
 )
+from tests.processes import python_at_work
 
 # All runs have the same program, which is compiled once.
 ARGUMENTS = [
@@ -61,10 +59,10 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def start(runs, capsys, monkeypatch):
+def start(runs, train_here):
     def start(name, *more, program=train.main):
         settings = f"paths.root_working_dir={runs}", f"paths.model_name={name}"
-        return train_here(capsys, monkeypatch, *ARGUMENTS, *settings, *more, program=program)
+        return train_here(*ARGUMENTS, *settings, *more, program=program)
 
     return start
 
@@ -229,9 +227,8 @@ def test_a_clone_starts_from_anothers_weights(runs, capsys):
         note += "training.warmup_steps=10"
         assert capsys.readouterr().out.splitlines()[-1] == note
         nowhere = small_config(f"paths.clone_from={runs}/nowhere")
-        with pytest.raises(CheckpointError) as error:
+        with golden.raises("runs.txt", "nothing to clone", CheckpointError, (str(runs), "runs")):
             starting_state(nowhere, Checkpoints(str(runs / "newer"), *arguments), FLAT)
-        golden.check("runs.txt", "nothing to clone", str(error.value).replace(str(runs), "runs"))
 
 
 def test_weights_that_a_step_made_infinite_are_in_no_checkpoint(runs, start):
@@ -263,8 +260,7 @@ def test_metrics_that_can_not_be_written_end_the_run_after_a_checkpoint(runs, st
     assert [row["step"] for row in rows(runs / "full")] == [*range(steps)]
     out, message = start("full")
     assert not message and f"\nresumed at step {steps} from " in out
-    assert rows(runs / "full") == rows(runs / "whole")
-    assert arrays(checkpoint(runs / "full", 6)) == arrays(checkpoint(runs / "whole", 6))
+    assert_as_whole(runs, "full")
 
 
 @pytest.mark.slow
@@ -290,16 +286,13 @@ if len(sys.argv) == 1:
 
 
 def test_a_run_outlives_its_standard_output():
-    command, pipe = [sys.executable, "-c", PRINTS], subprocess.PIPE
-    settings = {"cwd": ROOT, "stdout": pipe, "stderr": pipe, "text": True}
-    with subprocess.Popen(command, **settings) as process:
+    with python_at_work("-c", PRINTS) as process:
         assert process.stdout.readline() == "line 0\n"
         process.stdout.close()
         errors = process.stderr.read()
     assert errors == "warning: standard output ends here: Broken pipe\nover\n"
     assert process.returncode == 0
-    both = settings | {"stderr": subprocess.STDOUT}
-    with subprocess.Popen([*command, "both"], **both) as process:
+    with python_at_work("-c", PRINTS, "both", stderr=subprocess.STDOUT) as process:
         assert process.stdout.readline() == "line 0\n"
         process.stdout.close()
     assert process.returncode == 0

@@ -3,17 +3,15 @@
 import collections
 import functools
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
 
 from checks import preflight
 from runtime import chips
-from runtime.config import ROOT
 from shardlib import devices
 from tests import compiled, tpu_programs
+from tests.processes import python
 from tools.audit import memory
 from tools.audit.ledger import ledger
 from tools.compile import cycles
@@ -190,8 +188,7 @@ print(sum(kernels) * chip.flops)
 def test_an_attention_kernel_takes_at_least_what_its_flops_need_at_peak(slice_):
     """Forward two products of each block that is seen, backward five."""
     for length in (1024, 4096):
-        command = [sys.executable, "-c", KERNEL, slice_, str(length)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = python("-c", KERNEL, slice_, length)
         assert not done.returncode, done.stderr
         blocks = length // 512
         needed = 7 * blocks * (blocks + 1) // 2 * 16 * 2 * 512 * 512 * 128

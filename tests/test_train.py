@@ -33,16 +33,8 @@ from tests.helpers import (
     small_config,
     take_step,
     token_batch,
-    train_here,
 )
 from tools.audit.ledger import ledger
-
-
-@pytest.fixture
-def in_f32():
-    """train.py, computing in f32, so that meshes differ only by rounding."""
-    with computing_in("f32"):
-        yield train
 
 
 def random_rows(seed=0, padded=True, length=12):
@@ -318,11 +310,11 @@ def test_a_signal_is_obeyed_between_the_batches_of_a_validation():
     assert next(asked, "both were asked") == "both were asked"
 
 
-def test_a_dimension_without_a_size_is_one_message(capsys, monkeypatch, tmp_path):
+def test_a_dimension_without_a_size_is_one_message(tmp_path, train_here):
     module = edited("train.py", ('w_up: compute["M/c/s F/t"', 'w_up: compute["M/c/s G/t"'))
     arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
     arguments += [f"paths.root_working_dir={tmp_path}"]
-    _, message = train_here(capsys, monkeypatch, *arguments, program=module.main)
+    _, message = train_here(*arguments, program=module.main)
     assert message == (
         'error: f32["layers M/c/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
         "key in the config"

@@ -9,25 +9,21 @@ import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import train
 from checks import preflight
-from data.flat_tokens import Writer
 from runtime import supervise
-from runtime.checkpoint import Checkpoints
 from runtime.config import keys
 from runtime.errors import user_errors
 from runtime.run import Run
-from shardlib.types import make_shapes, make_shardings
 from tests import golden
-from tests.helpers import ROOT, SMALL, compose_config, mesh, train_here
+from tests.files import save_state, write_tokens
+from tests.helpers import SMALL, compose_config, mesh, random_weights
+from tests.processes import python_at_work
 from tools import flat_tokens_info, huggingface_to_flat_tokens, plan, plot, synthetic_dataset
 from tools.audit import __main__ as audit
 from tools.compile import __main__ as compiler
@@ -55,7 +51,8 @@ def is_text(path):
 
 CASES = {
     "an unknown key": ["training.stepz=5"],
-    "an unknown key unlike any other": ["mesh.pipeline=5"],
+    "an unknown key unlike any other": ["training.pipeline=5"],
+    "an unknown mesh axis": ["mesh.s=2"],
     "a key in the wrong place": ["d_model=5"],
     "an unknown section": ["trainin.steps=5"],
     "a section as a number": ["training=5"],
@@ -142,10 +139,7 @@ CASES = {
 def folder(tmp_path, monkeypatch):
     """An empty working folder with a small dataset."""
     monkeypatch.chdir(tmp_path)
-    for split in "train", "validation":
-        with Writer("tokens.zarr", split) as writer:
-            for i in range(40):
-                writer.append([1 + i, 2, 3, 4, 5, 6, 7])
+    write_tokens("tokens.zarr", [[1 + i, 2, 3, 4, 5, 6, 7] for i in range(40)])
     return tmp_path
 
 
@@ -172,8 +166,8 @@ NAMES = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_the_name_of_a_config(case, folder, capsys, monkeypatch):
-    _, message = train_here(capsys, monkeypatch, *NAMES[case])
+def test_the_name_of_a_config(case, folder, train_here):
+    _, message = train_here(*NAMES[case])
     message = message.split("choose from ")[0].split("NAME: ")[0]  # without the list, which grows
     check(case, message, contents(folder), folder)
 
@@ -185,26 +179,21 @@ def nothing_is_compiled(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_can_not_be_used(folder, capsys, monkeypatch):
+def test_a_checkpoint_that_can_not_be_used(folder, train_here, monkeypatch):
     config = compose_config(START[0].partition("=")[2], *START[1:])
-    model = train.state_type(config), train.dimensions(config)
     with jax.set_mesh(mesh(4, 2)):
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), make_shapes(*model))
-        state = jax.device_put(zeros, make_shardings(model[0]))
-        checkpoints = Checkpoints("runs/run/checkpoints", *model, config.to_yaml(), 4)
-        checkpoints.save(1, state)
-        checkpoints.wait()
+        save_state("runs/run/checkpoints", config, random_weights(train, config), 1)
     nothing_is_compiled(monkeypatch)
     clone = [*START, "paths.model_name=clone", "paths.clone_from=runs/run/checkpoints"]
     before = contents(folder)
-    _, message = train_here(capsys, monkeypatch, *clone, "model.d_ff=80")
+    _, message = train_here(*clone, "model.d_ff=80")
     check("a clone of another model", message, before, folder)
     (chunk,) = pathlib.Path("runs/run/checkpoints").glob("*/weights/embed/c/1/1")
     os.truncate(chunk, 10)
     before = contents(folder)
-    _, message = train_here(capsys, monkeypatch, *START)
+    _, message = train_here(*START)
     check("a damaged checkpoint", message, before, folder)
-    _, message = train_here(capsys, monkeypatch, *clone)
+    _, message = train_here(*clone)
     check("a clone of a damaged checkpoint", message, before, folder)
 
 
@@ -225,20 +214,20 @@ LATER = {
 
 
 @pytest.mark.parametrize("case", [*CASES, *LATER])
-def test_training(case, folder, capsys, monkeypatch):
+def test_training(case, folder, train_here, monkeypatch):
     nothing_is_compiled(monkeypatch)
     prepare, overrides = LATER.get(case) or (dict, CASES[case])
     prepare()
     before = contents(folder)
-    _, message = train_here(capsys, monkeypatch, *START, *overrides)
+    _, message = train_here(*START, *overrides)
     check(case, message, before, folder)
 
 
-def test_a_run_that_is_at_work(folder, capsys, monkeypatch):
+def test_a_run_that_is_at_work(folder, train_here, monkeypatch):
     nothing_is_compiled(monkeypatch)
     with supervise.locked(pathlib.Path("runs/run")):
         before = contents(folder)
-        _, message = train_here(capsys, monkeypatch, *START)
+        _, message = train_here(*START)
     message = message.replace(f"{os.getpid()} on {socket.gethostname()}", "PID on HOST")
     check("a run that is in use", message, before, folder)
 
@@ -252,15 +241,12 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("case", TOOLS)
-def test_an_option(case, folder, capsys, monkeypatch):
+def test_an_option(case, folder, ended):
     tool, arguments = TOOLS[case]
     before = contents(folder)
-    monkeypatch.setattr("sys.argv", ["python -m tools.synthetic_dataset", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        tool.main()
-    assert stopped.value.code == 2 and contents(folder) == before
-    message = capsys.readouterr().err.splitlines()[-1]
-    golden.check("wrong_inputs.txt", case, message.removeprefix("python -m "))
+    _, errors, code = ended(tool.main, *arguments)
+    assert code == 2 and contents(folder) == before
+    golden.check("wrong_inputs.txt", case, errors.splitlines()[-1].removeprefix("python -m "))
 
 
 def test_what_needs_more_memory_than_there_is():
@@ -285,11 +271,10 @@ with user_errors():
 
 @pytest.mark.parametrize("program", [["-c", PRINTS], ["-m", "tools.plan", "--help"]])
 def test_a_reader_that_is_gone_ends_a_program_quietly(program):
-    command, pipe = [sys.executable, *program], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    with python_at_work(*program) as process:
         process.stdout.close()
         process.stdin.close()
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == ""
     assert process.returncode == 128 + signal.SIGPIPE
 
 
@@ -301,8 +286,8 @@ OWN_KEYS = {
 
 
 @pytest.mark.parametrize("tool", OWN_KEYS)
-def test_the_help_begins_with_what_a_programs_own_keys_mean(tool, capsys, monkeypatch):
-    out, message = train_here(capsys, monkeypatch, "--help", program=tool.main)
+def test_the_help_begins_with_what_a_programs_own_keys_mean(tool, train_here):
+    out, message = train_here("--help", program=tool.main)
     assert not message and out.startswith(tool.__doc__)
     for key in OWN_KEYS[tool]:
         assert re.search(rf"^    {re.escape(key)}=\S+ +\w", tool.__doc__, re.MULTILINE)
@@ -317,10 +302,8 @@ CONVERSIONS = {
 
 
 @pytest.mark.parametrize("case", CONVERSIONS)
-def test_converting(case, folder, capsys, monkeypatch):
+def test_converting(case, folder, train_here):
     pathlib.Path("text.txt").write_text("a text\n" * 40)
     before = contents(folder)
-    _, message = train_here(
-        capsys, monkeypatch, *CONVERSIONS[case], program=huggingface_to_flat_tokens.main
-    )
+    _, message = train_here(*CONVERSIONS[case], program=huggingface_to_flat_tokens.main)
     check(case, message, before, folder)

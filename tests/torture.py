@@ -23,7 +23,9 @@ import tempfile
 import time
 
 from shardlib.devices import QUICK_COMPILES
-from tests.helpers import SMALL, arrays, rows, start_hosts, untimed
+from tests.files import arrays, rows, untimed
+from tests.helpers import SMALL
+from tests.processes import start_hosts
 
 ARGUMENTS = [
     "--config-name=local_test_synthetic",

@@ -108,7 +108,7 @@ def parts_of(source: str, end_token: int | None, kind: str) -> Iterator[np.ndarr
 def from_bins(source: str, output: str, end_token: int | None, kind: str) -> int:
     """Writes the ids in files as a split. Returns how many it wrote."""
     if not any(map(os.path.exists, bin_files(source))):
-        raise UserError(f"{source} matches no file")
+        raise UserError(f"{source} matches no local file")
     with Writer(*split_of(output)) as writer:
         for encoded in parts_of(source, end_token, kind):
             low = writer.token_count
@@ -127,11 +127,15 @@ def main() -> None:
     parser.add_argument("output", help=".bin, or DATASET.zarr/SPLIT")
     parser.add_argument("--end-token", type=within(int, 0), metavar="ID")
     parser.add_argument("--header", action="store_true", help="write llm.c's header")
-    parser.add_argument("--dtype", choices=HEADERS.values(), default="uint16", help="of ids read")
+    parser.add_argument("--dtype", choices=HEADERS.values(), help="of ids read, by default uint16")
     with user_errors():
         args = parser.parse_args()
         if bin_files(args.source):
-            count = from_bins(args.source, args.output, args.end_token, args.dtype)
+            if args.header:
+                raise UserError("--header is for writing a .bin file: leave it out")
+            count = from_bins(args.source, args.output, args.end_token, args.dtype or "uint16")
+        elif args.dtype:
+            raise UserError("--dtype is for reading .bin files: leave it out")
         else:
             count = to_bin(args.source, args.output, args.end_token, args.header)
         print(f"{args.output}: {counted(count, 'token')}")

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--end-token", type=within(int, 0), metavar="ID", help="of .bin files")
     parser.add_argument("--dtype", choices=HEADERS.values(), default="uint16", help="of .bin files")
     with user_errors():
-        args, intact = parser.parse_args(), True
+        args, problems = parser.parse_args(), set[str]()
         sets: list[Any] = [functools.partial(FlatTokens, args.path, split) for split in SPLITS]
         if bin_files(args.path):
             sets = [functools.partial(Bins, args.path, args.end_token, args.dtype)]
@@ -94,9 +94,10 @@ def main() -> None:
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:
-                print(f"error: {error}", file=sys.stderr)
-                intact = False
-        sys.exit(not intact)
+                if str(error) not in problems:
+                    print(f"error: {error}", file=sys.stderr)
+                problems.add(str(error))
+        sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit, counted
 from runtime import storage
-from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Kept, Name, Path, Section
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -42,7 +42,7 @@ class ConvertConfig(Section):
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Field(gt=0, lt=1)]  # as a dataset needs both splits
-    max_tokens: PositiveInt | None  # each split ends with the document that reaches it; null: all
+    max_tokens: Annotated[int, Field(ge=1)] | None  # a split's last document reaches it; null: all
     output: Annotated[Path, NOT_EMPTY]
 
 

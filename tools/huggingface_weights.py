@@ -1,16 +1,16 @@
 """Converts weights between checkpoints and folders that `transformers` loads.
 
-    python -m tools.huggingface_weights import Qwen3-0.6B runs/qwen3 > qwen3.yaml
+    python -m tools.huggingface_weights import Qwen3-0.6B runs/qwen3 --config qwen3.yaml
     python -m tools.huggingface_weights export runs/x/checkpoints runs/x_qwen3
 
 The families are Llama 1 to 3.2, models like it such as SmolLM2, Mistral, Qwen2 and Qwen2.5, Qwen3
 and OLMo 2; with experts Mixtral, OLMoE and Qwen3.
 
-Import takes a folder of safetensors as `hf download` makes it, one tensor at a time. It prints a
-config for `python -m train --config-dir=. --config-name=FILE flat_tokens.filespec=...`, which
-starts from the imported weights. If the checkpoint is in a local folder, the tokenizer, config.json
-and generation_config.json are kept beside it. An export of it, or of a run that started from it,
-restores them, unless a run was allowed another tokenizer.
+Import takes a folder of safetensors as `hf download` makes it, one tensor at a time. It prints, or
+writes to --config, a config for `python -m train --config-dir=. --config-name=NAME
+flat_tokens.filespec=...`, which starts from the imported weights. If the checkpoint is in a local
+folder, the tokenizer, config.json and generation_config.json are kept beside it. An export of it,
+or of a run that started from it, restores them, unless a run was allowed another tokenizer.
 
 Settings of training alone aren't imported: dropout, router_jitter_noise, and router_aux_loss_coef,
 as transformers averages loads and scores over layers before it multiplies them, so that its cost
@@ -62,7 +62,7 @@ from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
 from shardlib.types import type_tree
 from tools import arguments
-from tools.generate.text import Text, check_ids
+from tools.generate.model import Text, check_ids
 
 SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is larger
 # The files of a tokenizer and of the settings for generation.
@@ -501,9 +501,9 @@ def check_tensors(opened: dict[str, Any], wanted: list[Tensor], folder: pathlib.
             raise UserError(f"{files}: {name} is {one}; config.json's model has {other}")
 
 
-def import_weights(path: str, output: str) -> None:
-    """Imports a folder. Raises UserError or OSError if it can't be read, if train.py's model can't
-    represent it, or if the output can't be written."""
+def import_weights(path: str, output: str) -> str:
+    """Imports a folder. Returns a config that starts from it. Raises UserError or OSError if it
+    can't be read, if train.py's model can't represent it, or if the output can't be written."""
     check_empty(output)
     folder = pathlib.Path(path)
     model, length = model_in(folder)
@@ -538,7 +538,7 @@ def import_weights(path: str, output: str) -> None:
         problem = has_tokenizer(kept) and problem_of_start(Text(str(kept)), model.start_token)
         if problem:
             print(f"warning: {problem}", file=sys.stderr)
-    print(HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output)), end="")
+    return HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output))
 
 
 HOW_TO_START = """\
@@ -574,12 +574,20 @@ def main() -> None:
     into = commands.add_parser("import", help="Hugging Face folder -> checkpoint")
     into.add_argument("folder", help="folder with config.json and safetensors files")
     into.add_argument("output", help="folder or bucket of checkpoints to create")
+    into.add_argument("--config", metavar="NAME.yaml", help="file to create; default: print it")
     with user_errors():
         args = parser.parse_args()
         if args.command == "export":
             export_weights(args.checkpoint, args.output, args.dtype, args.tokenizer)
+        elif args.config and os.path.exists(args.config):
+            raise UserError(f"{args.config} exists; choose another --config")
         else:
-            import_weights(args.folder, args.output)
+            config = import_weights(args.folder, args.output)
+            if args.config:
+                os.makedirs(os.path.dirname(args.config) or ".", exist_ok=True)
+                pathlib.Path(args.config).write_text(config)
+            else:
+                print(config, end="")
 
 
 if __name__ == "__main__":

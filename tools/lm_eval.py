@@ -42,6 +42,7 @@ from runtime.errors import user_errors
 from shardlib.errors import UserError
 from tools.generate import model as models
 from tools.generate import steps
+from tools.tables import grouped
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -131,9 +132,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        results, groups = [""] * len(requests), dict[str, list[int]]()
-        for i, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1]), []).append(i)
+        results = [""] * len(requests)
+        groups = grouped(range(len(requests)), lambda i: json.dumps(requests[i].args[1]))
         for options, indices in groups.items():
             how, tokens, stops = self.sampling(json.loads(options))
             prompts = [self.tok_encode(requests[i].args[0]) for i in indices]

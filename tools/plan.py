@@ -44,6 +44,7 @@ from tools.tables import show, table
 SHOWN, NEAREST = 10, 3  # numbers of listed layouts: that fit, and that don't
 # Settings that the plan chooses.
 CHOSEN = {"mesh": {"d": 1, "t": 1, "r": 1, "c": 1}, "training": {"microbatches": 1}}
+LAYOUT = r"\+*(mesh|training\.microbatches)\b"  # how their overrides begin
 MICROBATCHES, CHUNKS = "training.microbatches", "training.loss_chunks"
 # Share of a chip's usable memory. For the tests' programs, compilers never reported more than 10%
 # above the prediction: see docs/audit.md.
@@ -117,7 +118,7 @@ def audited(config: PlanConfig, layout: dict[str, int], chip: chips.Chip) -> Pla
     """Audits a layout. Raises UserError if the config doesn't split this way."""
     config = config.changed(layout)
     result = audit_step(config, None, chip)
-    least = bound(result, chip, chip.links_of(config.mesh.axes))
+    least = bound(result, chip)
     return Plan(layout, config, result["held"], least, least.peak - ROOM * chip.usable)
 
 
@@ -170,6 +171,9 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
 
 @program(PlanConfig, "configs", NOT_USED, fixed=CHOSEN)
 def main(config: PlanConfig) -> None:
+    own = [given.lstrip("+") for given in sys.argv[1:] if re.match(LAYOUT, given)]
+    if own:
+        tell(f"note: ignored, as the plan chooses these: {' '.join(own)}", sys.stderr)
     check_rates(config)
     chip, count = chips_of(config.chips, config.rates)
     room = ROOM * chip.usable  # raises once here, not for each mesh

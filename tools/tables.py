@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def show(amount: float, unit: str = "B") -> str:
@@ -34,9 +35,9 @@ def texts(row: dict[str, Any], keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(value if isinstance(value, str) else ",".join(value) for value in values)
 
 
-def totals(amounts: Iterable[tuple[T, float]]) -> dict[T, float]:
-    """Sums the amounts with the same label."""
-    sums: dict[T, float] = {}
-    for label, amount in amounts:
-        sums[label] = sums.get(label, 0) + amount
-    return sums
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Collects the items with the same key."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

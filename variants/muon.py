@@ -95,18 +95,18 @@ def orthogonalize(layout: str, stack: jax.Array) -> jax.Array:
     # Experts come first, so that each device's part along t stays in one piece.
     x = jnp.moveaxis(stack, -rank - 1, 0)
     shape = x.shape
-    missing = -math.prod(shape[:-rank]) % math.prod(
-        mesh[axis] for axis in spread.axes if axis not in number.axes
-    )
+    devices = math.prod(mesh[axis] for axis in spread.axes if axis not in number.axes)
+    padding = -math.prod(shape[:-rank]) % devices
 
-    def longer(x: jax.Array, by: int) -> jax.Array:
+    def padded(x: jax.Array, by: int) -> jax.Array:
+        """Appends zero matrices, or drops the last ones if `by` is negative."""
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, by, 0), *[(0, 0, 0)] * rank])
 
-    x = longer(x.reshape(-1, *shape[-rank:]), missing)
+    x = padded(x.reshape(-1, *shape[-rank:]), padding)
     x = ops.all_to_all(f"{stored} -> {whole}", x)
     scale = 0.2 * max(x.shape[1], math.prod(x.shape[2:])) ** 0.5
     x = ops.all_to_all(f"{whole} -> {stored}", newton_schulz(x))
-    x = longer(x, -missing).reshape(shape).astype(f32.dtype)
+    x = padded(x, -padding).reshape(shape).astype(f32.dtype)
     return scale * jnp.moveaxis(x, 0, -rank - 1)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from benchmarks import attention
 from kernels import attention as op
 from shardlib.types import bf16, f32, typed_shard_map
-from tests.helpers import assert_close, mesh, train_here
+from tests.helpers import assert_close, mesh
 from tests.kernels.test_attention import dense, random_arrays, run
 
 
@@ -78,11 +78,11 @@ def test_an_unchecked_operation_keeps_its_types():
     assert (twofold == 2 * x).all() and (sums == x.sum(axis=1)).all()
 
 
-def test_a_way_that_fails_says_why(capsys, monkeypatch):
+def test_a_way_that_fails_says_why(train_here, monkeypatch):
     arguments = ["--config-name=c4_a100x1_84m", "training.tokens={batch: 4, len: 64}"]
     monkeypatch.setattr(attention, "REPEATS", 1)
     monkeypatch.setattr(attention, "ways", lambda *_: {"plain": op.plain_attention, "no": 1})
-    out, message = train_here(capsys, monkeypatch, *arguments, program=attention.main)
+    out, message = train_here(*arguments, program=attention.main)
     first, head, plain, no = out.splitlines()
     assert not message and "2 rows of 64, 1 x 8 heads of 128, at most 1 documents" in first
     assert plain.split()[:2] == ["plain", "0.0e+00"] and len(plain.split()) == 5

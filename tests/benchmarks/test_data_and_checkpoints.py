@@ -3,16 +3,15 @@ import re
 import pytest
 
 from benchmarks import data_and_checkpoints
-from tests.helpers import train_here
 
 
 @pytest.mark.slow
-def test_the_table(capsys, monkeypatch):
+def test_the_table(train_here, monkeypatch):
     monkeypatch.setattr(data_and_checkpoints, "COPIES", 1)
     monkeypatch.setattr(data_and_checkpoints, "ROUNDS", 1)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # undoes what the program sets
     arguments = "--config-name=local_test_synthetic", "training.tokens={batch: 64, len: 512}"
-    out, message = train_here(capsys, monkeypatch, *arguments, program=data_and_checkpoints.main)
+    out, message = train_here(*arguments, program=data_and_checkpoints.main)
     assert not message
     # Its tokenizer has no start token.
     head, *rows = [line for line in out.splitlines() if not line.startswith("note: ")]

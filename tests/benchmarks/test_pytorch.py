@@ -1,5 +1,6 @@
 """Tests the PyTorch benchmark, for which all but one of them need PyTorch."""
 
+import functools
 import json
 import sys
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import pytorch
-from tests.helpers import SMALL, small_config, train_here
+from tests.helpers import SMALL, small_config
 from tools import benchmark, plot
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL]
@@ -15,8 +16,9 @@ CONFIG = ["--config-name=local_test_synthetic", *SMALL]
 renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 
 
-def run(capsys, monkeypatch, *arguments):
-    return train_here(capsys, monkeypatch, *CONFIG, *arguments, program=pytorch.main)
+@pytest.fixture
+def run(train_here):
+    return functools.partial(train_here, *CONFIG, program=pytorch.main)
 
 
 @pytest.fixture
@@ -24,17 +26,17 @@ def torch():
     return pytest.importorskip("torch")
 
 
-def test_without_pytorch(capsys, monkeypatch):
+def test_without_pytorch(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # makes its import fail
-    out, message = run(capsys, monkeypatch)
+    out, message = run()
     assert not out and message.count("\n") == 0
     assert message.startswith("error: this needs PyTorch (") and message.endswith("torch")
 
 
-def test_the_table(torch, capsys, monkeypatch):
+def test_the_table(torch, run, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
     monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
-    out, message = run(capsys, monkeypatch, "compile=false", "training.microbatches=2")
+    out, message = run("compile=false", "training.microbatches=2")
     assert not message
     shown = {line[:32].strip(): line[33:] for line in out.splitlines()}
     attention = 2 * 32 * 16 * 4 + 2 * 32 * 8 * 4  # q and o have 16 heads of 4, k and v have 8
@@ -45,9 +47,9 @@ def test_the_table(torch, capsys, monkeypatch):
     assert f"torch {torch.__version__.split('+')[0]}" in shown["at"]
 
 
-def test_a_width_that_llama_lacks(torch, capsys, monkeypatch):
+def test_a_width_that_llama_lacks(torch, run):
     says = "LlamaConfig needs model.d_model to be a multiple of the query heads"
-    assert run(capsys, monkeypatch, "model.d_model=40") == ("", f"error: {says}")
+    assert run("model.d_model=40") == ("", f"error: {says}")
 
 
 def torch_config(**settings):
@@ -81,7 +83,7 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
     assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_the_curve_is_that_of_our_run(torch, capsys, monkeypatch, tmp_path):
+def test_the_curve_is_that_of_our_run(torch, run, train_here, tmp_path):
     """Ten steps in f32, with several documents in a row and a clipped gradient."""
     both = [
         "dtype=f32", "training.steps=10", "training.warmup_steps=3", "training.grad_clip=0.5",
@@ -90,11 +92,9 @@ def test_the_curve_is_that_of_our_run(torch, capsys, monkeypatch, tmp_path):
         "mesh={d: 1, t: 1}", "model.vocab=128", "training.tokens.len=96",
         f"paths.root_working_dir={tmp_path}",
     ]  # fmt: skip
-    _, message = run(
-        capsys, monkeypatch, *both, "compile=false", "curve=true", "paths.model_name=torch"
-    )
+    _, message = run(*both, "compile=false", "curve=true", "paths.model_name=torch")
     assert not message
-    _, message = train_here(capsys, monkeypatch, *CONFIG, *both, "paths.model_name=jax")
+    _, message = train_here(*CONFIG, *both, "paths.model_name=jax")
     assert not message
     theirs, ours = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -111,5 +111,5 @@ def test_the_curve_is_that_of_our_run(torch, capsys, monkeypatch, tmp_path):
         "--output",
         str(tmp_path / "both.svg"),
     ]
-    _, message = train_here(capsys, monkeypatch, *folders, program=plot.main)
+    _, message = train_here(*folders, program=plot.main)
     assert not message and (tmp_path / "both.svg").exists()

@@ -13,7 +13,7 @@ from checks import numbers, preflight, trials
 from runtime.run import MeshConfig
 from shardlib.devices import make_mesh
 from shardlib.errors import ShardTypeError, UserError
-from tests.helpers import ROOT, compose_config, edited, slow_but_for, small_config
+from tests.helpers import ROOT, compose_config, config_of, edited, slow_but_for, small_config
 
 
 class Running:
@@ -164,21 +164,19 @@ BRANCHES = {
 }
 
 
+def untried(module, config):
+    """What the check says of a config that computes something that the tiny runs don't."""
+    return preflight.untried(module, config, *preflight.probe(module, config)[1:])
+
+
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_that_tiny_runs_do_not_take_is_named(branch):
     code = f"if {branch}:\n        hidden = jnp.tanh(hidden)"
     module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    {code}"))
-    settings = "paths.model_name=x", "mesh={d: 1, t: 1}", "training.tokens={batch: 6, len: 20}"
-
-    def untried(*overrides):
-        config = compose_config(
-            "local_test_synthetic", *settings, "dtype=f32", "model.d_ff=60", *overrides,
-            schema=module.Config,
-        )  # fmt: skip
-        return preflight.untried(module, config, *preflight.probe(module, config)[1:])
-
-    assert untried() == ""
-    found = untried(BRANCHES[branch])
+    settings = "mesh={d: 1, t: 1}", "training.tokens={batch: 6, len: 20}", "dtype=f32"
+    small = *settings, "model.d_ff=60"
+    assert untried(module, config_of(module, *small)) == ""
+    found = untried(module, config_of(module, *small, BRANCHES[branch]))
     assert ", in swiglu: this config computes tanh, but " in found
 
 
@@ -194,8 +192,7 @@ def test_a_program_that_python_runs_as_a_file_is_checked(monkeypatch):
 def test_a_number_that_depends_on_the_mesh_is_named(limit):
     logits = "unembed(unembedding, x, config.model)"
     module = edited("train.py", (logits, f"jnp.minimum({logits}, {limit})"))
-    config = compose_config("local_test_synthetic", "paths.model_name=x", schema=module.Config)
-    found = preflight.untried(module, config, *preflight.probe(module, config)[1:])
+    found = untried(module, config_of(module))
     numbers = ("5000", "10000") if "1e4" in limit else ("32", "64")
     expected = "a number depends on the mesh: min with {}, but min with {} on one device. "
     found = found.replace(".0", "")  # jax 0.12 keeps integers as they are
@@ -215,14 +212,12 @@ def averaged({}) -> Stored:
 
 def loop_calls(arguments, added):
     module = edited("train.py", (STEP, LOOPS.format(arguments, added) + STEP))
-    return module, compose_config(
-        "local_test_synthetic", "paths.model_name=x", schema=module.Config
-    )
+    return module, config_of(module)
 
 
 def test_a_function_that_only_the_loop_calls_is_tried():
     module, config = loop_calls("average: Stored, weights: Stored", "0.1 * (w - a)")
-    assert preflight.untried(module, config, *preflight.probe(module, config)[1:]) == ""
+    assert untried(module, config) == ""
     with jax.set_mesh(make_mesh(dict.fromkeys(config.mesh.axes, 1))):
         tiny = preflight.tiny(module, config)[0]
         state = numbers.stirred(module.init_state(tiny))
@@ -234,17 +229,14 @@ def test_a_function_that_only_the_loop_calls_is_tried():
     with pytest.raises(ShardTypeError, match=r", in averaged: reduce_sum over V/t"):
         preflight.probe(module, config)
     module, config = loop_calls("average: Stored, weights: Stored, every: int", "w")
-    found = preflight.untried(module, config, *preflight.probe(module, config)[1:])
-    assert found == "averaged isn't checked: nothing fits its parameter every"
+    assert untried(module, config) == "averaged isn't checked: nothing fits its parameter every"
 
 
 @pytest.mark.parametrize("mesh, added", [("{d: 2, t: 1}", True), ("{d: 2, t: 2}", False)])
 def test_an_edit_that_is_right_on_this_mesh_alone(mesh, added):
     module = edited("train.py", (ACTIVATION, f"{ACTIVATION}\n    hidden = jax.nn.softmax(hidden)"))
-    settings = "paths.model_name=x", f"mesh={mesh}"
-    config = compose_config("local_test_synthetic", *settings, schema=module.Config)
     with pytest.raises(UserError, match=r"use ops.reduce_max") as error:
-        preflight.check_types(module, config)
+        preflight.check_types(module, config_of(module, f"mesh={mesh}"))
     line = "They hold with r=1, c=1, t=1, as in this config: check=none trains it, and compares no"
     assert (line in str(error.value)) == added
 
@@ -260,4 +252,4 @@ def test_no_config_gets_a_note(name, optimizer):
     path = ["hf_dataset.path=x"] if name.startswith(("local_stream", "fineweb_edu")) else []
     settings = "paths.model_name=x", f"training.optimizer={optimizer}", *path
     config = compose_config(name, *settings)
-    assert preflight.untried(train, config, *preflight.probe(train, config)[1:]) == ""
+    assert untried(train, config) == ""

@@ -17,8 +17,9 @@ from data.sources import open_batches
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
-from tests.data.test_loader import config_of
-from tests.helpers import SMALL, axes, mesh, rows, small_config, train_here
+from tests.data.test_loader import config_of, record_reads
+from tests.files import rows, write_tokens
+from tests.helpers import SMALL, axes, mesh, small_config
 
 END, VOCAB = 300, 1000
 RANDOM = np.random.default_rng(0)
@@ -53,10 +54,7 @@ def write_megatron(file, documents, kind="<u2", code=8, of_document=1):
 
 
 def write_zarr(path, documents=DOCUMENTS, split="train"):
-    with Writer(str(path), split) as writer:
-        for document in documents:
-            writer.append(document)
-    return str(path)
+    return write_tokens(path, documents, [split])
 
 
 def plain(folder, kind="<u2"):
@@ -208,7 +206,7 @@ def test_a_validation_set_in_zarr_beside_bin_files(tmp_path):
     assert len(held_out) == 1
 
 
-def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):
+def test_a_run_with_two_validation_sets(tmp_path, train_here):
     """Both have the same tokens, one of them in zarr that knows its bytes: 3 for a token."""
     run = ["--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}"]
     run += ["paths.model_name=run", "model.vocab=1000", "training.steps=2"]
@@ -219,7 +217,7 @@ def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):
             writer.extend(encoded, np.array([len(document)]), 3 * len(document))
     sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {tmp_path}/u2.bin}}"
     run += [sets, "training.validation_interval=2", "training.validation_at_start=true"]
-    out, message = train_here(capsys, monkeypatch, *run, "training.validation_batches=3")
+    out, message = train_here(*run, "training.validation_batches=3")
     assert not message
     first, last = rows(tmp_path / "run")
     for row, when in (first, "_at_start"), (last, ""):
@@ -233,12 +231,6 @@ def test_a_run_with_two_validation_sets(tmp_path, capsys, monkeypatch):
 
 def test_opening_at_any_step_reads_one_buffer_per_stream(tmp_path, monkeypatch):
     """Each of the at most two buffers, if the batch spans them, has 3 blocks of 7 rows."""
-    lengths, read = [], Bins.read_encoded
-
-    def recorded(self, low, high):
-        lengths.append(high - low)
-        return read(self, low, high)
-
-    monkeypatch.setattr(Bins, "read_encoded", recorded)
+    read = record_reads(monkeypatch, Bins)
     list(opened(plain(tmp_path), streams=2, end_token=END).from_step(10_000, 10_001))
-    assert 8 * 12 <= sum(lengths) <= 2 * 2 * 3 * (7 * 12 + 1)
+    assert 8 * 12 <= sum(read) <= 2 * 2 * 3 * (7 * 12 + 1)

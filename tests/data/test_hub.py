@@ -4,8 +4,6 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
-import sys
 import threading
 import urllib.parse
 
@@ -13,7 +11,7 @@ import fsspec
 import pytest
 
 from data.text import Source
-from tests.helpers import ROOT
+from tests.processes import python_at_work
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -101,8 +99,7 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_another_commit_may_go_on_if_the_files_are_the_same(hub):
-    command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, env=hub, stdin=pipe, stdout=pipe, text=True) as run:
+    with python_at_work("-c", PROGRAM, env=hub, stderr=None) as run:
 
         def read(position=None):
             Hub.commit = sha1(repr(Hub.files).encode())

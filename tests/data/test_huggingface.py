@@ -16,16 +16,9 @@ from data.loader import BatchSpec
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
-from tests.helpers import (
-    SMALL,
-    arrays,
-    axes,
-    batches_on_hosts,
-    compose_config,
-    rows,
-    starts_of,
-    train_here,
-)
+from tests.files import arrays, rows
+from tests.helpers import SMALL, axes, compose_config, starts_of
+from tests.processes import batches_on_hosts
 
 LENGTH = 8
 
@@ -185,14 +178,12 @@ def arguments(folder, root, name):
 
 
 @pytest.mark.slow
-def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(
-    folder, tmp_path, capsys, monkeypatch
-):
-    out, message = train_here(capsys, monkeypatch, *arguments(folder, tmp_path, "whole"))
+def test_a_run_resumed_sees_what_one_would_have_seen_that_was_not(folder, tmp_path, train_here):
+    out, message = train_here(*arguments(folder, tmp_path, "whole"))
     assert message == "" and "done: 6 steps" in out
     for steps in 4, 6:
         stopped = [*arguments(folder, tmp_path, "stopped"), f"training.steps={steps}"]
-        out, message = train_here(capsys, monkeypatch, *stopped, "training.steps_for_lr=6")
+        out, message = train_here(*stopped, "training.steps_for_lr=6")
         assert message == ""
     assert "resumed at step 4" in out
     stopped, whole = rows(tmp_path / "stopped"), rows(tmp_path / "whole")

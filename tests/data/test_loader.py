@@ -9,15 +9,16 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Writer
+from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError
 from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
 from shardlib.devices import make_mesh
 from tests import golden
-from tests.helpers import axes, batches_on_hosts, starts_of
+from tests.files import name_tokenizer, write_tokens
+from tests.helpers import axes, starts_of
+from tests.processes import batches_on_hosts
 
 LENGTH = 4
 
@@ -25,14 +26,10 @@ LENGTH = 4
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A dataset of 100 packed rows whose tokens count up, in documents of 1 to 9 tokens."""
-    path = str(tmp_path_factory.mktemp("loader") / "x.zarr")
-    rng = np.random.default_rng(0)
-    with Writer(path, "train") as writer:
-        while writer.token_count < 100 * LENGTH + 3:
-            left = 100 * LENGTH + 3 - writer.token_count
-            length = min(int(rng.integers(1, 10)), left)
-            writer.append(np.arange(writer.token_count, writer.token_count + length) + 1)
-    return path
+    count = 100 * LENGTH + 3
+    ends = np.cumsum(np.random.default_rng(0).integers(1, 10, count))
+    documents = np.split(np.arange(count) + 1, ends[ends < count])
+    return write_tokens(tmp_path_factory.mktemp("loader") / "x.zarr", documents, ["train"])
 
 
 def config_of(path, **changes):
@@ -114,20 +111,25 @@ def test_a_shuffle_buffer_mixes_distant_blocks(path):
     assert rows != sorted(rows)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_batch_depends_on_the_step_alone(path, packing):
+@pytest.mark.parametrize("kind", ["packed", "documents", "mixture"])
+def test_a_batch_depends_on_the_step_alone(path, paths, kind):
     """The batch is the same whatever was read before, on any mesh and number of hosts."""
-    opened = open_loader(path, streams=2, sequence_packing=packing)
-    in_turn = [jax.device_get(batch) for _, batch in opened.from_step(0, 9)]
+    packing = kind != "documents"
+
+    def opened(mesh):
+        if kind == "mixture":
+            return open_mixture(paths, mesh=mesh)
+        return open_loader(path, mesh=mesh, streams=2, sequence_packing=packing)
+
+    in_turn = [jax.device_get(batch) for _, batch in opened((4, 2)).from_step(0, 9)]
     for mesh in (1, 1), (2, 4):
-        fresh = open_loader(path, mesh=mesh, streams=2, sequence_packing=packing)
+        fresh = opened(mesh)
         for step in 8, 3:
             ((_, batch),) = fresh.from_step(step, step + 1)
             assert batch.targets.sharding.is_equivalent_to(fresh.shardings.targets, 2)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), in_turn[step])
     # A host that holds only rows 3 to 6.
-    fresh = open_loader(path, streams=2, sequence_packing=packing)
-    ids, is_start = rows_of(fresh, 5, range(3, 7))
+    ids, is_start = rows_of(opened((4, 2)), 5, range(3, 7))
     there = in_turn[5].loss_mask[3:7]
     np.testing.assert_array_equal(ids[there], in_turn[5].targets[3:7][there])
     assert (ids[~there] == NO_TOKEN).all() and there.all() == packing
@@ -168,24 +170,21 @@ def test_batches_do_not_depend_on_the_number_of_hosts(path):
         np.testing.assert_array_equal(batch, wanted.targets)
 
 
-def record_reads(monkeypatch):
+def record_reads(monkeypatch, kind=FlatTokens):
     """Returns a list to which each read from now on appends its number of tokens."""
-    lengths, read = [], FlatTokens.read_encoded
+    lengths, read = [], kind.read_encoded
 
     def recorded(self, low, high):
         lengths.append(high - low)
         return read(self, low, high)
 
-    monkeypatch.setattr(FlatTokens, "read_encoded", recorded)
+    monkeypatch.setattr(kind, "read_encoded", recorded)
     return lengths
 
 
 def test_the_first_input_of_a_row_is_the_token_before_it(tmp_path):
     """Tokens count up from 0, an id like any other, in documents of 3."""
-    path = str(tmp_path / "x.zarr")
-    with Writer(path, "train") as writer:
-        for i in range(32):
-            writer.append(np.arange(3 * i, 3 * i + 3))
+    path = write_tokens(tmp_path / "x.zarr", np.arange(96).reshape(32, 3))
     opened = open_loader(path, sequences_per_read_block=2)
     for _, batch in opened.from_step(0, 3):
         assert batch.loss_mask.all()
@@ -260,11 +259,10 @@ def paths(tmp_path_factory):
     """Three datasets, of 40, 17 and 9 packed rows per split, whose ids begin at 1, 1001 and 2001,
     and count up."""
     folder = tmp_path_factory.mktemp("mixture")
-    for i, rows in enumerate([40, 17, 9]):
-        for split in "train", "validation":
-            with Writer(str(folder / f"{i}.zarr"), split) as writer:
-                writer.append(1000 * i + 1 + np.arange(rows * LENGTH))
-    return [str(folder / f"{i}.zarr") for i in range(3)]
+    return [
+        write_tokens(folder / f"{i}.zarr", [1000 * i + 1 + np.arange(rows * LENGTH)])
+        for i, rows in enumerate([40, 17, 9])
+    ]
 
 
 def open_mixture(paths, weights=WEIGHTS, **changes):
@@ -295,17 +293,6 @@ def test_a_mixture_has_each_dataset_in_its_own_order_and_its_share(paths, stream
             assert sorted(rows[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_a_mixture_goes_on_at_any_step(paths):
-    every = [jax.device_get(batch) for _, batch in open_mixture(paths).from_step(0, 12)]
-    fresh = open_mixture(paths, mesh=(8, 1))
-    for (_, batch), wanted in zip(fresh.from_step(7, 12), every[7:], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(batch), wanted)
-    # A host that holds only rows 3 to 6.
-    fresh.local_rows = [3, 4, 5, 6]
-    ids, *_ = next(fresh.make(iter([5])))
-    np.testing.assert_array_equal(ids[:, 1:], every[5].targets[3:7])
-
-
 def test_a_dataset_with_less_than_a_row_per_batch(paths):
     seen = rows_by_dataset(open_mixture(paths, [1, 0.01, 0.01]), (0, 51))
     assert [len(rows) for rows in seen] == [400, 4, 4]
@@ -330,23 +317,18 @@ def test_a_mixture_of_the_validation_splits(paths):
 def test_the_tokenizer_of_a_mixture(paths, tmp_path):
     copies = [shutil.copytree(path, tmp_path / pathlib.Path(path).name) for path in paths]
 
-    def name(path, tokenizer):
-        conversion = {"settings": {"tokenizer": tokenizer}}
-        zarr.open_group(path).attrs["conversion"] = conversion
-
     def used(*paths):
         return config_of(None, mixture=tuple(WeightedDataset(p, 1) for p in paths)).tokenizer_used()
 
     first, second, third = map(str, copies)
     assert used(first, second) is None
-    name(second, "bytes_utf8")
+    name_tokenizer(second, "bytes_utf8")
     assert used(first, second) == used(second, first) == "bytes_utf8"
     assert used("memory://x.zarr", second) == "bytes_utf8", "without opening what is remote"
     open_mixture([first, second])
-    name(third, "some/other")
-    with pytest.raises(FlatTokensError) as error:
+    name_tokenizer(third, "some/other")
+    with golden.raises("datasets.txt", "mixture: different tokenizers", FlatTokensError):
         open_mixture([first, second, third])
-    golden.check("datasets.txt", "mixture: different tokenizers", str(error.value))
 
 
 MISMATCHES = {
@@ -357,10 +339,9 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_what_is_no_mixture(paths, case):
-    with pytest.raises(FlatTokensError) as error:
+    folder = str(pathlib.Path(paths[0]).parent), "FOLDER"
+    with golden.raises("datasets.txt", f"mixture: {case}", FlatTokensError, folder):
         open_mixture(paths, **MISMATCHES[case])
-    message = str(error.value).replace(str(pathlib.Path(paths[0]).parent), "FOLDER")
-    golden.check("datasets.txt", f"mixture: {case}", message)
 
 
 REFUSED = {
@@ -372,7 +353,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_the_config(path, case):
-    with pytest.raises(FlatTokensError) as error:
+    with golden.raises("datasets.txt", f"loader: {case}", FlatTokensError, (path, "x.zarr")):
         open_loader(path, **REFUSED[case])
-    golden.check("datasets.txt", f"loader: {case}", str(error.value).replace(path, "x.zarr"))
     open_loader(path, vocab=404)

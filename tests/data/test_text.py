@@ -105,7 +105,6 @@ def test_the_digest_tells_what_a_document_becomes(tmp_path):
 
 
 def test_an_end_token_that_is_not_named(tmp_path):
-    with pytest.raises(UserError) as error:
+    case, folder = "tokenizer: an end token that isn't named", (str(tmp_path), "FOLDER")
+    with golden.raises("datasets.txt", case, UserError, folder):
         text.Tokenizer(write_tokenizer(tmp_path), end_token=True)
-    message = str(error.value).replace(str(tmp_path), "FOLDER")
-    golden.check("datasets.txt", "tokenizer: an end token that isn't named", message)

@@ -177,9 +177,8 @@ def test_damage_is_found_and_named(case, tmp_path, monkeypatch):
         save("checkpoints", 5)
         path = save("checkpoints")
         damage(path / chunk)
-        with pytest.raises(DamageError) as error:
+        with golden.raises("checkpoints.txt", case, DamageError):
             restore("checkpoints")
-        golden.check("checkpoints.txt", case, str(error.value))
         shutil.rmtree(path)  # the cure that the message names
         assert_same_bits(restore("checkpoints"), values())
 
@@ -220,9 +219,8 @@ def test_it_is_complete_with_the_records_of_all_hosts_and_damaged_if_one_is_lost
         change(pathlib.Path(one.path))
         checkpoints = opened("checkpoints")
         if outcome == "damage":
-            with pytest.raises(DamageError) as error:
+            with golden.raises("checkpoints.txt", case, DamageError):
                 checkpoints.starting_point("", False)
-            golden.check("checkpoints.txt", case, str(error.value))
         else:
             source, first = checkpoints.starting_point("", False)
             assert first == source.newest.step == (5 if outcome else 7)
@@ -242,9 +240,8 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(left, tmp_path, mon
             shutil.rmtree(path / name, ignore_errors=True)
         if left == "nothing":
             shutil.rmtree(path)
-        with pytest.raises(DamageError) as error:
+        with golden.raises("checkpoints.txt", "removed while it is read", DamageError):
             reader.restore()
-    golden.check("checkpoints.txt", "removed while it is read", str(error.value))
 
 
 @pytree_dataclass
@@ -278,9 +275,8 @@ def test_another_model_is_refused(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.set_mesh(mesh(1, 1)):
         save("checkpoints")
-        with pytest.raises(CheckpointError) as error:
+        with golden.raises("checkpoints.txt", case, CheckpointError):
             restore("checkpoints", *OTHER_MODELS[case])
-    golden.check("checkpoints.txt", case, str(error.value))
 
 
 @pytree_dataclass

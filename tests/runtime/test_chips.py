@@ -8,7 +8,7 @@ import pytest
 
 from runtime import chips
 from shardlib.errors import UserError
-from tests.helpers import SMALL, train_here
+from tests.helpers import SMALL
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
     assert chips.compiler_options("TPU v5 lite") == {}
 
 
-def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, capsys, monkeypatch):
+def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, train_here, monkeypatch):
     monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip("cpu", 1e9, 1e9, 1e9, {}))
     arguments = "--config-name=local_test_synthetic", *SMALL, "training.steps=2"
     more = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
-    out, message = train_here(capsys, monkeypatch, *arguments, *more)
+    out, message = train_here(*arguments, *more)
     assert not message
     for line in r"^step 1/2 .*, MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
         assert re.search(line, out, re.MULTILINE), out

@@ -3,8 +3,6 @@ hosts see tests/test_hosts.py."""
 
 import importlib.util
 import io
-import os
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from runtime.errors import user_errors
 from shardlib.devices import CUDA_PLUGINS
 from shardlib.errors import UserError
-from tests.helpers import ROOT
+from tests.processes import python
 
 
 @pytest.mark.parametrize("mistake", [UserError("no steps"), OSError("no steps")])
@@ -46,11 +44,8 @@ DEVICES = (
 @pytest.mark.skipif(any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason="CUDA may be there")
 @pytest.mark.parametrize("name", ["cuda", "rocm", "nonsense"])
 def test_a_platform_that_is_not_there_is_one_line(name):
-    env = os.environ | {"JAX_PLATFORMS": name}
-    command = [sys.executable, "-c", DEVICES]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = python("-c", DEVICES, JAX_PLATFORMS=name)
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.splitlines()[-1].startswith(
-        f"error: JAX_PLATFORMS={name} in the environment"
-    )
+    problem = f"error: JAX_PLATFORMS={name} in the environment"
+    assert done.stderr.splitlines()[-1].startswith(problem)
     assert "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import hlo
-from tests.helpers import ROOT, SMALL, train_here
+from tests.helpers import ROOT, SMALL
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
@@ -40,9 +40,8 @@ def test_op_names_are_shortened():
 
 
 @pytest.mark.slow
-def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, capsys, monkeypatch):
-    out, message = train_here(
-        capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL, "training.steps=4",
+def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, train_here):
+    out, message = train_here("--config-name=local_test_synthetic", *SMALL, "training.steps=4",
         "profile=true", "hlo_svg=true",
         f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
     )  # fmt: skip

@@ -12,7 +12,8 @@ import yaml
 from runtime import run as module
 from runtime.run import Run
 from shardlib.errors import UserError
-from tests.helpers import compose_config, mesh, rows, small_config
+from tests.files import rows
+from tests.helpers import compose_config, mesh, small_config
 from tools.huggingface_to_flat_tokens import ConvertConfig
 
 STEPS = 4

@@ -15,7 +15,8 @@ from runtime import sinks
 from runtime.checkpoint import named
 from runtime.run import open_folder
 from shardlib.errors import UserError
-from tests.helpers import SMALL, edited, mesh, rows, small_config, take_step, train_here
+from tests.files import rows
+from tests.helpers import SMALL, edited, mesh, small_config, take_step
 from tests.runtime.test_run import begun, metrics, take
 
 ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
@@ -148,14 +149,16 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
     assert logged == [{"step": step, "loss": 1.5} for step in (0, 3, 0)]
 
 
-def test_a_destination_that_is_not_there_is_told_before_compiling(tmp_path, capsys, monkeypatch):
+def test_a_destination_that_is_not_there_is_told_before_compiling(
+    tmp_path, train_here, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
     run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
     monkeypatch.setattr("checks.preflight.probe", None)  # nothing may be traced
-    out, message = train_here(capsys, monkeypatch, *run, "metrics.to=[mlflow]")
+    out, message = train_here(*run, "metrics.to=[mlflow]")
     assert (out, message) == ("", "error: metrics.to[0]=mlflow: choose from tensorboard, wandb")
     assert not list(tmp_path.iterdir())
-    out, message = train_here(capsys, monkeypatch, *run, "metrics.to=[wandb]")
+    out, message = train_here(*run, "metrics.to=[wandb]")
     assert message == "error: metrics.to=[wandb] needs a package: pip install wandb"
     assert not [*tmp_path.iterdir()]
 

@@ -3,14 +3,13 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from runtime.supervise import Stop, locked
 from shardlib.errors import UserError
-from tests.helpers import ROOT
+from tests.processes import python_at_work
 
 HELD = """
 import pathlib, sys
@@ -23,10 +22,7 @@ with locked(pathlib.Path(sys.argv[1])):
 
 def start(folder):
     """Starts a process that locks the folder until its standard input is closed."""
-    command, pipe = [sys.executable, "-c", HELD, str(folder)], subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-    )
+    return python_at_work("-c", HELD, folder, stderr=subprocess.DEVNULL)
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
@@ -103,10 +99,7 @@ print("over")
 @pytest.mark.parametrize("ends", ["true", "false"])
 def test_a_step_that_hangs_leaves_the_stacks_of_all_threads(tmp_path, ends):
     """A save and a validation may take any time."""
-    command, pipe = [sys.executable, "-c", HANGS, str(tmp_path), ends], subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with python_at_work("-c", HANGS, tmp_path, ends) as process:
         errors, timer = "", threading.Timer(60, process.kill)  # if it isn't noticed
         timer.start()
         for line in process.stderr:

@@ -1,16 +1,12 @@
 """Tests meshes, the probe mesh, and simulated devices, which need a process each."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 
 from shardlib import devices
 from shardlib.errors import UserError
 from tests import golden
-from tests.helpers import ROOT
+from tests.processes import python
 
 
 class FakeDevice:
@@ -27,9 +23,8 @@ def test_slices_split_the_outermost_axis():
     chips = [FakeDevice(i, i % 2, "TPU v5") for i in range(8)]
     mesh = devices.mesh_over({"r": 4, "s": 2, "t": 1}, chips)
     assert [chip.slice_index for chip in mesh.devices.ravel()] == [0] * 4 + [1] * 4
-    with pytest.raises(UserError) as error:
+    with golden.raises("functions.txt", "slices without replicas", UserError):
         devices.mesh_over({"r": 1, "s": 8}, chips)
-    golden.check("functions.txt", "slices without replicas", str(error.value))
     hosts = [FakeDevice(i, i // 4, "NVIDIA H100") for i in range(8)]
     assert devices.mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
 
@@ -51,12 +46,10 @@ print(sum("XLAEigen" in (task / "comm").read_text() for task in tasks) >= 4 * 6)
     "flags, count",
     [("--xla_cpu_enable_fast_math=false", 6), ("--xla_force_host_platform_device_count=3", 3)],
 )
-def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, count):
-    env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "NPROC")}
-    env["XLA_FLAGS"] = flags
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, cwd=ROOT, capture_output=True, text=True
-    )
+def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, count, monkeypatch):
+    for name in "JAX_PLATFORMS", "NPROC":
+        monkeypatch.delenv(name, raising=False)
+    done = python("-c", SCRIPT, XLA_FLAGS=flags)
     assert done.stdout.split() == [str(count), "True", "True"], done.stderr
 
 
@@ -70,8 +63,7 @@ def test_a_key_is_the_same_whatever_the_environment():
         "JAX_RANDOM_SEED_OFFSET": "7",
         "JAX_THREEFRY_PARTITIONABLE": "0",
     }
-    command, env = [sys.executable, "-c", KEY], os.environ | settings
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", KEY, **settings)
     assert done.stdout == f"{jax.random.uniform(jax.random.key(5), 3)!r}\n", done.stderr
 
 

@@ -79,16 +79,14 @@ def test_what_a_spec_means():
      "{U:t} B", "B, L", "B -> L", "B/d-L", "é", "B {U:t}L"],
 )  # fmt: skip
 def test_bad_specs(text):
-    with pytest.raises(SpecError) as error:
+    with golden.raises("specs.txt", text, SpecError):
         parse_spec(text)
-    golden.check("specs.txt", text, str(error.value))
 
 
 @pytest.mark.parametrize("text", ["B", "B -> L -> M", "B -> L, M"])
 def test_bad_signatures(text):
-    with pytest.raises(SpecError) as error:
+    with golden.raises("specs.txt", f"signature {text}", SpecError):
         parse_signature(text)
-    golden.check("specs.txt", f"signature {text}", str(error.value))
 
 
 # --- Values
@@ -292,9 +290,8 @@ BAD_STACKED = {
 
 @pytest.mark.parametrize("case", BAD_STACKED)
 def test_bad_stacks(case):
-    with pytest.raises(SpecError) as error:
+    with golden.raises("specs.txt", f"stacked: {case}", SpecError):
         BAD_STACKED[case]()
-    golden.check("specs.txt", f"stacked: {case}", str(error.value))
 
 
 def in_bf16(kind):
@@ -399,9 +396,8 @@ def test_shapes_and_layouts_need_sizes_and_axes():
     with jax.set_mesh(make_mesh(MESH)):
         assert make_shapes(f32["8/t M"], {"M": 4}).shape == (8, 4)
         for spec, sizes in (("M", {}), ("M/q", {"M": 4}), ("M/d/t", {"M": 8})):
-            with pytest.raises((SpecError, UserError)) as error:
+            with golden.raises("specs.txt", f"shape of {spec}", (SpecError, UserError)):
                 make_shapes(f32[spec], sizes)
-            golden.check("specs.txt", f"shape of {spec}", str(error.value))
         with pytest.raises(UserError, match="dimension 3=3 does not split evenly"):
             make_shapes(f32["3/t"], {}, {"M": "model.d_model"})
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.helpers import train_here
 from tools import arguments, checkpoint_info, huggingface_weights
 from tools.generate import __main__ as generate
 
@@ -25,8 +24,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda main: main.__module__)
-def test_the_programs_read_there(program, tmp_path, capsys, monkeypatch):
+def test_the_programs_read_there(program, tmp_path, train_here, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    out, message = train_here(capsys, monkeypatch, *PROGRAMS[program], program=program)
+    out, message = train_here(*PROGRAMS[program], program=program)
     assert f"{tmp_path}/x" in out + message and not (tmp_path / "~").exists()

@@ -12,12 +12,12 @@ import pytest
 import train
 from runtime import chips
 from tests import golden
-from tests.helpers import ROOT, compose_config, train_here
+from tests.helpers import ROOT, compose_config
 from tools import tables
 from tools.audit import __main__ as audit
-from tools.audit import figures, memory, roofline
+from tools.audit import memory, roofline
 from tools.audit import text as audit_text
-from tools.audit.page import page
+from tools.audit.page import MOST, PHASES, page
 from tools.audit.step import audit_step, merged, probe
 
 CONFIG = ["--config-name=c4_h100x8_1b", "mesh={d: 4, t: 2}"]
@@ -35,8 +35,6 @@ def test_the_sums_are_those_of_the_model():
     """Compares with formulas of the shapes alone."""
     config, result = audited(*CONFIG[1:])
     batch, length, m, heads, f, v, layers, d, t = 256, 1024, 2048, 16 * 128, 16384, 32768, 8, 4, 2
-    weights = 2 * v * m + m + layers * (4 * m * heads + 3 * m * f + 2 * m)
-    assert result["held"]["weights"] == 4 * weights // 8
 
     # Attention's full matmuls, not their causal half; the backward pass recomputes the scores.
     tokens = batch * length
@@ -73,16 +71,6 @@ def test_the_sums_are_those_of_the_model():
     assert received["t", "forward"] == (4 * layers + 2) * stream + peaks
     assert received["t", "recomputed"] == 2 * layers * stream
     assert received["t", "backward"] == (4 * layers + 2) * stream
-
-    saved = {(row["type"], row["bytes"]) for row in result["saved"]}
-    per_layer = layers * tokens // d * 2
-    for kind, wide in {
-        "B/d L/c F/t": f // t,
-        "B/d L/c M/t": m // t,
-        "B/d L/c K/t D": heads // t,
-        "B/d L/c Q K/t D": heads // t,
-    }.items():
-        assert (f'bf16["{kind}"]', per_layer * wide) in saved
 
 
 @pytest.mark.parametrize(
@@ -146,11 +134,11 @@ def test_a_kernel_runs_where_rows_are_split_if_its_heads_fit(chip, size, fits):
     assert (result["kernel_bytes"] > 0) == fits
 
 
-def test_the_page_shows_each_file_that_the_step_calls(tmp_path, capsys, monkeypatch):
+def test_the_page_shows_each_file_that_the_step_calls(tmp_path, train_here):
     file = tmp_path / "audit.html"
     model = "model.experts={count: 4, per_token: 2, d_ff: 64}", "training.optimizer=muon"
     options = "--config-name=local_test_synthetic", *model, f"audit.html={file}"
-    train_here(capsys, monkeypatch, *options, program=audit.main)
+    train_here(*options, program=audit.main)
     ids = rows_of(page := file.read_text())
     files = {name.partition(":")[0] for name in ids}
     assert (
@@ -158,11 +146,11 @@ def test_the_page_shows_each_file_that_the_step_calls(tmp_path, capsys, monkeypa
     )
 
 
-def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, capsys, monkeypatch):
+def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, train_here, monkeypatch):
     file = tmp_path / "audit.html"
     options = [*CONFIG, "training.microbatches=2", "audit.json=x", f"audit.html={file}"]
     monkeypatch.chdir(tmp_path)
-    out, _ = train_here(capsys, monkeypatch, *options, program=audit.main)
+    out, _ = train_here(*options, program=audit.main)
     rows = json.loads(pathlib.Path("x").read_text())["transfers"]
     marked = [row for row in rows if row["bound"]]
     assert [(r["bound"], r["times"], r["at_least"]) for r in marked] == [("at most", 2, 1)] * 3
@@ -189,9 +177,9 @@ def test_rows_in_a_while_loop_count_once_and_say_so():
 
 
 @pytest.mark.slow
-def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch):
+def test_the_roofline_divides_the_ledger_by_the_chips_rates(train_here):
     chip = ["audit.chip=a100", "audit.links={s: ib}", "audit.rates.ib=12.5e9"]
-    out, message = train_here(capsys, monkeypatch, *CONFIG, *chip, program=audit.main)
+    out, message = train_here(*CONFIG, *chip, program=audit.main)
     assert not message
     rows = [line.split("  ") for line in out[out.index("\nmesh") :].splitlines()[2:-2]]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
@@ -215,9 +203,9 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(capsys, monkeypatch)
         "audit.json=no/such/folder",
     ],
 )
-def test_a_chip_or_link_that_is_not_in_the_table(option, capsys, monkeypatch):
+def test_a_chip_or_link_that_is_not_in_the_table(option, train_here):
     chip = ["audit.chip=a100"] if "{" in option else []
-    _, message = train_here(capsys, monkeypatch, *CONFIG, *chip, option, program=audit.main)
+    _, message = train_here(*CONFIG, *chip, option, program=audit.main)
     golden.check("wrong_inputs.txt", f"audit: {option}", message)
 
 
@@ -231,12 +219,12 @@ def text_of(cell):
     return html.unescape(re.sub("<.*?>", "", cell))
 
 
-def test_the_tables_and_the_page(tmp_path, capsys, monkeypatch):
+def test_the_tables_and_the_page(tmp_path, train_here):
     file, data = tmp_path / "audit.html", tmp_path / "audit.json"
     files = f"audit.html={file}", f"audit.json={data}"
-    out, message = train_here(capsys, monkeypatch, *CONFIG, *files, program=audit.main)
+    out, message = train_here(*CONFIG, *files, program=audit.main)
     assert not message
-    golden.check("audit.txt", "1b on 4 x 2 devices", re.sub(r"train\.py:\d+", "train.py:LINE", out))
+    golden.check("audit.txt", "1b on 4 x 2 devices", out)
     assert audit_text.report(json.loads(data.read_text())) + "\n" == out
     page = file.read_text()
     rows = rows_of(page)
@@ -270,15 +258,16 @@ def figures_of(page):
 
 
 def test_the_figures_of_the_page_are_those_of_the_text():
-    chip, (_, result) = chips.CHIPS["h100"], audited(*CONFIG[1:], chip="h100")
-    shown = figures_of(page([result], chip, {"s": "ib"}, ""))
+    _, result = audited(*CONFIG[1:], chip="h100")
+    chip = chips.CHIPS["h100"]._replace(chosen={"s": "ib"})
+    shown = figures_of(page([result], chip, ""))
     text, terms = audit_text.report(result, chip), audit_text.terms_table(result)
     held = dict(re.findall(r"^(\w[\w ]*?) {2,}([\d.]+ \w?B)$", terms, re.MULTILINE))
     assert held.keys() == result["held"].keys()
     received = re.search("receives (.*?) a step in .*?: (.*?); (.*).", text).groups()
     computed = re.search("computes (.*?) a step: (.*).", text).groups()
     over = dict(re.findall(r"(over [\w,]+) ([\d.]+ \w+)", received[1]))
-    least = roofline.bound(result, chip, {"s": "ib", "t": "nvlink"})
+    least = roofline.bound(result, chip)
     times = "compute", "memory bandwidth", "nvlink, over t", "ib, over s"
     one = held | dict(zip(times, least.cells()[1:], strict=False))
     assert {name: [amount] for name, amount in one.items()}.items() <= shown.items()
@@ -286,11 +275,11 @@ def test_the_figures_of_the_page_are_those_of_the_text():
         k: cells[-1] for k, cells in shown.items() if k.startswith("over")
     }
     for name, total, by_phase in ("received", *received[::2]), ("computed", *computed):
-        cells = dict(zip([*figures.PHASES, ""], shown[name], strict=True))
+        cells = dict(zip([*PHASES, ""], shown[name], strict=True))
         phases = dict(x.split(" ", 1) for x in by_phase.split(", "))
         assert {k: x for k, x in cells.items() if x[0] != "0"} == phases | {"": total}
     top = [name for name in shown if name.startswith("train.py:")]
-    assert len(top) == figures.MOST and shown[top[0]][-2:] == ["compute", "53.4 ms"]
+    assert len(top) == MOST and shown[top[0]][-2:] == ["compute", "53.4 ms"]
 
 
 # Which texts of the figures are in view: both ends of each line, with nothing above them.
@@ -321,9 +310,9 @@ document.body.dataset.found = JSON.stringify([innerWidth, innerHeight, sideways,
         ["mesh={d: 4, t: 2, r: 2, c: 2}", "model.experts={count: 8, per_token: 2, d_ff: 512}"],
     ],
 )
-def test_the_figures_fit_on_the_first_screen(options, tmp_path, capsys, monkeypatch):
+def test_the_figures_fit_on_the_first_screen(options, tmp_path, train_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = functools.partial(train_here, capsys, monkeypatch, program=audit.main)
+    run = functools.partial(train_here, program=audit.main)
     if "audit.against=before.json" in options:
         run(CONFIG[0], "audit.json=before.json", options[0], "training.microbatches=2")
     out, message = run(*CONFIG, *options, "audit.html=page.html", "audit.json=audit.json")

@@ -5,7 +5,7 @@ import pytest
 
 import train
 from runtime import chips
-from tests.helpers import SMALL, mesh, small_config, train_here
+from tests.helpers import SMALL, mesh, small_config
 from tools import benchmark
 
 
@@ -14,13 +14,12 @@ def numbers(text):
 
 
 @pytest.mark.slow
-def test_the_table(tmp_path, capsys, monkeypatch):
+def test_the_table(tmp_path, train_here, monkeypatch):
     monkeypatch.setattr(benchmark, "MIN_STEPS", 3)
     monkeypatch.setattr(benchmark, "MAX_STEPS", 4)
     chip = chips.CHIPS["h200"]._replace(flops=1e9)
     monkeypatch.setattr(chips, "find_chip", lambda kind: chip)
-    out, message = train_here(
-        capsys, monkeypatch, "--config-name=local_test_synthetic", *SMALL,
+    out, message = train_here("--config-name=local_test_synthetic", *SMALL,
         "training.grad_clip=inf", f"paths.root_working_dir={tmp_path}", program=benchmark.main,
     )  # fmt: skip
     assert not message and not list(tmp_path.iterdir()), "it writes nothing"

@@ -7,27 +7,19 @@ import numpy as np
 import pytest
 
 from data.bins import Bins
-from data.flat_tokens import FlatTokens
 from tests import golden
 from tests.data.test_bins import DOCUMENTS, END, TOKENS, cut, plain, write_megatron, write_zarr
-from tests.helpers import train_here
+from tests.files import documents
 from tools import bins
 
 
 @pytest.fixture
-def convert(capsys, monkeypatch, tmp_path):
+def convert(train_here, monkeypatch, tmp_path):
     """A function that runs the program in a folder, in parts of a few tokens, and returns its
     message."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bins, "PART", 50)
-    return lambda *given: train_here(capsys, monkeypatch, *given, program=bins.main)[1]
-
-
-def documents(path, split="train"):
-    data = FlatTokens(path, split)
-    data.validate()
-    ids = data.read(0, data.token_count)[0]
-    return [part.tolist() for part in np.split(ids, data.starts(0, data.sequence_count)[1:-1])]
+    return lambda *given: train_here(*given, program=bins.main)[1]
 
 
 def lists(documents):
@@ -100,6 +92,10 @@ MISTAKES = {
         lambda folder: (write_zarr("x.zarr"), plain(folder)), ["u2.bin", "x.zarr/train"],
     ),
     "no file": (lambda folder: None, ["x.bin", "x.zarr/train"]),
+    "a header to read": (plain, ["u2.bin", "x.zarr/train", "--header"]),
+    "a type to write": (
+        lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x.bin", "--dtype=uint16"],
+    ),
     "an index that is cut off": (index(lambda x: x[:-30]), ["x.bin", "x.zarr/train"]),
     "an index of another format": (index(lambda x: b"x" + x), ["x.bin", "x.zarr/train"]),
     "an index of floats": (

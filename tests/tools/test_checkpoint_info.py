@@ -1,7 +1,6 @@
 """The tool's output for intact and damaged checkpoints."""
 
 import shutil
-import sys
 import time
 
 import jax
@@ -57,18 +56,6 @@ def folder(saved, tmp_path, monkeypatch):
 LAST = f"00000002.{START}"
 
 
-def info(capsys, monkeypatch, path):
-    """Returns the tool's standard output, standard error and exit code."""
-    monkeypatch.setattr(sys, "argv", ["checkpoint_info", path])
-    with pytest.raises(SystemExit) as stop:
-        checkpoint_info.main()
-    out, errors = capsys.readouterr()
-    code = stop.value.code
-    if isinstance(code, str):  # as the interpreter does
-        errors, code = f"{errors}{code}\n", 1
-    return out, errors, code
-
-
 def one(how):
     """Makes a case that removes all but the last checkpoint, and applies `how` to that."""
 
@@ -111,7 +98,7 @@ CASES = {
 }  # fmt: skip
 
 
-def test_one_that_is_removed_meanwhile_is_not_damaged(folder, capsys, monkeypatch):
+def test_one_that_is_removed_meanwhile_is_not_damaged(folder, ended, monkeypatch):
     """A run removes the first one while that is checked."""
     check = storage.check
 
@@ -120,16 +107,18 @@ def test_one_that_is_removed_meanwhile_is_not_damaged(folder, capsys, monkeypatc
         check(array)
 
     monkeypatch.setattr(storage, "check", removing)
-    out, errors, code = info(capsys, monkeypatch, "some")
+    out, errors, code = ended(checkpoint_info.main, "some")
     lines = out.splitlines()
     assert lines[0].endswith("; removed meanwhile") and lines[1].endswith("; intact")
     assert not errors and code == 0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_it_says(case, folder, capsys, monkeypatch):
+def test_what_it_says(case, folder, ended):
     prepare, path, wanted = CASES[case]
     prepare(folder)
-    out, errors, code = info(capsys, monkeypatch, path)
+    out, errors, code = ended(checkpoint_info.main, path)
+    if isinstance(code, str):  # which the interpreter prints
+        errors, code = f"{errors}{code}\n", 1
     assert code == wanted and "Traceback" not in errors
     golden.check("checkpoint_info.txt", case, f"{out}{errors}exit code {code}")

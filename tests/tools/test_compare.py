@@ -1,39 +1,41 @@
+import functools
 import re
 import subprocess
 
 import pytest
 
 from tests import golden
-from tests.helpers import slow_but_for, train_here
+from tests.helpers import slow_but_for
 from tools.audit import __main__ as audit
 from tools.audit import compare
 
 CONFIG = ["--config-name=c4_h100x8_1b", "audit.chip=h100"]
 
 
-def audited(capsys, monkeypatch, *options):
-    return train_here(capsys, monkeypatch, *CONFIG, *options, program=audit.main)
+@pytest.fixture
+def audited(train_here):
+    return functools.partial(train_here, *CONFIG, program=audit.main)
 
 
 @pytest.mark.slow
-def test_a_clean_tree_does_not_differ_from_its_revision(capsys, monkeypatch):
+def test_a_clean_tree_does_not_differ_from_its_revision(audited):
     """The chip decides what runs a kernel, and how memory is tiled."""
     head = "audit.against=HEAD", "mesh={d: 2, c: 2, t: 2}"
-    out, message = audited(capsys, monkeypatch, *head)
+    out, message = audited(*head)
     assert not message and out.startswith("MFU at most")
 
 
 @pytest.mark.parametrize(
     "against", slow_but_for(["text"], ["nowhere", "text", "list", "older", "another_chip"])
 )
-def test_what_cannot_be_compared(against, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_compared(against, tmp_path, audited, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("weights: 1")
     (tmp_path / "list").write_text("[1, 2]")
     (tmp_path / "older").write_text('{"mesh": {}, "held": {}}')
     if "chip" in against:
-        audited(capsys, monkeypatch, "audit.chip=v5e", f"audit.json={against}")
-    out, message = audited(capsys, monkeypatch, f'audit.against="{against}"')
+        audited("audit.chip=v5e", f"audit.json={against}")
+    out, message = audited(f'audit.against="{against}"')
     assert not out
     message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words
     golden.check("wrong_inputs.txt", f"audit: against={against}", message)

@@ -22,15 +22,15 @@ from tokenizers.processors import TemplateProcessing
 
 import train
 from data.loader import TokenBatch
-from runtime import checkpoint, storage
+from runtime import checkpoint
 from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.config import load
 from shardlib.errors import UserError
-from shardlib.types import computing_in, f32, make_shardings, typed_shard_map, u32
+from shardlib.types import computing_in, f32, make_shardings, typed_shard_map
 from tests import golden
 from tests.data.test_text import trained_tokenizer
+from tests.files import arrays, edit_config, save_state
 from tests.helpers import (
-    arrays,
     assert_close,
     compose_config,
     edited,
@@ -40,7 +40,6 @@ from tests.helpers import (
     small_config,
     starting_state,
     token_batch,
-    train_here,
 )
 from tools import huggingface_weights as tool
 from tools.generate import model as models
@@ -315,9 +314,9 @@ def paper_logits(folder, ids):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(train_here):
     """A function that runs the program and returns what it printed and its exit message."""
-    return lambda *given: train_here(capsys, monkeypatch, *map(str, given), program=tool.main)
+    return lambda *given: train_here(*map(str, given), program=tool.main)
 
 
 def train_logits(checkpoints, targets, dtype="f32"):
@@ -398,13 +397,7 @@ def save_trained(path, *overrides):
         "original_len: 16}", "training.tokens={batch: 8, len: 24}", *overrides,
     )  # fmt: skip
     with jax.set_mesh(mesh(4, 2)):
-        weights = random_weights(train, config)
-        step = jax.device_put(np.uint32(7), make_shardings(u32[""]))
-        state = train.State(step, weights, weights, weights)
-        settings = train.state_type(config), train.dimensions(config), config.to_yaml(), 4
-        checkpoints = Checkpoints(str(path), *settings, say=lambda _: None)
-        checkpoints.save(7, state)
-        checkpoints.wait()
+        save_state(path, config, random_weights(train, config), 7)
     return path
 
 
@@ -508,10 +501,9 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
         assert {name: actual.pop(name) for name in wanted} == wanted
         assert not any(map(any, actual.values())), "moments, and the step"
         start.paths.clone_weights_only = False
-        with pytest.raises(CheckpointError) as error:
+        case, folder = "a clone of a whole state", (str(tmp_path), "...")
+        with golden.raises("huggingface_weights.txt", case, CheckpointError, folder):
             starting_state(start, none, None)
-        message = str(error.value).replace(str(tmp_path), "...")
-        golden.check("huggingface_weights.txt", "a clone of a whole state", message)
 
 
 # --- Mistakes, and work that is cut off -----------------------------------------------------------
@@ -609,13 +601,7 @@ def test_a_wrong_value_of_any_entry_of_a_config_gets_one_message(wrong, tmp_path
 
 
 def with_config(old, new):
-    def change(path):
-        attributes = zarr.open_group(path).attrs.asdict()
-        attributes["config"] = attributes["config"].replace(old, new)
-        attributes["checksum"] = storage.checksum(attributes)
-        zarr.open_group(path).update_attributes(attributes)
-
-    return change
+    return lambda path: edit_config(path, lambda text: text.replace(old, new))
 
 
 EXPORTS = {
@@ -691,11 +677,16 @@ def no_space(*_, **__):
 
 
 def test_an_import_that_is_cut_off_is_no_checkpoint(tmp_path, run, monkeypatch):
-    """The import fails at its last write."""
-    folder = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2))
+    """The import fails at its last write. Its config is written later, and replaces no file."""
+    folder, config = write_folder(tmp_path / "hf", LLAMA_2, random_tensors(LLAMA_2)), tmp_path / "x"
     monkeypatch.setattr(checkpoint.Checkpoint, "record", no_space)
-    out, message = run("import", folder, tmp_path / "ours")
+    out, message = run("import", folder, tmp_path / "ours", f"--config={config}")
     assert not out and "No space left on device" in message and "\n" not in message
+    assert not config.exists()
+    config.write_text("mine")
+    _, message = run("import", folder, tmp_path / "other", f"--config={config}")
+    assert message == f"error: {config} exists; choose another --config"
+    assert config.read_text() == "mine" and not (tmp_path / "other").exists()
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         checkpoint.newest(str(tmp_path / "ours"))
 

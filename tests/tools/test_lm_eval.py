@@ -3,7 +3,6 @@ requests against lm-eval's own model `hf` on the same weights."""
 
 import json
 import re
-import sys
 import types
 
 import jax
@@ -47,12 +46,10 @@ def test_scores_are_those_of_the_oracle():
     assert (best == likeliest).all() and 0 < best.sum() < 48
 
 
-def test_without_lm_eval_there_is_one_message(capsys, monkeypatch):
+def test_without_lm_eval_there_is_one_message(train_here, monkeypatch):
     monkeypatch.setattr(tool, "TemplateLM", object)
-    monkeypatch.setattr(sys, "argv", ["lm_eval", "runs/x", "--tasks", "y"])
-    with pytest.raises(SystemExit) as stop:
-        tool.main()
-    assert str(stop.value).startswith("error: ") and "pip install lm-eval" in str(stop.value)
+    _, message = train_here("runs/x", "--tasks", "y", program=tool.main)
+    assert message.startswith("error: ") and "pip install lm-eval" in message
 
 
 # --- lm-eval's own model --------------------------------------------------------------------------
@@ -221,14 +218,13 @@ def test_an_answer_that_can_not_be_generated_or_scored_is_refused(folder):
             model._loglikelihood_tokens([("", [1], answer)])
 
 
-def test_the_program(folder, wanted, capsys, monkeypatch):
+def test_the_program(folder, wanted, train_here):
     """lm-eval's, with our model."""
     given = f"checkpoint={folder / 'ours'},tokenizer={folder / 'hf'},dtype=f32,d=2,t=2"
     command = ["--model_args", given, "--include_path", str(folder / "tasks"), "--limit=19"]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *command, "--tasks=choice"])
-    tool.main()
+    out, _ = train_here(*command, "--tasks=choice", program=tool.main)
     accuracy = wanted["choice"]["results"]["choice"]["acc_norm,none"]
-    assert re.search(rf"acc_norm *\|.*{accuracy:.4f}", capsys.readouterr().out)
+    assert re.search(rf"acc_norm *\|.*{accuracy:.4f}", out)
 
 
 def test_lm_eval_knows_the_model_by_name(folder):

@@ -5,7 +5,7 @@ import pytest
 
 from runtime import chips
 from tests import golden
-from tests.helpers import SMALL, compose_config, train_here
+from tests.helpers import SMALL, compose_config
 from tools import plan
 from tools.audit import roofline
 from tools.audit import step as audited
@@ -29,7 +29,7 @@ def test_it_finds_what_trying_everything_finds(capsys):
             values |= dict(zip((plan.MICROBATCHES, plan.CHUNKS), parts, strict=True))
             changed = config.changed(values)
             result = audited.audit_step(changed, None, chip)
-            bound = roofline.bound(result, chip, chip.links_of(changed.mesh.axes))
+            bound = roofline.bound(result, chip)
             tried += 1
             if bound.peak <= 0.9 * memory:
                 least = max(bound.seconds.values())
@@ -60,24 +60,28 @@ def test_a_cost_that_allows_no_microbatches_leaves_other_layouts():
 @pytest.mark.parametrize(
     "chips", ["", "h100", "b300:8", "v5p:4x", "h100:0", "h100:7", "h100:8 rates.ici=1e9"]
 )
-def test_chips_that_it_cannot_plan_for(chips, capsys, monkeypatch):
+def test_chips_that_it_cannot_plan_for(chips, train_here):
     arguments = ["--config-name=c4_h100x8_1b", *f"chips={chips}".split()]
-    out, message = train_here(capsys, monkeypatch, *arguments, program=plan.main)
+    out, message = train_here(*arguments, program=plan.main)
     assert not out
     golden.check("wrong_inputs.txt", f"plan: chips={chips}", message)
 
 
-def test_the_head_and_the_configs_own_layout_which_does_not_matter(capsys, monkeypatch):
+def test_the_head_and_the_configs_own_layout_which_does_not_matter(train_here, monkeypatch):
     """Nor does it matter whether it is one: 3 microbatches don't divide 8 rows."""
     start = "--config-name=local_test_synthetic", *SMALL, "dtype=bf16", "chips=v5e:1"
 
     def planned(*own):
-        return train_here(capsys, monkeypatch, *start, *own, program=plan.main)
+        return train_here(*start, *own, program=plan.main)
 
     out, message = planned("training.steps=100000000", "mesh={d: 1, t: 1}")
     assert not message and "\nmesh" not in out
+    said = []
+    monkeypatch.setattr(plan, "tell", lambda text, _: said.append(text))
     for own in "mesh={d: 4, r: 3, t: 7, c: 5}", "training.microbatches=3":
+        said.clear()
         assert planned("training.steps=100000000", own) == (out, "")
+        assert said[0].startswith("note: ignored, as ") and said[0].endswith(own)
     head, rates, bound, *_, row = out.splitlines()
     weights = 2 * 128 * 32 + 32 + 2 * (2 * 32 + 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 40)
     assert head == f"1 x TPU v5 lite, {weights:,} parameters, 8 rows of 12 tokens a step."
@@ -90,12 +94,12 @@ def test_the_head_and_the_configs_own_layout_which_does_not_matter(capsys, monke
     assert float(days) == pytest.approx(1e8 * longest / 86400, rel=0.01)
 
 
-def test_what_does_not_fit_and_other_loss_chunks_are_said(capsys, monkeypatch):
+def test_what_does_not_fit_and_other_loss_chunks_are_said(train_here, monkeypatch):
     chip = chips.CHIPS["v5e"]._replace(memory=3.5e6 / plan.ROOM)
     monkeypatch.setitem(chips.CHIPS, "v5e", chip)
     start = "--config-name=local_test_synthetic", *SMALL, "dtype=bf16", "model.vocab=4096"
     asked = "training.tokens={batch: 8, len: 48}", "chips=v5e:2"
-    out, message = train_here(capsys, monkeypatch, *start, *asked, program=plan.main)
+    out, message = train_here(*start, *asked, program=plan.main)
     assert not message
     table, chunks, larger, misfits = out.split("\n\n")[2:]
     (row,) = table.splitlines()[1:]

@@ -73,7 +73,7 @@ def chip_of(config: AuditConfig) -> chips.Chip | None:
         if axis not in axes or link not in chip.links:
             choices = f"the axes are {', '.join(axes)}, the links {', '.join(chip.links)}"
             raise UserError(f"audit.links.{axis}={link}: {choices}")
-    return chip.with_rates(rates)
+    return chip.with_rates(rates)._replace(chosen=links)
 
 
 def roofline(config: AuditConfig, chip: chips.Chip) -> str:
@@ -86,9 +86,9 @@ def roofline(config: AuditConfig, chip: chips.Chip) -> str:
         except UserError as error:
             end = f"\n\nThe table ends here: {error}."
             break
-        links = chip.links_of(axes) | config.audit.links
+        links = chip.links_of(axes)
         over = ", ".join(f"{axis} {links[axis]}" for axis, size in axes.items() if size > 1)
-        rows.append((show_axes(axes), over, *bound(result, chip, links).cells()))
+        rows.append((show_axes(axes), over, *bound(result, chip).cells()))
         mesh = dataclasses.replace(mesh, d=2 * mesh.d, r=2 * mesh.r if mesh.r > 1 else 1)
     times = table(("mesh", "links", *bound_head(chip)), rows)
     head = f"The least time that each resource of {chip.kind} needs for a step, at"
@@ -105,13 +105,12 @@ def main(config: AuditConfig) -> None:
     printed = text
     if config.audit.against:
         before = [compare.earlier(config.audit.against)]
-        printed = compare.report(before[0], result, chip, config.audit.links)
+        printed = compare.report(before[0], result, chip)
         text = f"{printed}\n\n{text}"
     elif chip:
         text = printed = f"{text}\n\n{roofline(config, chip)}"
     if config.audit.html:
-        shown = page([*before, result], chip, config.audit.links, text)
-        pathlib.Path(config.audit.html).write_text(shown)
+        pathlib.Path(config.audit.html).write_text(page([*before, result], chip, text))
     print(printed)
 
 

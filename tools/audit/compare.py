@@ -16,7 +16,8 @@ from runtime import chips
 from runtime.config import ROOT
 from shardlib.errors import UserError
 from tools.audit.roofline import Bound, bound
-from tools.tables import show, table, texts, totals
+from tools.audit.text import total_of
+from tools.tables import grouped, show, table, texts
 
 Result = dict[str, Any]  # of tools.audit's `audit_step`
 
@@ -34,29 +35,28 @@ def earlier(against: str) -> Result:
         options = [a for a in sys.argv[1:] if not re.match(r"\+*audit(=|\.(?!chip))", a)]
         options += [f"++audit.json={folder}/audit.json"]
         # Runs in the user's folder, to find a relative --config-dir; -P keeps that off sys.path.
-        command, env = [sys.executable, "-P", "-m", "tools.audit"], {"PYTHONPATH": folder}
-        done = subprocess.run(
-            command + options, env=os.environ | env, capture_output=True, text=True
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            problem = said[-1].removeprefix("error: ")
-            raise UserError(f"the audit of {against} fails: {problem}")
+        command = [sys.executable, "-P", "-m", "tools.audit", *options]
+        if problem := _failure(command, PYTHONPATH=folder):
+            raise UserError(f"the audit of {against} fails: {problem.removeprefix('error: ')}")
         return dict(json.loads((pathlib.Path(folder) / "audit.json").read_text()))
 
 
 def _check_out(revision: str, folder: str) -> None:
     """Writes the files of a revision into a folder, over a copy of today's configs."""
     shutil.copytree(ROOT / "configs", f"{folder}/configs")
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if archive.returncode:
-        said = archive.stderr.strip().splitlines()[-1]
+    archive = ["git", "-C", str(ROOT), "archive", f"--output={folder}/source.tar", revision, "."]
+    if said := _failure(archive):
         raise UserError(f"audit.against={revision}: it is neither a file nor a revision ({said})")
     # Unlike the filter "data", this one allows links that point out of the folder.
     shutil.unpack_archive(f"{folder}/source.tar", folder, filter="tar")
+
+
+def _failure(command: list[str], **env: str) -> str:
+    """Runs a command with these additions to the environment. If it fails, returns the last line of
+    its errors, else ""."""
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""
 
 
 # --- As text --------------------------------------------------------------------------------------
@@ -64,16 +64,16 @@ def _check_out(revision: str, folder: str) -> None:
 Labels = tuple[str, ...]
 
 
-def report(before: Result, after: Result, chip: chips.Chip | None, links: dict[str, str]) -> str:
-    """Formats tables of the differences. `links` overrides the chip's links by axis. Raises
-    UserError if the earlier audit lacks tables, or is for another chip."""
+def report(before: Result, after: Result, chip: chips.Chip | None) -> str:
+    """Formats tables of the differences. Raises UserError if the earlier audit lacks tables, or is
+    for another chip."""
     if lacking := after.keys() - before.keys() - {"chip"}:
         cure = "write it again with this version of tools.audit, or choose a later revision"
         raise UserError(f"the earlier audit has no {', '.join(sorted(lacking))}: {cure}")
     if (other := before.get("chip", after["chip"])) != after["chip"]:
         raise UserError(f"the earlier audit is for {other or 'no chip'}: set the same audit.chip")
     both = before, after
-    bounds = [bound(r, chip, chip.links_of(r["mesh"]) | links) if chip else None for r in both]
+    bounds = [bound(result, chip) if chip else None for result in both]
     pairs = zip(*map(_amounts, both, bounds), strict=True)
     found = [_changes(head, unit, old, new) for (head, unit, old), (_, _, new) in pairs]
     if (earlier_bound := bounds[0]) and (least := bounds[1]):
@@ -91,7 +91,8 @@ def _amounts(
         """Sums the totals of rows with equal keys. A row's line moves with edits, so the key is
         its function."""
         rows = (row | {"function": row["line"].partition(" ")[2]} for row in result[kind])
-        return totals((texts(row, keys), row["total"]) for row in rows)
+        groups = grouped(rows, lambda row: texts(row, keys))
+        return {label: total_of(found) for label, found in groups.items()}
 
     at_peak = {"at the peak": result["peak"], "saved in the host's memory": result["host"]}
     needed = result["model_flops"] / math.prod(result["mesh"].values())

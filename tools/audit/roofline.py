@@ -36,10 +36,10 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def seconds(rows: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> dict[str, float]:
-    """Returns the least time that rows of an audit's tables need on each resource. `links` maps
-    each axis to its link. A collective over several axes takes their slowest link."""
-    products = rows.get("products", ())
+def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dict[str, float]:
+    """Returns the least time that rows of an audit's tables need on each resource. A collective
+    over several axes takes their slowest link."""
+    products, links = rows.get("products", ()), chip.links_of(mesh)
     moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
     spent = {
         "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
@@ -52,10 +52,10 @@ def seconds(rows: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> di
     return spent
 
 
-def bound(result: dict[str, Any], chip: chips.Chip, links: dict[str, str]) -> Bound:
+def bound(result: dict[str, Any], chip: chips.Chip) -> Bound:
     """Returns the least time that a step needs on each resource, from the lower bounds of counts.
     Memory traffic is what matmuls, ops with a kernel, and the optimizer read and write."""
-    spent = seconds(result, chip, links)
+    spent = seconds(result, chip, result["mesh"])
     # Weights and moments are read and written, and gradients read.
     moved = 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
     spent["memory"] += (result["kernel_bytes"] + moved) / chip.bandwidth

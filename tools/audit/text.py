@@ -1,14 +1,16 @@
 """Formats an audit as text."""
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from runtime import chips
 from shardlib.devices import show_axes
-from tools.tables import show, table, texts, totals
+from tools.tables import grouped, show, table, texts
 
 LEAST = 1e-3  # share of a table's total; smaller rows become one line
+Row = dict[str, Any]
 
 
 class Table(NamedTuple):
@@ -17,7 +19,7 @@ class Table(NamedTuple):
     columns: dict[str, str]  # heading -> key of a row; followed by each, count and total
     unit: str = "B"
 
-    def text(self, rows: list[dict[str, Any]], share: float = LEAST) -> str:
+    def text(self, rows: list[Row], share: float = LEAST) -> str:
         least, cells = total_of(rows) * share, []
         for row in (row for row in rows if row["total"] > least):
             count = f"{row.get('bound', '')} {row['times']}".strip()
@@ -38,11 +40,11 @@ TABLES = {
 }
 
 
-def total_of(rows: Iterable[dict[str, Any]]) -> float:
+def total_of(rows: list[Row]) -> float:
     return sum(row["total"] for row in rows)
 
 
-def show_total(rows: list[dict[str, Any]], unit: str) -> str:
+def show_total(rows: list[Row], unit: str) -> str:
     """Formats the total of rows: `1.07 GB`, or `at most 1.07 GB` if some counts are upper bounds,
     `at least` if some are lower bounds, `about` if both occur."""
     bounds = {row.get("bound", "") for row in rows} - {""}
@@ -50,10 +52,10 @@ def show_total(rows: list[dict[str, Any]], unit: str) -> str:
     return f"{bound} {show(total_of(rows), unit)}".strip()
 
 
-def sums(amounts: Iterable[tuple[str, float]], unit: str = "B") -> str:
-    """Formats the sums by name: `backward 2 GB, forward 1 GB`."""
-    by_name = totals(amounts).items()
-    return ", ".join(f"{name} {show(amount, unit)}" for name, amount in by_name if amount)
+def sums(rows: list[Row], name: Callable[[Row], str], unit: str = "B") -> str:
+    """Formats the totals of rows by name: `backward 2 GB, forward 1 GB`."""
+    by_name = ((key, total_of(found)) for key, found in grouped(rows, name).items())
+    return ", ".join(f"{key} {show(amount, unit)}" for key, amount in by_name if amount)
 
 
 def summary(result: dict[str, Any], chip: chips.Chip | None) -> str:
@@ -77,9 +79,9 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     """Formats the result of `audit_step`."""
     axes, sent, products = result["mesh"], result["transfers"], result["products"]
     largest_first = sorted(sent, key=lambda row: -row["total"])
-    by_axes = sums((f"over {','.join(row['axes'])}", row["total"]) for row in largest_first)
-    by_phase = sums((row["phase"], row["total"]) for row in largest_first)
-    flops_by_phase = sums(((row["phase"], row["total"]) for row in products), "FLOP")
+    by_axes = sums(largest_first, lambda row: f"over {','.join(row['axes'])}")
+    by_phase = sums(largest_first, operator.itemgetter("phase"))
+    flops_by_phase = sums(products, operator.itemgetter("phase"), "FLOP")
     how = f" in {sum(row['times'] for row in sent):,.0f} collectives by ring algorithms"
     count = math.prod(axes.values())
     needed = result["model_flops"] / count

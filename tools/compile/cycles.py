@@ -6,7 +6,6 @@ instruction takes no longer than its FLOPs and bytes do at the chip's peak rates
 """
 
 import atexit
-import collections
 import math
 import os
 import pathlib
@@ -20,7 +19,7 @@ from runtime.chips import Chip
 from runtime.hlo import Instruction, Program, parse, tracebacks
 from shardlib.errors import UserError, source_line
 from shardlib.ops import phase
-from tools.tables import show, table
+from tools.tables import grouped, show, table
 
 # By Chip.kind: cycles per second, and how many cores act as one device.
 CLOCKS = {
@@ -218,10 +217,8 @@ def report(rows: list[Row], chip: Chip, flops: float) -> str:
     most, least = sum(row.most for row in rows), sum(row.least for row in rows)
 
     def totals(names: tuple[str, ...], key: Callable[[Row], tuple[str, ...]]) -> str:
-        total: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
-        for row in rows:
-            total[key(row)].append(row)
-        cells = [(k, sum(r.most for r in v), sum(r.least for r in v)) for k, v in total.items()]
+        groups = grouped(rows, key).items()
+        cells = [(k, sum(r.most for r in v), sum(r.least for r in v)) for k, v in groups]
         cells.sort(key=lambda cell: -cell[1])
         return table(
             (*names, "at most", "at least", "share"),

@@ -1,7 +1,6 @@
 """Compiles for NVIDIA GPUs on a machine without one, and reads a GPU's program: its collectives,
 the compute scheduled beside them, and the libraries that run its matmuls and attention."""
 
-import collections
 import contextlib
 import functools
 import json
@@ -21,7 +20,7 @@ from runtime import chips
 from runtime.hlo import Instruction, parse
 from tools.audit.ledger import share_received
 from tools.compile.cycles import group_size, inside, size
-from tools.tables import show, table
+from tools.tables import grouped, show, table
 
 CAVEAT = """\
 Nothing has run. On a GPU XLA times each matmul with Triton and with cuBLAS, and takes the faster
@@ -198,24 +197,19 @@ def read(text: str, chip: chips.Chip) -> Read:
 
 def report(step: Read, chip: chips.Chip) -> str:
     """Formats what `read` returns as tables."""
-    groups: dict[tuple[str, int], list[Sent]] = collections.defaultdict(list)
-    for row in step.sent:
-        groups[row.kind, row.devices].append(row)
     rows = []
+    groups = grouped(step.sent, lambda row: (row.kind, row.devices))
     for (kind, count), found in sorted(groups.items()):
         total = sum(row.times * row.bytes for row in found)
         hidden = sum(row.times * row.bytes for row in found if row.beside > MICROSECOND)
         times = sum(row.times for row in found)
         rows.append((kind, f"{count}", f"{times}", show(total), f"{hidden / total:.0%}"))
     text = table(("collective", "devices", "times", "a device receives", "beside kernels"), rows)
-    totals: dict[tuple[str, ...], list[Kernel]] = collections.defaultdict(list)
-    for kernel in step.kernels:
-        totals[kernel.what, kernel.by, kernel.dtype].append(kernel)
-    cells = [
-        (*key, f"{sum(k.times for k in found)}", show(flops, "FLOP"), show(flops / chip.flops, "s"))
-        for key, found in sorted(totals.items())
-        for flops in (sum(k.times * k.flops for k in found),)
-    ]
+    cells = []
+    kinds = grouped(step.kernels, lambda kernel: (kernel.what, kernel.by, kernel.dtype))
+    for key, kernels in sorted(kinds.items()):
+        count, flops = sum(k.times for k in kernels), sum(k.times * k.flops for k in kernels)
+        cells.append((*key, f"{count}", show(flops, "FLOP"), show(flops / chip.flops, "s")))
     head = ("kernel", "library", "dtype", "times", "computes", "at peak rate")
     least = "Lower bounds: a loop's length isn't in the program.\n\n" if step.unknown else ""
     return f"{least}{text}\n\n{table(head, cells)}"

@@ -56,9 +56,8 @@ from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.types import COMPUTE
 from tools import arguments
-from tools.generate.model import Model
+from tools.generate.model import Model, Text, check_ids
 from tools.generate.steps import Sampling, continued, padded, scores
-from tools.generate.text import Text, check_ids
 
 
 def evaluate(

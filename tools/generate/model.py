@@ -1,15 +1,21 @@
-"""The model of a checkpoint."""
+"""The model of a checkpoint, and its tokenizer."""
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from hydra import compose, initialize_config_dir
 
 import train
+from data import flat_tokens
 from data.sources import kept_by_import, tokenizer_of_model
+from data.text import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
 from runtime.run import MeshConfig, all_finite
@@ -17,7 +23,64 @@ from shardlib.devices import have_cpu_devices, make_mesh
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shapes, named
 from tools.generate.steps import lay_out
-from tools.generate.text import Text
+
+ENDS_IN = "generation_config.json", "config.json"
+
+
+class Text(Tokenizer):
+    """A model's tokenizer, which here parses the names of special tokens. The ids that end a text
+    are the tokenizer's, and those in the config.json and generation_config.json of its folder, or
+    of the folder `imported`. Raises UserError or OSError if it can't be opened."""
+
+    def __init__(self, name: str, imported: str | None = None):
+        super().__init__(name)
+        self.ids, ends = range(1, 257), [getattr(self.slow, "eos_token_id", None)]
+        if self.slow is not None:
+            self.ids = range(1 + max(self.slow.get_vocab().values()))
+        for folder, file in itertools.product((name, imported or name), ENDS_IN):
+            with contextlib.suppress(OSError, ValueError):
+                said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
+                ends += said if isinstance(said, list) else [said]
+        self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
+        if self.fast:  # tokenizers in Python parse them anyway
+            self.fast.encode_special_tokens = False
+
+    def encode(self, text: str, config: train.Config) -> list[int]:
+        """Returns the ids of a text. Raises UserError if it isn't UTF-8, or if the model lacks an
+        id."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # Python keeps invalid bytes as surrogates
+            near = text[max(0, error.start - 20) : error.start + 20]
+            raise UserError(f"a text is not UTF-8: {near!r}") from None
+        ids, _ = flat_tokens.decode(self([text])[0])
+        check_ids(f"the text {text[:40]!r}", int(ids.max(initial=0)), config.model)
+        return ids.tolist()
+
+    def prompt(self, text: str, config: train.Config) -> list[int]:
+        """Returns the start token and a text's ids, unless these begin with it as a special one."""
+        ids, start = self.encode(text, config), config.model.start_token
+        named = self.slow is not None and start in self.slow.added_tokens_decoder
+        return ids if named and ids[:1] == [start] else [start, *ids]
+
+    def text(self, ids: Sequence[int] | np.ndarray, without_special: bool = False) -> str:
+        return self.decode(np.array(ids, np.uint32), without_special)
+
+    def count_bytes(self, ids: np.ndarray, is_start: np.ndarray) -> int:
+        """Counts the UTF-8 bytes of the decoded documents, without special tokens. If tokens aren't
+        bytes, a character cut off at either end counts as the three bytes of a replacement
+        character."""
+        if self.slow is None:
+            return len(ids)
+        documents = np.split(ids, np.flatnonzero(is_start))
+        return sum(len(self.text(ids, without_special=True).encode()) for ids in documents)
+
+
+def check_ids(name: str, largest: int, model: train.ModelConfig) -> None:
+    """Raises UserError if an id is beyond the model's vocabulary."""
+    if largest > (last := model.vocab - 1):
+        problem = f"{name} has ids up to {largest}, but the model's vocabulary ends at {last}"
+        raise UserError(f"{problem}: they are from another tokenizer")
 
 
 def open_checkpoint(path: str) -> tuple[Checkpoints, train.Config]:

@@ -169,12 +169,8 @@ def scores(
     parts = next(n for n in range(least, length + 1) if length % n == 0)
 
     def score(part: Any) -> tuple[jax.Array, jax.Array]:
-        logits, targets = train.unembed(output, part[0], config), part[1]
-        logits = logits - ops.reduce_max("B/d l/c V/t -> B/d l/c", logits)[:, :, None]
-        logit = ops.index_unreduced("B/d l/c [V/t], B/d l/c -> B/d l/c {U:t}", logits, targets)
-        sum_exp = ops.reduce_sum("B/d l/c V/t -> B/d l/c {U:t}", jnp.exp(logits))
-        logit, sum_exp = (ops.psum("B/d l/c {U:t} -> B/d l/c", x) for x in (logit, sum_exp))
-        return logit - jnp.log(sum_exp), logit == 0
+        logit, log_sum = train.against_largest(train.unembed(output, part[0], config), part[1])
+        return logit - log_sum, logit == 0
 
     whole = train.forward(weights, batch, config)[0], batch.targets
     split = [rearrange(x, "B (parts l) ... -> parts B l ...", parts=parts) for x in whole]
