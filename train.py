@@ -163,7 +163,7 @@ def weights_type(config: ModelConfig) -> Any:
 
 @typechecked
 def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute["B/d L/c M"]:
-    """Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
+    """RMSNorm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467."""
     h32 = h.astype(f32.dtype)
     scale = lax.rsqrt(jnp.mean(jnp.square(h32), axis=-1, keepdims=True) + eps)
     return (h32 * scale * gain.astype(f32.dtype)).astype(h.dtype)
@@ -173,7 +173,7 @@ def rms_norm(h: compute["B/d L/c M"], gain: compute["M"], eps: float) -> compute
 def norm_before(
     h: compute["B/d L/c M"], gain: compute["M/t/c/s"], config: ModelConfig
 ) -> compute["B/d L/c M"]:
-    """Normalizes the input of a sublayer: attention or feed-forward."""
+    """Normalizes the input of a sublayer, unless the model has post-norm."""
     if config.norms_after:
         return h
     return rms_norm(h, ops.all_gather("M/t/c/s -> M", gain), config.norm_eps)
@@ -224,7 +224,7 @@ def rope(
 
 @typechecked
 def swiglu(h: compute["B/d L/c M"], w: MLP) -> compute["B/d L/c M {U:t}"]:
-    """Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+    """SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202."""
     w_gate = ops.all_gather("M/c/s F/t -> M F/t", w.w_gate)
     w_up = ops.all_gather("M/c/s F/t -> M F/t", w.w_up)
     gate = ops.einsum_unreduced("B/d L/c M, M F/t -> B/d L/c F/t", h, w_gate)
@@ -242,8 +242,8 @@ def forward(
     weights: Weights, batch: TokenBatch, config: ModelConfig, unroll: int = 1
 ) -> tuple[compute["B/d L/c M/t"], Stacked["layers", Routing | None]]:
     """Returns the residual stream after the last layer, and each layer's Routing, if any. The
-    stream at position l, which predicts target l, depends only on tokens before that target in the
-    same document and row."""
+    stream at position l, which predicts target l, depends only on inputs 0 to l of its
+    document."""
     embed = ops.all_gather("V/t M/c/s -> V/t M", weights.embed)
     x = ops.index_unreduced("[V/t] M, B/d L/c -> B/d L/c M {U:t}", embed, batch.inputs)
     x = ops.psum_scatter("B/d L/c M {U:t} -> B/d L/c M/t", x)
@@ -387,9 +387,9 @@ def total_loss(
 
     unroll = config.layers_at_a_time(platform())
     x, routed = forward(weights, batch, config.model, unroll)
-    # Computes each chunk's gradient right after its loss, so that its logits need not be kept, but
-    # only the gradients of x and, summed in f32 over chunks, of the gain and the unembedding. The
-    # audit counts the collectives of these gradients as backward ones.
+    # Computes each chunk's gradient right after its loss, so no logits are kept: only the gradients
+    # of x and, summed over chunks in f32, of the gain and the unembedding. The audit counts the
+    # collectives of these gradients as backward ones.
     chunks = config.training.loss_chunks
     objective, sums = sum_over_chunks(loss, chunks, unembedding, x, batch.targets, batch.loss_mask)
     if routed:
@@ -615,8 +615,8 @@ def validate(
 
 @typechecked
 def starting_state(config: Config, source: Checkpoints, first: int, data: Batches) -> State:
-    """Returns the state before step `first`: a fresh one, or the newest checkpoint of `source`, of
-    which it takes only the weights if `first` is 0. Says which checkpoint it used."""
+    """Returns the state before step `first`, and moves `data` there: a fresh state, `source`'s
+    newest one or, if `first` is 0, only its weights. Says which checkpoint it used."""
     if not source.newest.step:
         return init_state(config)
     if not first:

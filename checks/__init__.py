@@ -1,1 +1,1 @@
-"""Checks of a step before it trains: its layout, and its numbers on two meshes."""
+"""Checks of layout and numbers before training, and of gradients after a NaN."""

@@ -40,8 +40,8 @@ def probe_mesh(
 
     On a mesh d=3, t=5 the sizes are 101 * 60, 103 * 60, .... As 60 = 3 * 5 * 4, a dimension splits
     evenly over d and t, and into two microbatches or loss chunks. The primes from 101 on tell
-    dimensions apart: no dimension, or part of one, has the length of another, of its part, or of a
-    small constant, as happens at a config's sizes. Axes in `alone` have one device.
+    dimensions apart: no dimension, or part of one, has the length of another, of another's part, or
+    of a small constant. Axes in `alone` have one device.
     """
     axis_sizes = {axis: 1 if axis in alone else PRIMES[i] for i, axis in enumerate(axes)}
     above = [prime for prime in PRIMES if prime > 100]
@@ -345,7 +345,7 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
             continue
         inner = [*jaxprs_in_params(eqn.params)]
         counts = with_numbers and not (inner or {*eqn.outvars} <= indices)
-        # Rounded to the operands' dtypes: where JAX rounds a number differs between meshes.
+        # Rounds to the operands' dtypes, as the place of JAX's rounding depends on the mesh.
         given: Any = zip(operands, eqn.invars, strict=True) if counts else ()
         given = [(x.number, v.aval.dtype) for x, v in given if x.number is not None]
         numbers = [str(np.asarray(x).astype(dtype)) for x, dtype in given]

@@ -41,9 +41,9 @@ LEAST = 0.05
 def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[str, int]:
     """Returns tiny sizes of dimensions for a mesh of these axes. A dimension that `hint` splits
     gets a prime factor of its own, and splits over its axes and over each axis alone. In float
-    arrays it also keeps a factor of 2 or 4 of the given size. The smallest primes go to the
-    dimensions with the most parts, so that the longer of two may have the shorter parts. Other
-    dimensions have at most 8."""
+    arrays it also keeps a factor of 2 or 4 of the given size. Dimensions with the most parts get
+    the smallest primes, so that a longer one may have shorter parts. Other dimensions have at most
+    8."""
     units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:

@@ -49,7 +49,7 @@ from shardlib.types import computing_in, make_shapes, named
 
 # Settings that split the work of a device into parts.
 PARTS = "training.microbatches", "training.loss_chunks"
-# Settings that make each part of an update visible in f32, amid the schedule.
+# Settings at which each part of an update shows in f32, mid-schedule.
 TINY = {
     "dtype": "f32",
     "training.learning_rate": 0.1,

@@ -78,7 +78,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[Trial]:
-    """Yields the functions that a run calls. `order` is that of `random_batch`."""
+    """Yields trials of the functions that a run calls. `order` is `random_batch`'s."""
     # Larger moments would drown the gradients. Without a full rank, Muon would magnify rounding.
     random = np.random.default_rng(0)
     mu = jax.tree.map(lambda x: 1e-3 * random.standard_normal(x.shape, np.float32), state.mu)

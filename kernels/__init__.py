@@ -1,1 +1,1 @@
-"""Ops that devices compute with kernels of their own: attention and experts."""
+"""Ops with hand-written kernels or gradients: attention and experts."""

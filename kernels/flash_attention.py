@@ -6,7 +6,7 @@ Keys that causality or documents hide from a whole block of queries are left out
 are laid out as [keys, queries]: reductions over keys then combine whole registers, and values per
 query lie along a register's lanes.
 
-K counts key-value heads, G the query heads that share one, and H = K G.
+K counts key-value heads, G (Q in types) the query heads that share one, and H = K G.
 """
 
 import functools

@@ -144,7 +144,7 @@ class Checkpoint:
     @property
     def may_be_complete(self) -> bool:
         """True if it is complete or marked, even if damaged, or of an earlier format, whose mark is
-        `write_completed`. Reading it then raises an error that says what is wrong."""
+        `write_completed`. If it is damaged, reading it raises an error that says what is wrong."""
         mark = storage.attributes(f"{self.path}/complete")
         if mark or storage.attributes(self.path).get("write_completed"):
             return True

@@ -68,9 +68,9 @@ def operation(lowered: jax.stages.Lowered, number: int) -> str:
 def profile(
     folder: pathlib.Path, program: jax.stages.Compiled, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Profiles the block. Writes its events to a file for Perfetto, the program's named by
-    `describe`, and says where the file is. Each process needs a folder of its own, as several may
-    share a machine."""
+    """Profiles the block. Writes the events, the program's renamed by `describe`, to a file for
+    Perfetto, and prints its path. Each process needs a folder of its own, as several may share a
+    machine."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls are many and tell little about the devices
     with jax.profiler.trace(str(folder), profiler_options=options):

@@ -1,4 +1,4 @@
-"""Initial weights. A weight's declaration says how it starts, after its layout:
+"""Initial weights. A weight declares its layout, then its initial values:
 
 f32["D", gain]                        at 1
 f32["", Initial(0.1)]                 at 0.1
@@ -60,9 +60,9 @@ def declared(kinds: Any) -> Any:
 
 
 def initial_weights(kinds: Any, sizes: dict[str, int], seed: int) -> Any:
-    """Makes weights of these types. A weight's values depend only on the seed, its shape and the
-    shortest end of its path that no other weight's path has, so adding a weight of another name
-    doesn't change them."""
+    """Makes weights of these types. A weight's values depend only on the seed, its declaration, its
+    sizes and the shortest unique end of its path, so a new weight of another name doesn't change
+    them."""
     key, paths = jax.random.key(seed), [name.split("/") for name in named(kinds)]
 
     def own_name(path: list[str]) -> str:

@@ -327,8 +327,8 @@ class Run:
                     break
             code = run.end()
 
-    All hosts make the same calls at the same steps. Making it opens the run's folder and the sinks.
-    Raises UserError on all hosts if one of them can't, or if no step is left to do.
+    All hosts make the same calls at the same steps. The constructor opens the run's folder and
+    sinks. It raises UserError on all hosts if that fails on one, or if no step is left.
     """
 
     config: RunConfig
@@ -428,7 +428,7 @@ class Run:
 
     def pause(self) -> None:
         """Blocks until the last step is done. The time from here to the next step belongs to no
-        step and is no hang: validating, including compiling, and saving may take any time."""
+        step. Saving and a validation's first batch may take any time."""
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 

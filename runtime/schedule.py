@@ -12,8 +12,8 @@ from shardlib.types import f32, pytree_dataclass, typechecked
 
 @pytree_dataclass
 class Average:
-    """Coefficients of an exponential moving average at a step: of the old average and of the new
-    value, and 1 over the sum of all values' weights so far."""
+    """Coefficients of an exponential moving average at a step: the old average's, the new value's,
+    and Adam's bias correction."""
 
     old: f32[""]
     new: f32[""]
@@ -42,7 +42,7 @@ class Hyper:
 
 @typechecked
 def hyper_at(step: int, training: Any) -> Hyper:
-    """Returns the hyperparameters of update `step + 1`. Uses f64: in f32, 1 - 0.9 isn't 0.1."""
+    """Returns the hyperparameters of update `step + 1`. Uses f64: in f32, 1 - 0.9 is 0.10000002."""
 
     def average(b: float) -> Any:
         return Average(b, 1 - b, 1 / (1 - b ** (step + 1)))

@@ -1,2 +1,2 @@
 """Explicit sharding: array types that state an array's layout, and ops checked against them.
-Independent of any model, config or file format."""
+Imports no model, config or file format."""

@@ -34,15 +34,15 @@ def save_for_backward(x: jax.Array, offload: bool = False) -> jax.Array:
 
 
 def explicit_activation_checkpointing(fn: F, unrolled: bool = False, in_turn: bool = False) -> F:
-    """Decorator: keeps for the backward pass only the arguments and the values that
-    `save_for_backward` marks.
+    """Decorator: keeps for the backward pass only inputs, values that `save_for_backward` marks,
+    and the outputs of cuDNN's attention.
 
     If `fn` is the body of an `unrolled` loop, the compiler would merge a recomputation with the
     original, and so keep the value after all: a barrier around the arguments of the backward pass
     prevents that.
 
-    With `in_turn` the backward pass also finishes all gradients of an unrolled call before those of
-    the previous call. Otherwise the compiler may delay some, to the end or until other collectives
+    With `in_turn` the backward pass also finishes an unrolled call's gradients before it starts the
+    previous call's. Otherwise the compiler may delay some, to the end or until other collectives
     run, and keep their inputs in memory. The price: reduce-scatters of weight gradients overlap
     with less compute.
     """

@@ -1,5 +1,5 @@
-"""Casts between JAX's kinds of values, which send nothing, and the forms of collectives and matmuls
-that are fast on a platform. f32 is for comparisons, so in f32 all platforms run the same forms."""
+"""Casts to varying or unreduced, which send nothing, and collectives and matmuls in the form that
+is fast on a platform. f32 is for comparisons, so in f32 all platforms run the same forms."""
 
 import functools
 import math

@@ -1,8 +1,7 @@
 """Experts, in place of a layer's feed-forward or beside it. Each token takes a few of them.
 
-train.py calls `check` on a config, `mixture` in a layer, `costs` in the loss and `rebalanced` after
-the update.
-Dimensions, beside train.py's:
+configs/schema.py calls `check`; train.py calls `experts_type`, `mixture` in a layer, `costs` in the
+loss and `rebalanced` after the update. Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
 """

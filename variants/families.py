@@ -1,5 +1,5 @@
 """Functions and types for families of models that differ from Llama in queries, keys and values, in
-norms or in positions. train.py calls `QKV.adjusted`, `norm_after`, `first_visible` and
+norms or in positions. train.py calls `qkv_type`, `QKV.adjusted`, `norm_after`, `first_visible` and
 `RopeScalingConfig.slowed`."""
 
 import dataclasses
