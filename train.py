@@ -26,7 +26,7 @@ array of the config's dtype, bfloat16 or float32.
 `training_step` is a shard_map with the annotations as its specs: every device runs this code on its
 own part of each array. Types name global dimensions: with d=4 and c=2, "B/d L/c" has shape
 [B/4, L/2] here. jnp functions see only this part; only ops communicate. jax.grad derives the
-backward pass, with these collectives:
+backward pass, whose collectives follow from the forward ones:
 
                                      forward          backward
     all_gather                       all-gather       reduce-scatter
