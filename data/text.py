@@ -477,10 +477,8 @@ class Source:
                 raise
             except UnicodeDecodeError as error:
                 problem = f"row {number + 1} or a later one, isn't {error.encoding}: {error.reason}"
-                cure = (
-                    "Save it as UTF-8 or, if it isn't parquet or Arrow, let the converter read it "
-                )
-                cure += "with +load_dataset.encoding=latin-1, or whatever it is, or with "
+                cure = "Save it as UTF-8 or, if it isn't parquet or Arrow, let the converter read "
+                cure += "it with +load_dataset.encoding=latin-1, or whatever it is, or with "
                 cure += "+load_dataset.encoding_errors=replace"
                 raise UserError(f"{name}, {problem}. {cure}") from None
             except Exception as error:  # the libraries below raise errors of many types

@@ -1,4 +1,4 @@
-"""What tests write and read: datasets, checkpoints, metrics."""
+"""Writes and reads the datasets, checkpoints and metrics of tests."""
 
 import json
 import pathlib

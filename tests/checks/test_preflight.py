@@ -165,7 +165,7 @@ BRANCHES = {
 
 
 def untried(module, config):
-    """What the check says of a config that computes something that the tiny runs don't."""
+    """Returns the check's note on a config that computes something that the tiny runs don't."""
     return preflight.untried(module, config, *preflight.probe(module, config)[1:])
 
 
