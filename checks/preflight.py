@@ -368,9 +368,9 @@ class TinyRuns:
                 raise UserError(self._explain(function, differ))
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):
             return (
-                f"tools.generate computes other logits than training ({differ[0]}): it takes a "
-                "prompt, then one position at a time, so only attention may mix positions, and "
-                "nothing may depend on how many there are, as a random mask does"
+                f"logits of tools.generate differ from training's ({differ[0]}). It computes a "
+                "prompt, then one position at a time: only attention may mix positions, and "
+                "nothing may depend on their number, as the shape of a random mask does"
             )
         # Both steps begin with the same mu, and then differ by their batches' gradients.
         a, b = (first[f"training_step {n}"] for n in (3, 999))

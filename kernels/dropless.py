@@ -38,7 +38,8 @@ def experts(
     split along E alone, and `x` and the weights have the same dtype.
     """
     tokens, choices, _, weight, *_ = call.operands
-    call.require(choices.dims and len(weight.dims) == 3, "the docstring has an example")
+    form = "B L M, B L k, B L k, E M G, E M G, E M G -> B L M"
+    call.require(choices.dims and len(weight.dims) == 3, f"write it like `{form}`")
     number, model, width = weight.dims
     tokens = Spec((*tokens.dims[:-1], Dim(model.name)))
     chosen_of = Spec((*tokens.dims[:-1], Dim(choices.dims[-1].name)))

@@ -41,7 +41,7 @@ ARRAY = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": 
          "fill_value": 0}  # fmt: skip
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
 NO_CHECKPOINT = "{} has no complete checkpoint; name a run's checkpoints folder, or one checkpoint"
-REMOVED = "was removed while it was read, as checkpoints.keep_last does: take a newer one"
+REMOVED = "was removed during the read; checkpoints.keep_last removes old ones: take a newer one"
 OTHER_FORMAT = (
     "{} has format {}; this code reads {}: use the commit that wrote it, named in "
     "starts.jsonl in the run's folder, or import it again"

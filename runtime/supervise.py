@@ -78,7 +78,7 @@ class Stop:
                     os._exit(128 + signal.SIGINT)
                 if number[0] in STOPS:
                     name = signal.Signals(number[0]).name
-                    plan = "stopping; a step that has begun ends with a checkpoint"
+                    plan = "stopping; a step in progress is finished and saved"
                     tell(f"{name}: {plan}; Ctrl-C again ends at once", sys.stderr)
 
     def ask(self) -> None:

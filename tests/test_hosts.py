@@ -186,7 +186,7 @@ def test_the_second_ctrl_c_ends_a_process_at_once():
         assert process.stdout.readline() == "hangs\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == (
-            "SIGINT: stopping; a step that has begun ends with a checkpoint; "
+            "SIGINT: stopping; a step in progress is finished and saved; "
             "Ctrl-C again ends at once\n"
         )
         process.send_signal(signal.SIGINT)
