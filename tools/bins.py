@@ -6,7 +6,7 @@
 A .bin file gets ids of 16 bits, or of 32 bits if 16 are too few, and no header, like nanoGPT's;
 --header writes llm.c's. When writing, --end-token follows each document that doesn't end with it.
 When reading, a document starts after each --end-token; without one, all files are one document.
-Megatron-LM's files need none: the .idx file beside each says where documents start.
+For Megatron-LM's files, the .idx file beside each says where documents start, and the type of ids.
 """
 
 import os
@@ -87,15 +87,9 @@ def of_megatron(file: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.unique(places[firsts[firsts < count]] // kind.itemsize)
 
 
-def parts_of(source: str, end_token: int | None, kind: str) -> Iterator[np.ndarray]:
-    """Yields the encoded tokens of files, part by part."""
-    files = bin_files(source)
-    if not any(os.path.exists(f"{file.removesuffix('bin')}idx") for file in files):
-        data = Bins(source, end_token, kind)
-        for low in range(0, data.token_count, PART):
-            yield data.read_encoded(low, min(low + PART, data.token_count))
-        return
-    for file in files:
+def megatron_parts(source: str) -> Iterator[np.ndarray]:
+    """Yields the encoded tokens of Megatron-LM's files, part by part."""
+    for file in bin_files(source):
         ids, starts = of_megatron(file)
         for low in range(0, len(ids), PART):
             part = ids[low : low + PART]
@@ -105,12 +99,22 @@ def parts_of(source: str, end_token: int | None, kind: str) -> Iterator[np.ndarr
             yield encode(part, starts[first:last] - low)
 
 
-def from_bins(source: str, output: str, end_token: int | None, kind: str) -> int:
+def from_bins(source: str, output: str, end_token: int | None, kind: str | None) -> int:
     """Writes the ids in files as a split. Returns how many it wrote."""
-    if not any(map(os.path.exists, bin_files(source))):
+    files = bin_files(source)
+    if not any(map(os.path.exists, files)):
         raise UserError(f"{source} matches no local file")
+    if any(os.path.exists(f"{file.removesuffix('bin')}idx") for file in files):
+        if kind or end_token is not None:
+            problem = f"{source}: the .idx file says where documents start, and the type of ids"
+            raise UserError(f"{problem}: leave out --end-token and --dtype")
+        parts = megatron_parts(source)
+    else:
+        data = Bins(source, end_token, kind or "uint16")
+        bounds = range(0, data.token_count, PART)
+        parts = (data.read_encoded(low, min(low + PART, data.token_count)) for low in bounds)
     with Writer(*split_of(output)) as writer:
-        for encoded in parts_of(source, end_token, kind):
+        for encoded in parts:
             low = writer.token_count
             # Where a document starts, another one ends; the last one in a part may go on.
             ends = low + np.flatnonzero(encoded & 1)
@@ -133,7 +137,7 @@ def main() -> None:
         if bin_files(args.source):
             if args.header:
                 raise UserError("--header is for writing a .bin file: leave it out")
-            count = from_bins(args.source, args.output, args.end_token, args.dtype or "uint16")
+            count = from_bins(args.source, args.output, args.end_token, args.dtype)
         elif args.dtype:
             raise UserError("--dtype is for reading .bin files: leave it out")
         else:

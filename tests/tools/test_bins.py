@@ -96,6 +96,10 @@ MISTAKES = {
     "a type to write": (
         lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x.bin", "--dtype=uint16"],
     ),
+    "an end token beside an index": (
+        lambda folder: write_megatron(folder / "x.bin", DOCUMENTS),
+        ["x.bin", "x.zarr/train", "--end-token=0"],
+    ),
     "an index that is cut off": (index(lambda x: x[:-30]), ["x.bin", "x.zarr/train"]),
     "an index of another format": (index(lambda x: b"x" + x), ["x.bin", "x.zarr/train"]),
     "an index of floats": (
