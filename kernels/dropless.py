@@ -1,5 +1,7 @@
-"""The op that computes experts without dropping a choice, as a loop over blocks of their tokens."""
+"""The op that computes experts without dropping a choice: on TPUs by a kernel that multiplies
+groups of rows, elsewhere in a loop over blocks of each expert's tokens."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
+from shardlib.devices import platform
 from shardlib.local import alike, einsum, unreduced
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec
@@ -31,7 +34,8 @@ def experts(
 
     Experts may be split; then each device computes its own, and the result is unreduced.
     Communicates nothing and saves nothing: the backward pass recomputes. It sorts the choices by
-    expert, and loops over blocks of up to ROWS choices of one expert. The number of iterations is
+    expert. On TPUs it then multiplies each expert's rows by its matrices, all in one kernel.
+    Elsewhere it loops over blocks of up to ROWS choices of one expert. The number of iterations is
     fixed, for the most blocks that may occur: all choices may fall on one device's experts, and
     each expert's last block may not be full.
     Raises ShardTypeError unless the operands have these dimensions in this order, the weights are
@@ -55,38 +59,21 @@ def experts(
     if number.axes:  # a device's own experts count from 0
         chosen = chosen - lax.axis_index(number.axes) * w_gate.shape[0]
     flat = (rearrange(x, "... last -> (...) last") for x in (x, chosen, score))
-    y = by_expert(*flat, *weights).reshape(x.shape)
+    function = in_groups if platform() == "tpu" else in_blocks
+    y = function(*flat, *weights).reshape(x.shape)
     return unreduced(y, number.axes)
 
 
-class Block(NamedTuple):
-    """Up to ROWS choices of one expert."""
-
-    expert: jax.Array
-    first: jax.Array  # the place of its first choice in the order by expert
-    own: jax.Array  # the number of its choices
-    begins: jax.Array  # whether it is its expert's first block
-
-
-def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, Block]:
+def sorted_by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the indices of the choices [T, k] in the order by expert, with choices of other
-    devices' experts last, padded with zeros for one block; each choice's place in this order; and
-    the blocks, as many as there can be, empty ones last."""
+    devices' experts last; each choice's place in this order; and each expert's number of choices.
+    """
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts)
-    most = chosen.shape[0] * min(chosen.shape[1], experts)  # a token's choices all differ
-    size, number = min(ROWS, math.ceil(most / experts)), lax.iota(jnp.int32, chosen.size)
+    number = lax.iota(jnp.int32, chosen.size)
     _, order = lax.sort((chosen.ravel(), number), num_keys=1)
     _, place = lax.sort((order, number), num_keys=1)
     load = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(experts), axis=0, dtype=jnp.int32)
-    blocks = -(-load // size)
-    load_before, blocks_before = (jnp.cumsum(x) - x for x in (load, blocks))
-    number = jnp.arange(most // size + experts)
-    expert = jnp.searchsorted(blocks_before, number, side="right") - 1
-    row = (number - blocks_before[expert]) * size
-    # The first row of an empty block may be beyond the end, where dynamic_slice moves it back.
-    own = jnp.clip(load[expert] - row, 0, size)
-    each = Block(expert, load_before[expert] + row, own, row == 0)
-    return jnp.pad(order, (0, size)), place.reshape(chosen.shape), each
+    return order, place.reshape(chosen.shape), load
 
 
 def picked(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -98,11 +85,78 @@ def picked(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def swiglu(
-    x: jax.Array, score: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
-) -> jax.Array:
-    gate, up = (einsum("tm,mg->tg", x, w).astype(jnp.float32) for w in (w_gate, w_up))
+    product: Callable[[jax.Array, jax.Array, int], jax.Array],
+    x: jax.Array, score: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """`product` sums over the last dimension of rows and the given dimension of matrices [M, G]."""
+    gate, up = (product(x, w, 0).astype(jnp.float32) for w in (w_gate, w_up))
     hidden = (jax.nn.silu(gate) * up * score[:, None]).astype(x.dtype)
-    return einsum("tg,mg->tm", hidden, w_down)
+    return product(hidden, w_down, 1)
+
+
+# --- In groups ------------------------------------------------------------------------------------
+
+
+def grouped(inputs: tuple[jax.Array, ...], grad: jax.Array | None = None) -> Any:
+    """Returns the result of `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G],
+    or given its gradient the gradients of all. On CPUs and GPUs `lax.ragged_dot_general` multiplies
+    all rows by all experts."""
+    x, chosen, score, *weights = inputs
+    order, place, load = sorted_by_expert(chosen, len(weights[0]))
+    total, token = load.sum(), order // chosen.shape[1]
+    own = (jnp.arange(order.size) < total)[:, None]  # TPUs leave the other rows undefined
+
+    def product(rows: jax.Array, w: jax.Array, dim: int) -> jax.Array:
+        dims = lax.RaggedDotDimensionNumbers((((1,), (dim + 1,)), ((), ())), [0], [0])
+        return jnp.where(own, lax.ragged_dot_general(rows, w, load, dims), 0)
+
+    def to_tokens(rows: jax.Array) -> jax.Array:
+        return jnp.where(place[..., None] < total, picked(rows, place), 0).sum(1, dtype=jnp.float32)
+
+    operands = picked(x, token), picked(score.ravel(), order), *weights
+    y, pull = jax.vjp(functools.partial(swiglu, product), *operands)
+    if grad is None:
+        return to_tokens(y).astype(x.dtype)
+    by_x, by_score, *by_weights = pull(picked(grad, token))
+    by_score = jnp.where(place < total, picked(by_score, place), 0)
+    return to_tokens(by_x).astype(x.dtype), None, by_score, *by_weights
+
+
+@jax.custom_vjp
+def in_groups(*inputs: jax.Array) -> jax.Array:
+    """See `grouped`."""
+    return grouped(inputs)
+
+
+in_groups.defvjp(lambda *inputs: (grouped(inputs), inputs), grouped)
+
+
+# --- In blocks ------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Up to ROWS choices of one expert."""
+
+    expert: jax.Array
+    first: jax.Array  # the place of its first choice in the order by expert
+    own: jax.Array  # the number of its choices
+    begins: jax.Array  # whether it is its expert's first block
+
+
+def blocks_of(load: jax.Array, most: int, size: int) -> Block:
+    """Returns the blocks of at most `most` choices, as many as there can be, empty ones last."""
+    load_before, blocks_before = (jnp.cumsum(x) - x for x in (load, -(-load // size)))
+    number = jnp.arange(most // size + len(load))
+    expert = jnp.searchsorted(blocks_before, number, side="right") - 1
+    row = (number - blocks_before[expert]) * size
+    # The first row of an empty block may be beyond the end, where dynamic_slice moves it back.
+    own = jnp.clip(load[expert] - row, 0, size)
+    return Block(expert, load_before[expert] + row, own, row == 0)
+
+
+def one(x: jax.Array, w: jax.Array, dim: int) -> jax.Array:
+    """The product of `swiglu` for one expert."""
+    return einsum("tg,mg->tm" if dim else "tm,mg->tg", x, w)
 
 
 def over_blocks(
@@ -112,8 +166,10 @@ def over_blocks(
     next totals. The operands are those of `swiglu`; their rows belong to the block where `own` is
     true. Returns the totals, and each choice's place in the order by expert."""
     x, chosen, score, *weights = inputs
-    choices, place, blocks = sorted_by_expert(chosen, len(weights[0]))
-    size = choices.size - chosen.size
+    order, place, load = sorted_by_expert(chosen, len(weights[0]))
+    most = chosen.shape[0] * min(chosen.shape[1], len(load))  # a token's choices all differ
+    size = min(ROWS, math.ceil(most / len(load)))
+    choices = jnp.pad(order, (0, size))
 
     def step(totals: Any, block: Block) -> tuple[Any, tuple[()]]:
         choice = lax.dynamic_slice_in_dim(choices, block.first, size)
@@ -125,18 +181,18 @@ def over_blocks(
         )
         return add(totals, block, token, own, operands), ()
 
-    return lax.scan(step, start(choices.size), blocks)[0], place
+    return lax.scan(step, start(choices.size), blocks_of(load, most, size))[0], place
 
 
 @jax.custom_vjp
-def by_expert(*inputs: jax.Array) -> jax.Array:
-    """Computes `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G]."""
+def in_blocks(*inputs: jax.Array) -> jax.Array:
+    """Computes what `grouped` does."""
 
     def start(rows: int) -> jax.Array:
         return jnp.zeros_like(inputs[0], shape=(rows, inputs[0].shape[1]))
 
     def add(ys: jax.Array, block: Block, _: Any, own: jax.Array, operands: Any) -> jax.Array:
-        y = jnp.where(own, swiglu(*operands), 0)
+        y = jnp.where(own, swiglu(one, *operands), 0)
         return lax.dynamic_update_slice_in_dim(ys, y, block.first, axis=0)
 
     ys, place = over_blocks(inputs, add, start)
@@ -144,7 +200,7 @@ def by_expert(*inputs: jax.Array) -> jax.Array:
 
 
 def _save(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return by_expert(*inputs), inputs
+    return in_blocks(*inputs), inputs
 
 
 def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...]:
@@ -157,7 +213,7 @@ def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...
 
     def add(totals: Any, block: Block, token: jax.Array, own: jax.Array, operands: Any) -> Any:
         xs, scores, sums, by_weights = totals
-        _, pull = jax.vjp(swiglu, *operands)
+        _, pull = jax.vjp(functools.partial(swiglu, one), *operands)
         by_x, by_score, *of_block = pull(jnp.where(own, picked(grad, token), 0))
         xs = lax.dynamic_update_slice_in_dim(xs, by_x, block.first, axis=0)
         scores = lax.dynamic_update_slice_in_dim(scores, by_score, block.first, axis=0)
@@ -177,4 +233,4 @@ def _gradients(inputs: tuple[jax.Array, ...], grad: jax.Array) -> tuple[Any, ...
     return by_x, None, picked(scores, place), *by_weights
 
 
-by_expert.defvjp(_save, _gradients)
+in_blocks.defvjp(_save, _gradients)

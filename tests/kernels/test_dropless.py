@@ -14,8 +14,10 @@ from tests.helpers import assert_close, mesh
 EXPERTS = "B/s S M, B/s S k, B/s S k, E/t M G, E/t M G, E/t M G -> B/s S M {U:t}"
 
 
+# A platform's name chooses between in_groups and in_blocks; both run on CPUs.
+@pytest.mark.parametrize("on", ["tpu", "cpu"])
 @pytest.mark.parametrize("rows, axes", [(1, (2, 4)), (3, (1, 4)), (512, (2, 1))])
-def test_experts_and_their_gradients(rows, axes, monkeypatch):
+def test_experts_and_their_gradients(rows, axes, on, monkeypatch):
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(2, 4, 5, 6))
     w_gate, w_up, w_down = rng.normal(size=(3, 4, 6, 3))
@@ -23,6 +25,7 @@ def test_experts_and_their_gradients(rows, axes, monkeypatch):
     chosen[0] = [0, 1]  # so that a device may have all choices, or none
     score = rng.random((4, 5, 2))
     monkeypatch.setattr(dropless, "ROWS", rows)
+    monkeypatch.setattr(dropless, "platform", lambda: on)
 
     def by_hand(x, score, w_gate, w_up, w_down):
         out = np.zeros_like(x)

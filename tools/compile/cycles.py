@@ -183,8 +183,9 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
                 trips = trip_count(call, program)
                 now += trips * walk(call.called("body")[0], times * trips)
             elif "tpu_custom_call" in call.rest:
-                cycles = kernel_cycles(call, chip, bundles) if bundles else 0
-                add(call, computation, times, cycles, "kernels")
+                known = re.match(f"attention_|{RAGGED}", call.name)
+                cycles = kernel_cycles(call, chip, bundles) if bundles and known else 0
+                add(call, computation, times, cycles, "kernels" if known else "unknown kernels")
                 now += cycles
             elif call.op == "recv" and "megascale" in call.rest:
                 # The buffers have a part for each slice; a device receives all but its own.
@@ -244,6 +245,7 @@ DUMP = (
     "--xla_jf_dump_llo_text --xla_jf_dump_category_filter=codegen "
     "--xla_jf_dump_llo_pass_label_regex=^final_bundles --xla_jf_dump_to="
 )
+RAGGED = "ragged-dot-none"  # XLA's name of the kernel of `lax.ragged_dot`
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 BRANCH = re.compile(r"sbr\.rel .*target = \$region(\d+)")
 
@@ -259,37 +261,50 @@ def dump_bundles() -> pathlib.Path:
 
 
 def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
-    """Returns the cycles of a kernel of flash_attention.py, which the compiler doesn't estimate.
+    """Returns the cycles of a kernel that the compiler doesn't estimate: of flash_attention.py, or
+    of a `lax.ragged_dot`.
 
     A bundle of instructions takes a cycle. The inner loop, with the matmuls, runs for each pair of
-    blocks of queries and keys that causal attention sees, and no faster than the MXUs.
+    blocks of queries and keys that causal attention sees, or for each tile of a group, and no
+    faster than the MXUs.
     """
+    operands = ARRAY.findall(call.rest.partition("attributes=")[0])
+    result = next(ARRAY.finditer(call.shape))
+    output = f"{result[0].partition('{')[0]}, index: {len(operands)}, kind: output"
     # Instructions with the same program share a file, named after one of them.
-    names = (call.name, re.sub(r"\.\d+$", ".*", call.name))
-    files = [path for name in names for path in folder.glob(f"*-{name}-*-final_bundles.txt")]
-    _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", files[0].read_text(), flags=re.M)
+    name = re.sub(r"\.\d+$", "", call.name)
+    files = [p for n in (call.name, f"{name}*") for p in folder.glob(f"*-{n}-*-final_bundles.txt")]
+    text = next(text for file in files if output in (text := file.read_text()))
+    _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", text, flags=re.M)
     labels, bundles = parts[::2], parts[1::2]
     region = {r: i for i, text in enumerate(bundles) for r in REGION.findall(text)}
     jumps = [(i, region.get(r, 0)) for i, text in enumerate(bundles) for r in BRANCH.findall(text)]
     loops = [i for i, label in enumerate(labels) if label == "LB"]
     ends = {target: i + 5 for i, target in jumps if target in loops}  # 4 bundles of delay
-    if len(loops) < 2 or len(ends) != len(loops):
-        raise UserError(f"{call.name} isn't two loops over blocks: its cycles can't be counted")
+    if len(loops) < 2 - (name == RAGGED) or len(ends) != len(loops):
+        raise UserError(f"{call.name} isn't loops over blocks: its cycles can't be counted")
+
+    start, end = loops[-1], ends[loops[-1]]
+    # A bf16 register has 16 rows, of which some vmatmuls take 8. The MXUs take 4 rows a cycle.
+    matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
+    rows = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls)
+    inner, cores = max(end - start, rows / 4), CLOCKS[chip.kind][1]
+    if name == RAGGED:
+        arrays = [[*map(int, dims.split(","))] for _, dims, _ in (result.groups(), *operands)]
+        tiles, tokens = (max(a[0] for a in arrays if len(a) == n) for n in (1, 2))
+        groups, *matrix = next(a for a in arrays if len(a) == 3)
+        # Two groups may share a tile of tokens. Each row of a matmul meets 128 x 128 numbers.
+        products = tokens // (tiles - groups + 1) * math.prod(matrix)
+        return tiles * math.ceil(products / (rows * 128 * 128)) / cores * inner
 
     # A core's iterations, besides two that fill and drain the pipeline of loads and stores.
     *_, limit = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
-    iterations, cores = int(limit) - 2, CLOCKS[chip.kind][1]
-    operands = ARRAY.findall(call.rest.partition("attributes=")[0])
     heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
     n = int(operands[0][1].split(",")[-1])  # blocks: the first operand is `ranges`, [B, 2, n]
     # If the sequence is split, there are more blocks of keys than of queries.
     queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
-    forward = "forward" in call.name
+    forward = "forward" in name
     others = n * keys // queries if forward else n * queries // keys
     seen = heads / cores * (n * others + (n if forward else others)) / 2
-    start, end = loops[-1], ends[loops[-1]]
-    # A bf16 register has 16 rows, of which some vmatmuls take 8. The MXUs take 4 rows a cycle.
-    matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
-    on_mxus = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls) / 4
-    inner, outer = end - start, ends[loops[0]] - loops[0]
-    return iterations * (outer - inner) + seen * max(inner, on_mxus)
+    outer = ends[loops[0]] - loops[0]
+    return (int(limit) - 2) * (outer - (end - start)) + seen * inner
