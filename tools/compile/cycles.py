@@ -183,7 +183,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
                 trips = trip_count(call, program)
                 now += trips * walk(call.called("body")[0], times * trips)
             elif "tpu_custom_call" in call.rest:
-                known = re.match(f"attention_|{RAGGED}", call.name)
+                known = re.search(f"attention_|{RAGGED}", call.name)
                 cycles = kernel_cycles(call, chip, bundles) if bundles and known else 0
                 add(call, computation, times, cycles, "kernels" if known else "unknown kernels")
                 now += cycles
@@ -284,7 +284,8 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     if len(loops) < 2 - (name == RAGGED) or len(ends) != len(loops):
         raise UserError(f"{call.name} isn't loops over blocks: its cycles can't be counted")
 
-    start, end = loops[-1], ends[loops[-1]]
+    start = loops[0 if name == RAGGED else -1]
+    end = ends[start]
     # A bf16 register has 16 rows, of which some vmatmuls take 8. The MXUs take 4 rows a cycle.
     matmuls = re.findall(r"= vmatmul\.(\S+)", "".join(bundles[start:end]))
     rows = sum(16 if re.match(r"(mubr\.)?bf16", m) else 8 for m in matmuls)
