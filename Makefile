@@ -63,7 +63,7 @@ $(VENV_GPU)/gpu: requirements-gpu-compile.txt
 	$(VENV_GPU)/bin/pip install --quiet --requirement requirements-gpu-compile.txt
 	touch $@
 
-# Half an hour: compiles 64 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
+# Half an hour: compiles 70 steps for TPUs with libtpu, on any machine. libtpu has a venv of its
 # own, because without a TPU it makes every program there print errors.
 test-tpu:
 	$(MAKE) VENV=$(VENV_TPU) $(VENV_TPU)/dev

@@ -1,5 +1,6 @@
 """Measures how fast data is converted and loaded, and a checkpoint saved and restored, each with a
-bound that it can't exceed by much.
+bound: the speed of a plain program for its slowest part. Some rounds exceed it, by chance or by a
+better use of the cores.
 
     python -m benchmarks.data_and_checkpoints --config-name=pretrain model=84m simulate_devices=true
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What to measure on one H200, in order of worth; all of it takes some twelve minutes. Prints each
-# result as it comes, and into $OUT/PART.txt.
+# What to measure on one H200, in order of worth. All of it takes some twelve minutes: set LIMIT=800.
+# Prints each result as it comes, and into $OUT/PART.txt.
 #
 #   bash benchmarks/h200.sh wheels        here: the packages that the GPU's machine lacks, into .whl
 #   bash benchmarks/h200.sh [PART...]     there, in a checkout with .whl

@@ -128,7 +128,7 @@ def probe(program: Any, config: Any, alone: Collection[str] = ()) -> list[Any]:
     """Returns the step's jaxprs at probe sizes, on the config's mesh, and on one device. At probe
     sizes, where no two dimensions have the same length by chance, checks the types of the step and
     of the program's other functions. On the mesh and on one device the step must have the same
-    operations. Takes about a second. Axes in `alone` have one device. Raises ShardTypeError, or
+    operations. Takes a few seconds. Axes in `alone` have one device. Raises ShardTypeError, or
     whatever an edited step raises while it is traced."""
 
     def trace(mesh: jax.sharding.AbstractMesh, sizes: dict[str, int], function: Any = None) -> Any:

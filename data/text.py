@@ -42,7 +42,7 @@ ROWS = 16  # of a parquet file that are in memory as objects
 # The output's folder, and a file at each depth in it.
 IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
-UNIT_BYTES = 2**21  # of text, after which a unit ends: several units are in memory
+UNIT_BYTES = 2**21  # characters, not bytes, after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}

@@ -282,8 +282,8 @@ class Checkpoints:
         self.saving: tuple[Checkpoint, Future[str]] | None = None
         self.unmarked: Checkpoint | None = None  # written by all hosts
         self.problem = ""  # why the last save failed
-        # The first host decides which one is the newest, because a shared file system may show
-        # files to other hosts later.
+        # `newest` is the newest one now; saves don't change it. The first host decides which one
+        # it is, because a shared file system may show files to other hosts later.
         name, now = f"{self.path}/{0:08d}.0", time.time_ns() // 10**6  # step 0: there is none
         if jax.process_index() == 0:
             with contextlib.suppress(CheckpointError):

@@ -1,5 +1,6 @@
-"""Casts to varying or unreduced, which send nothing, and collectives and matmuls in the form that
-is fast on a platform. f32 is for comparisons, so in f32 all platforms run the same forms."""
+"""Casts to varying or unreduced, which send nothing, and collectives (`gather` and `scatter`) and
+matmuls in the form that is fast on a platform. f32 is for comparisons, so in f32 all platforms run
+the same forms."""
 
 import functools
 import math

@@ -27,8 +27,9 @@ all devices along it), varying (it may differ) or unreduced (partial sums), and 
 `bf16[2,64]{V:d, U:t}`; see "check_vma" in the documentation of `jax.shard_map`. Casting invariant
 to varying is free; in the backward pass the cast is an all-reduce of the gradient. A value becomes
 unreduced only where an op says so. If you sum over a split dimension with jnp instead, JAX sees
-just another varying value. It can't pass as unreduced, nor as a replicated result of the shard_map;
-for the rest, checks/numbers.py compares the numbers of two meshes.
+just another varying value. It can't pass as unreduced, nor as a replicated result of the shard_map.
+checks/layout.py refuses such a sum in the forward pass; for the rest, checks/numbers.py compares
+the numbers of two meshes.
 
 Over an axis of size 1 nothing is split, varies or is unreduced, whatever the strings say: a value
 is invariant there, and ops send nothing. So a forgotten sum shows only on a mesh where the axis is

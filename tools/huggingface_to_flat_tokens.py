@@ -42,7 +42,8 @@ class ConvertConfig(Section):
     train_split: Name
     validation_split: str | None  # null: takes `validation_share` of the documents of train_split
     validation_share: Annotated[float, Field(gt=0, lt=1)]  # as a dataset needs both splits
-    max_tokens: Annotated[int, Field(ge=1)] | None  # a split's last document reaches it; null: all
+    # The last document for training, and the last one of validation_split, reach it; null: all.
+    max_tokens: Annotated[int, Field(ge=1)] | None
     output: Annotated[Path, NOT_EMPTY]
 
 

@@ -74,8 +74,8 @@ def experts_type(config: ExpertsConfig) -> Any:
 
 @pytree_dataclass
 class Routing:
-    """Sums over the tokens of each part of a row, not over rows: a scan can't stack unreduced
-    values."""
+    """Sums over the tokens of a device's part of each row. Sums over parts and rows come later, in
+    `costs`: they are unreduced at first, and a scan can't stack unreduced values."""
 
     load: f32["B/d N/c E"]  # tokens that chose an expert
     likely: f32["B/d N/c E"]  # experts' scores, normalized to add up to one
