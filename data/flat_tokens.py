@@ -198,7 +198,6 @@ class FlatTokens:
         if type(largest) is not int or not 0 <= largest <= MAX_ID:
             raise FlatTokensError(f"{self.name}: max_token_id is {largest!r}, which is not an id")
         self.max_token_id, size = largest, self.group.attrs.get("bytes")
-        # A checkpoint identifies the dataset by its token count: nothing else is quick to compare.
         self.token_count = self.rows_from = self.tokens.shape[0]
         self.sequence_count = self.seq_starts.shape[0] - 1
         if not 1 <= self.sequence_count <= self.token_count:

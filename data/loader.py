@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -257,7 +258,7 @@ class Batches(abc.ABC):
     waited = 0.0  # seconds that the caller waited for the last batch
     # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
     position: Any = None
-    made_of: Any = None  # of flat tokens: each dataset's `rows_from`, and their tokenizer
+    made_of: Any = None  # of flat tokens: what tells each dataset from others, and their tokenizer
     bytes_per_token: float | None = None  # the mean in the split's text as UTF-8, if known
 
     def __init__(self, spec: BatchSpec):
@@ -336,9 +337,8 @@ class Shuffled:
             raise FlatTokensError(f"flat_tokens.streams={config.streams} {problem}")
         if count < spec.rows:
             few = f"too few for training.tokens.batch={spec.rows}: lower it, or add text"
-            raise FlatTokensError(
-                f"{data.name} has {count} sequences of {self.length} tokens, {few}"
-            )
+            few = few if count else "too few for a row: lower training.tokens.len, or add text"
+            raise FlatTokensError(f"{data.name} has {count} rows of {self.length} tokens, {few}")
         self.count = count
         bounds = [count * i // config.streams for i in range(config.streams + 1)]
         parts = enumerate(itertools.pairwise(bounds))
@@ -414,7 +414,12 @@ class Mixture(Batches):
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
-        self.made_of = {"tokens": [x.rows_from for x in data], "tokenizer": first or None}
+        firsts = [x.read_encoded(0, min(64, x.token_count)) for x in data]
+        self.made_of = {
+            "tokens": [x.rows_from for x in data],
+            "checksums": [*map(zlib.crc32, firsts)],
+            "tokenizer": first or None,
+        }
         # Fractions of the decimals as written, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]
         sizes = [x.bytes_per_token * w for x, w in zip(data, weights, strict=True)]

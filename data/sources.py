@@ -127,9 +127,10 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
         return {"the dataset": source} | flat(chosen)
 
     before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
-    if (made_of := made_of_flat_tokens(checkpoint)) and data.made_of:
-        key = "the datasets' tokens"
-        before[key], now[key] = made_of["tokens"], data.made_of["tokens"]
+    made_of = made_of_flat_tokens(checkpoint) if data.made_of else {}
+    for part in [part for part in made_of if part != "tokenizer"]:
+        key = f"the datasets' {part}"
+        before[key], now[key] = made_of[part], data.made_of[part]
     for key in before:  # the user's settings come before the tokens
         if key in now and before[key] != now[key]:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key

@@ -376,7 +376,7 @@ class Source:
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
         # Local paths are relative to it.
-        self.folder = Path("" if path in FILE_FORMATS else path, folder).absolute()
+        self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
     def check(self) -> dict[str, Any]:
         """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or

@@ -442,5 +442,5 @@ class Checkpoints:
                 "paths.clone_from and paths.clone_weights_only=true"
             )
         model, arrays = flat(plain(self.config)["model"]), describe(self.hint, self.sizes)
-        cure = f"choose another {self.key}, or use the checkpoint's config"
+        cure = f"choose another {self.key}, or use the checkpoint's config and train.py"
         self.newest.check(model, arrays, prefix, cure)

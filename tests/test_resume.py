@@ -119,10 +119,11 @@ def test_other_rows_are_refused(tmp_path, train_here):
 
 @pytest.mark.slow
 def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
-    """Under the same name, with another tokenizer or number of tokens, by which rows are chosen; or
-    with the datasets of a mixture in another order."""
+    """Under the same name, with another tokenizer, other tokens, or another number of them; or with
+    the datasets of a mixture in another order."""
     for name, tokens in ("one", 200), ("other", 210):
         write_tokens(f"{tmp_path}/{name}.zarr", [np.arange(tokens) % 128])
+    write_tokens(turned := f"{tmp_path}/turned.zarr", [np.arange(200)[::-1] % 128])
     run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
     one, other = f"{tmp_path}/one.zarr", f"{tmp_path}/other.zarr"
     both = [f"{{filespec: {path}, weight: 1}}" for path in (one, other)]
@@ -131,6 +132,8 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     for name, begun, changed, message in (
         ("single", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={other}"],
          "the datasets' tokens=[200], now [210]: "),
+        ("as long", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={turned}"],
+         "the datasets' checksums=["),
         ("mixed", mixed, turned, "the datasets' tokens=[200, 210], now [210, 200]: "),
     ):  # fmt: skip
         run_of = [*run, f"paths.model_name={name}"]

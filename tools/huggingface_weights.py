@@ -542,7 +542,7 @@ def import_weights(path: str, output: str) -> str:
 
 
 HOW_TO_START = """\
-# Continues the training of an imported model. Save this as NAME.yaml and start a run with:
+# Continues the training of an imported model. If this is saved as NAME.yaml, start a run with:
 # python -m train --config-dir=. --config-name=NAME flat_tokens.filespec=DATA paths.model_name=RUN
 """
 
@@ -586,6 +586,7 @@ def main() -> None:
             if args.config:
                 os.makedirs(os.path.dirname(args.config) or ".", exist_ok=True)
                 pathlib.Path(args.config).write_text(config)
+                print(f"{args.output} and {args.config} written")
             else:
                 print(config, end="")
 

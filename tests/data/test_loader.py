@@ -202,8 +202,9 @@ def test_opening_at_any_step_reads_one_buffer_per_stream(path, monkeypatch):
 
 
 def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
-    """A buffer has 3 blocks of 7 rows: the third batch of 4 rows reaches its second half."""
-    for batches, reads in (2, 3), (3, 6):
+    """A buffer has 3 blocks of 7 rows: the third batch of 4 rows reaches its second half. Opening
+    reads the first tokens."""
+    for batches, reads in (2, 1 + 3), (3, 1 + 6):
         read, opened = record_reads(monkeypatch), open_loader(path, batch=4, mesh=(4, 1))
         for number in range(batches):
             rows_of(opened, number, range(4))

@@ -47,7 +47,10 @@ def imported(tmp_path, train_here, monkeypatch):
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(random_tensors(config), "hf/model.safetensors")
     given = "import", "hf", "imported", "--config=mine.yaml"
-    assert train_here(*given, program=huggingface_weights.main) == ("", "")
+    assert train_here(*given, program=huggingface_weights.main) == (
+        "imported and mine.yaml written\n",
+        "",
+    )
     nothing_is_compiled(monkeypatch)
 
     def compiles(*_):

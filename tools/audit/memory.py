@@ -13,7 +13,8 @@ The peak is in the backward pass. Memory then holds:
     arrays of a layer           three of the largest size in its backward pass: SwiGLU's result, and
                                 the gradients of its two factors. Or, if this is more, all results
                                 that matmuls and loops recompute and two of the largest size, as
-                                SwiGLU's result may then overwrite a factor
+                                SwiGLU's result may then overwrite a factor. Or on TPUs, for all
+                                choices of experts, two inputs and SwiGLU's factors and gradients
 
 If the loss needs more than a layer, these replace the last two:
 
@@ -67,13 +68,17 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
         unembedding, logits = bytes_of(kinds.embed, whole), bytes_of(f32["B/d L/c V/t"], axes)
         if "TPU" not in chip and config.dtype != "f32":
             logits += bytes_of(compute["B/d L/c V/t"], axes)  # their gradient
+        in_groups = 0
+        if "TPU" in chip and (experts := config.model.experts):
+            inputs, factors = (bytes_of(compute[f"B/d L/c {dim}"], axes) for dim in "MG")
+            in_groups = experts.per_token * (2 * inputs + 4 * factors) // parts
 
     results = list(_results(jaxpr, sizes["layers"] * parts))
     largest = max(size for _, size in results)
     recomputed = sum(size for when, size in results if when == "recomputed")
     in_layer = {
         "gathered weights": 2 * layers // sizes["layers"],
-        ARRAYS: max(3 * largest, 2 * largest + recomputed),
+        ARRAYS: max(3 * largest, 2 * largest + recomputed, in_groups),
     }
     in_loss = {
         "gathered weights": unembedding,
