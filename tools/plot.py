@@ -41,8 +41,9 @@ LOSSES = r"^(loss|validation_(loss|bits_per_byte)(/.*)?)$"  # names of these met
 # By setting, prefixes of keys that a run with it doesn't use; "": keys that change only rounding.
 UNUSED = {
     "": ("training.microbatches", "training.loss_chunks", "training.unroll",
-         "training.validation_", "training.max_skipped_updates", "flat_tokens.other_rows",
-         "flat_tokens.validation", "hf_dataset.num_workers"),
+         "training.validation_interval", "training.validation_at_start",
+         "training.max_skipped_updates", "flat_tokens.other_rows", "flat_tokens.validation",
+         "hf_dataset.num_workers"),
     "training.optimizer=adamw": ("training.muon_",),
     "training.schedule=cosine": ("training.cooldown_",),
     "training.schedule=linear": ("training.cooldown_",),
