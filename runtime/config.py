@@ -146,8 +146,8 @@ def load(schema: type[C], values: Any) -> C:
 
 def unknown(schema: Any, key: str) -> str:
     """A message for a key that the schema lacks."""
-    known = keys(schema, getattr(schema, "prefix", ""))
-    known = [name for name in known if not key.startswith((f"{name}.", f"{name}["))]
+    all_keys = keys(schema, getattr(schema, "prefix", ""))
+    known = [name for name in all_keys if not key.startswith((f"{name}.", f"{name}["))]
     similar = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     # All mesh axes for a wrong one: no name of one letter is more similar than the others.
     similar = similar or [name for name in known if name[:-1] == f"{key.rpartition('.')[0]}."]

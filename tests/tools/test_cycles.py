@@ -180,7 +180,7 @@ def test_a_block_takes_at_least_as_long_as_the_mxus(tmp_path, matmul):
 
 
 def test_a_kernel_of_another_form_is_not_counted(tmp_path):
-    with pytest.raises(UserError, match=r"attention_forward.1 isn't two loops"):
+    with pytest.raises(UserError, match=r"attention_forward.1 has other loops"):
         kernel_cycles(tmp_path, kernel(16 * 4, 400, 500).replace(" LB:", "   :"))
 
 
@@ -200,3 +200,28 @@ def test_a_kernel_runs_the_blocks_that_causal_attention_sees(
     # A quarter of a row's queries, in a balanced order: half of 4 x 16 blocks, and the diagonal.
     taken = kernel_cycles(tmp_path, dumped, chip, keys=4 * 2048)
     assert taken == pytest.approx(iterations * 50 + 16 / cores * 34 * block)
+
+
+GROUPS = """
+  %ragged-dot-none.3 = bf16[4096,512]{1,0} custom-call(%p, %q), \
+custom_call_target="tpu_custom_call", operand_layout_constraints=\
+{s32[9]{0}, s32[39]{0}, bf16[4096,256]{1,0}, bf16[8,256,512]{2,1,0}}, \
+frontend_attributes={}, backend_config={}
+"""
+
+
+def test_a_kernel_for_groups_runs_each_tile_of_each_group(tmp_path):
+    """Eight groups of 4,096 rows have 39 tiles of 128, and a loop of 300 bundles does half a tile:
+    32 matmuls of 16 rows by 128 x 128."""
+    for number, result, length in (1, "8,256,512", 900), (2, "4096,512", 300):
+        loop = [
+            ["s = sphi s"],
+            ["v = vmatmul.bf16.gmra.mxu0 %v"] * 32,
+            ["v = vadd"] * (length - 38),
+        ]
+        dumped = written([["s = smov 0"], *loop, ["sbr.rel (!%p) target = $region8"], ["nop"] * 5])
+        name = f"17-ragged-dot-none.{number}-05-final_bundles.txt"
+        (tmp_path / name).write_text(f"{dumped} [shape: bf16[{result}], index: 4, kind: output]")
+    (row,), _ = cycles.estimate(ENTRY.format(calls=GROUPS), chips.CHIPS["v5e"], tmp_path)
+    taken = row.most * cycles.CLOCKS[chips.CHIPS["v5e"].kind][0]
+    assert row.kind == "kernels" and taken == pytest.approx(39 * 2 * 300, rel=0.01)

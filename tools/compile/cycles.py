@@ -274,7 +274,8 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     # Instructions with the same program share a file, named after one of them.
     name = re.sub(r"\.\d+$", "", call.name)
     files = [p for n in (call.name, f"{name}*") for p in folder.glob(f"*-{n}-*-final_bundles.txt")]
-    text = next(text for file in files if output in (text := file.read_text()))
+    texts = (path.read_text() for path in files)
+    text = next(text for text in texts if name != RAGGED or output in text)
     _, *parts = re.split(r"^ *0(?:x[0-9a-f]+)? +(\w\w)? *:", text, flags=re.M)
     labels, bundles = parts[::2], parts[1::2]
     region = {r: i for i, text in enumerate(bundles) for r in REGION.findall(text)}
@@ -282,7 +283,7 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     loops = [i for i, label in enumerate(labels) if label == "LB"]
     ends = {target: i + 5 for i, target in jumps if target in loops}  # 4 bundles of delay
     if len(loops) < 2 - (name == RAGGED) or len(ends) != len(loops):
-        raise UserError(f"{call.name} isn't loops over blocks: its cycles can't be counted")
+        raise UserError(f"{call.name} has other loops than expected: its cycles can't be counted")
 
     start = loops[0 if name == RAGGED else -1]
     end = ends[start]
