@@ -34,10 +34,10 @@ def experts(
 
     Experts may be split; then each device computes its own, and the result is unreduced.
     Communicates nothing and saves nothing: the backward pass recomputes. It sorts the choices by
-    expert. On TPUs it then multiplies each expert's rows by its matrices, all in one kernel.
-    Elsewhere it loops over blocks of up to ROWS choices of one expert. The number of iterations is
-    fixed, for the most blocks that may occur: all choices may fall on one device's experts, and
-    each expert's last block may not be full.
+    expert. On TPUs a kernel, which wants a multiple of 8 choices, then multiplies each expert's
+    rows by its matrices. Elsewhere it loops over blocks of up to ROWS choices of one expert. The
+    number of iterations is fixed, for the most blocks that may occur: all choices may fall on one
+    device's experts, and each expert's last block may not be full.
     Raises ShardTypeError unless the operands have these dimensions in this order, the weights are
     split along E alone, and `x` and the weights have the same dtype.
     """
@@ -59,8 +59,8 @@ def experts(
     if number.axes:  # a device's own experts count from 0
         chosen = chosen - lax.axis_index(number.axes) * w_gate.shape[0]
     flat = (rearrange(x, "... last -> (...) last") for x in (x, chosen, score))
-    function = in_groups if platform() == "tpu" else in_blocks
-    y = function(*flat, *weights).reshape(x.shape)
+    has_kernel = platform() == "tpu" and chosen.size % 8 == 0
+    y = (in_groups if has_kernel else in_blocks)(*flat, *weights).reshape(x.shape)
     return unreduced(y, number.axes)
 
 
@@ -99,8 +99,8 @@ def swiglu(
 
 def grouped(inputs: tuple[jax.Array, ...], grad: jax.Array | None = None) -> Any:
     """Returns the result of `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G],
-    or given its gradient the gradients of all. On CPUs and GPUs `lax.ragged_dot_general` multiplies
-    all rows by all experts."""
+    or given its gradient the gradients of all. On CPUs and GPUs, and on TPUs if the number of
+    choices isn't a multiple of 8, `lax.ragged_dot_general` multiplies all rows by all experts."""
     x, chosen, score, *weights = inputs
     order, place, load = sorted_by_expert(chosen, len(weights[0]))
     total, token = load.sum(), order // chosen.shape[1]

@@ -143,6 +143,12 @@ def test_the_matmuls_of_the_estimate_are_those_of_the_ledger(program):
     assert sum(row.flops for row in rows) == pytest.approx(needed, rel=1e-3)
 
 
+@pytest.mark.parametrize("program", tpu_programs.WITH_EXPERTS, ids=str)
+def test_each_product_of_the_experts_is_a_kernel(program):
+    """Three forward, two of them again in the backward pass, and two gradients of each."""
+    assert len({*re.findall(r"%(ragged-dot-none[.\d]*) = ", built(program)[3])}) == 3 + 2 + 6
+
+
 @pytest.mark.parametrize("slice_", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("size", [(4096, 4096, 4096), (8192, 8192, 1024)])
 def test_a_matmul_takes_about_what_its_flops_need_at_peak(slice_, size):

@@ -19,11 +19,11 @@ EXPERTS = "B/s S M, B/s S k, B/s S k, E/t M G, E/t M G, E/t M G -> B/s S M {U:t}
 @pytest.mark.parametrize("rows, axes", [(1, (2, 4)), (3, (1, 4)), (512, (2, 1))])
 def test_experts_and_their_gradients(rows, axes, on, monkeypatch):
     rng = np.random.default_rng(0)
-    x, weight = rng.normal(size=(2, 4, 5, 6))
+    x, weight = rng.normal(size=(2, 4, 8, 6))
     w_gate, w_up, w_down = rng.normal(size=(3, 4, 6, 3))
-    chosen = np.argsort(rng.normal(size=(4, 5, 4)), axis=-1)[:, :, :2]
+    chosen = np.argsort(rng.normal(size=(4, 8, 4)), axis=-1)[:, :, :2]
     chosen[0] = [0, 1]  # so that a device may have all choices, or none
-    score = rng.random((4, 5, 2))
+    score = rng.random((4, 8, 2))
     monkeypatch.setattr(dropless, "ROWS", rows)
     monkeypatch.setattr(dropless, "platform", lambda: on)
 
