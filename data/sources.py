@@ -128,7 +128,7 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
 
     before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
     made_of = made_of_flat_tokens(checkpoint) if data.made_of else {}
-    for part in [part for part in made_of if part != "tokenizer"]:
+    for part in filter(made_of.get, ("tokens", "checksums")):  # an earlier version had no checksums
         key = f"the datasets' {part}"
         before[key], now[key] = made_of[part], data.made_of[part]
     for key in before:  # the user's settings come before the tokens
@@ -136,7 +136,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             what = "flat_tokens.mixture's weights" if key == "flat_tokens.mixture" else key
             both = f"was written with {what}={before[key]}, now {now[key]}"
             problem = "in this epoch some rows would be used twice, or never"
-            cure = f"Keep the earlier value{cure}, or clone the run's weights into a new one"
+            keep = "datasets" if key.startswith("the datasets'") else "value"
+            cure = f"Keep the earlier {keep}{cure}, or clone the run's weights into a new one"
             raise UserError(f"{checkpoint.path} {both}: {problem}. {cure}")
 
 

@@ -375,7 +375,7 @@ class Source:
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
-        # Local paths are relative to it.
+        # Local paths are relative to it. Without `..`, as `datasets` lists files.
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
     def check(self) -> dict[str, Any]:

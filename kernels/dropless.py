@@ -88,7 +88,8 @@ def swiglu(
     product: Callable[[jax.Array, jax.Array, int], jax.Array],
     x: jax.Array, score: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """`product` sums over the last dimension of rows and the given dimension of matrices [M, G]."""
+    """SwiGLU of rows [T, M], scaled by their scores [T]. `product` sums over the last dimension of
+    rows and the given dimension of matrices [M, G]."""
     gate, up = (product(x, w, 0).astype(jnp.float32) for w in (w_gate, w_up))
     hidden = (jax.nn.silu(gate) * up * score[:, None]).astype(x.dtype)
     return product(hidden, w_down, 1)
@@ -124,7 +125,7 @@ def grouped(inputs: tuple[jax.Array, ...], grad: jax.Array | None = None) -> Any
 
 @jax.custom_vjp
 def in_groups(*inputs: jax.Array) -> jax.Array:
-    """See `grouped`."""
+    """Computes the result of `grouped`, with gradients, on TPUs."""
     return grouped(inputs)
 
 
@@ -186,7 +187,7 @@ def over_blocks(
 
 @jax.custom_vjp
 def in_blocks(*inputs: jax.Array) -> jax.Array:
-    """Computes what `grouped` does."""
+    """Computes the result of `grouped`, with gradients, in a loop."""
 
     def start(rows: int) -> jax.Array:
         return jnp.zeros_like(inputs[0], shape=(rows, inputs[0].shape[1]))

@@ -123,7 +123,7 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     the datasets of a mixture in another order."""
     for name, tokens in ("one", 200), ("other", 210):
         write_tokens(f"{tmp_path}/{name}.zarr", [np.arange(tokens) % 128])
-    write_tokens(turned := f"{tmp_path}/turned.zarr", [np.arange(200)[::-1] % 128])
+    write_tokens(as_long := f"{tmp_path}/as_long.zarr", [np.arange(200)[::-1] % 128])
     run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
     one, other = f"{tmp_path}/one.zarr", f"{tmp_path}/other.zarr"
     both = [f"{{filespec: {path}, weight: 1}}" for path in (one, other)]
@@ -132,7 +132,7 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     for name, begun, changed, message in (
         ("single", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={other}"],
          "the datasets' tokens=[200], now [210]: "),
-        ("as long", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={turned}"],
+        ("as long", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={as_long}"],
          "the datasets' checksums=["),
         ("mixed", mixed, turned, "the datasets' tokens=[200, 210], now [210, 200]: "),
     ):  # fmt: skip

@@ -185,7 +185,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
             elif "tpu_custom_call" in call.rest:
                 known = re.search(f"attention_|{RAGGED}", call.name)
                 cycles = kernel_cycles(call, chip, bundles) if bundles and known else 0
-                add(call, computation, times, cycles, "kernels" if known else "unknown kernels")
+                add(call, computation, times, cycles, "kernels" if known else "kernels not counted")
                 now += cycles
             elif call.op == "recv" and "megascale" in call.rest:
                 # The buffers have a part for each slice; a device receives all but its own.
