@@ -85,6 +85,10 @@ def name_lengths(message: str, axes: dict[str, int], sizes: dict[str, int]) -> s
     for line in message.split("\n"):
         mentioned.clear()
         told.append(re.sub(r"(?<![\w.:=])\d+(?!\w|[.:]\d)", name, line))  # line numbers stay
+        if found := re.match(
+            r" *dimension (\w+) is \1( on each device)? here, but .* in (.*)", told[-1]
+        ):
+            told.append(f"    here it is as declared: the one to change is {found[3]}")
         pairs = itertools.combinations(mentioned, 2)
         for a, b in pairs if re.search("for broadcasting| here, but ", line) else ():
             if a.name == b.name:

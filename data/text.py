@@ -42,7 +42,7 @@ ROWS = 16  # of a parquet file that are in memory as objects
 # The output's folder, and a file at each depth in it.
 IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
 CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
-UNIT_BYTES = 2**21  # characters, not bytes, after which a unit ends: several units are in memory
+UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
 SUFFIXES = {f".{x}" for x in (*FILE_FORMATS, "jsonl", "jsonlines", "ndjson", "tsv", "txt", "zip")}
@@ -543,7 +543,7 @@ class Source:
         for text in dataset:
             texts.append(text)
             size += len(text)
-            if len(texts) == self.documents or size >= UNIT_BYTES:
+            if len(texts) == self.documents or size >= UNIT_CHARACTERS:
                 yield texts, {"state": dataset.state_dict(), "source": found}
                 texts, size = [], 0
         if texts:

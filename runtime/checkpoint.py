@@ -40,7 +40,9 @@ ARRAY = {"zarr_format": 3, "node_type": "array", "chunk_key_encoding": {"name": 
          "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
          "fill_value": 0}  # fmt: skip
 CHUNK_BYTES = 2**26  # at most, if possible: a chunk is always read and checksummed as a whole
-NO_CHECKPOINT = "{} has no complete checkpoint; name a run's checkpoints folder, or one checkpoint"
+NO_CHECKPOINT = (
+    "{} has no complete checkpoint; name a run's folder, its checkpoints, or one of them"
+)
 REMOVED = "was removed during the read; checkpoints.keep_last removes old ones: take a newer one"
 OTHER_FORMAT = (
     "{} has format {}; this code reads {}: use the commit that wrote it, named in "
@@ -238,13 +240,15 @@ class Checkpoint:
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:
-    """Returns the checkpoints, complete or not, in a folder or bucket, sorted by step and start. If
-    the path itself names a checkpoint, returns that one, even if it doesn't exist. Raises OSError
-    if the store can't be reached."""
+    """Returns the checkpoints, complete or not, in a run's folder or bucket, or in its folder
+    `checkpoints`, sorted by step and start. If the path itself names a checkpoint, returns that
+    one, even if it doesn't exist. Raises OSError if the store can't be reached."""
     path = path.rstrip("/")
     if re.fullmatch(NAME, path.rpartition("/")[2]):
         return [Checkpoint(path)]
-    names = [name for name in storage.names(path) if re.fullmatch(NAME, name)]
+    if "checkpoints" in (found := storage.names(path)):
+        return list_checkpoints(f"{path}/checkpoints")
+    names = [name for name in found if re.fullmatch(NAME, name)]
     return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.order)
 
 

@@ -204,7 +204,7 @@ def _message(error: Exception, schema: Any, folder: str) -> str:
         return unknown(schema, key)
     problem = " ".join(str(cause).split("\n    ")[0].split())
     if group := re.search(r"Could not override '([^']+)'", problem):
-        cure = "choose a config that has one with --config-name=NAME"
+        cure = f"add one with +{group[1]}=..., or choose a config that has one with --config-name"
         return f"this config has no choice of {group[1]}; {cure}"
     if commas := re.match(r"Ambiguous value for argument '([^=]*)=(.*?)' 1\. ", problem):
         key, value = commas.groups()

@@ -205,7 +205,6 @@ LATER = {
     "a damaged chunk of tokens": (partial(flip_last_bit, f"{TOKENS}/c/0"), []),
     "a missing chunk of tokens": (partial(os.remove, f"{TOKENS}/c/0"), []),
     "checkpoints in a file": (partial(is_text, "text.txt"), ["checkpoints.root=text.txt"]),
-    "a clone of a run's folder": (without_checkpoint, ["paths.clone_from=runs/x"]),
     "a clone of a checkpoint that isn't there": (
         without_checkpoint,
         ["paths.clone_from=runs/x/checkpoints/00000003.1"],

@@ -1,6 +1,6 @@
 """Checks checkpoints for damage, and prints the arrays and the config of the last one.
 
-    python -m tools.checkpoint_info runs/synthetic/checkpoints
+    python -m tools.checkpoint_info runs/synthetic
     python -m tools.checkpoint_info runs/synthetic/checkpoints/00000050.1795192492123
 
 Reads every checkpoint completely, and names each damaged array. Exits with 1 if there is damage or

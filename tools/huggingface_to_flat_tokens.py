@@ -164,7 +164,9 @@ def convert(config: ConvertConfig) -> None:
         has_both = all(writer.sequence_count for writer in conversion.writers.values())
         if i == len(sources) - 1 and not has_both:
             raise UserError(
-                "one document is too few for two splits; add another, or name a validation_split"
+                "one document is too few for two splits: divide it, add another, or name a "
+                "validation_split. A text file is one document or, with "
+                "load_dataset.sample_by=line, each of its lines"
             )
         conversion.positions[i] = None
         conversion.commit()
@@ -174,6 +176,11 @@ def convert(config: ConvertConfig) -> None:
             f"{writer.name}: {counted(writer.sequence_count, 'sequence')}, "
             f"{counted(writer.token_count, 'token')}, ids up to {writer.max_token_id}"
         )
+    train, validation = (conversion.writers[split].token_count for split in SPLITS)
+    share, wanted = validation / (train + validation), config.validation_share
+    if not config.validation_split and not wanted / 2 < share < 2 * wanted:
+        why = "there are few documents, or they differ much in length"
+        print(f"note: {share:.2%} of the tokens are for validation, not {wanted:.2%}: {why}")
     documents = counted(sum(w.sequence_count for w in conversion.writers.values()), "document")
     print(f"read {counted(files, 'file')}: {documents} with text, {conversion.empty:,} without")
 

@@ -1,7 +1,7 @@
 """Converts weights between checkpoints and folders that `transformers` loads.
 
     python -m tools.huggingface_weights import Qwen3-0.6B runs/qwen3 --config qwen3.yaml
-    python -m tools.huggingface_weights export runs/x/checkpoints runs/x_qwen3
+    python -m tools.huggingface_weights export runs/x runs/x_qwen3
 
 The families are Llama 1 to 3.2, models like it such as SmolLM2, Mistral, Qwen2 and Qwen2.5, Qwen3
 and OLMo 2; with experts Mixtral, OLMoE and Qwen3.

@@ -1,6 +1,6 @@
 """Scores a checkpoint's model on tasks of EleutherAI's lm-evaluation-harness.
 
-    python -m tools.lm_eval --model_args checkpoint=runs/stdlib/checkpoints --tasks hellaswag
+    python -m tools.lm_eval --model_args checkpoint=runs/stdlib --tasks hellaswag
     python -m tools.lm_eval --model_args checkpoint=runs/imported,d=4,t=2 --tasks gsm8k --limit 50
     python -m tools.lm_eval --model_args checkpoint=runs/x --tasks mine --include_path yaml_folder
 

@@ -344,7 +344,9 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
             assert newest.step == 5 and pathlib.Path(newest.path).resolve() == first
             assert runtime.checkpoint.newest(path).order == newest.order
         assert_same_bits(opened(first.name).restore(), values())
-        assert [one.step for one in runtime.checkpoint.list_checkpoints(".")] == [5, 6]
+        shutil.copytree(".", "run/checkpoints")
+        for folder in ".", "run":
+            assert [one.step for one in runtime.checkpoint.list_checkpoints(folder)] == [5, 6]
 
 
 @dataclasses.dataclass

@@ -1,8 +1,8 @@
 """Generates text from a checkpoint's model, or measures how well the model predicts a dataset.
 
-    python -m tools.generate runs/stdlib/checkpoints --prompt 'import os' --tokens 300
-    python -m tools.generate runs/stdlib/checkpoints --prompts prompts.txt --samples 4
-    python -m tools.generate runs/stdlib/checkpoints --evaluate stdlib.zarr
+    python -m tools.generate runs/stdlib --prompt 'import os' --tokens 300
+    python -m tools.generate runs/stdlib --prompts prompts.txt --samples 4
+    python -m tools.generate runs/stdlib --evaluate stdlib.zarr
 
 The model is the one in the checkpoint's config. Only the weights are read.
 
