@@ -78,7 +78,7 @@ from shardlib.activations import (
     save_for_backward,
     sum_over_chunks,
 )
-from shardlib.devices import platform
+from shardlib.mesh import platform
 from shardlib.types import (
     ArrayType,
     Dim,

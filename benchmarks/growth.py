@@ -42,8 +42,9 @@ from data.loader import random_batch
 from data.sources import open_batches
 from runtime import checkpoint, chips
 from runtime.config import ROOT, load
+from runtime.devices import make_mesh, simulate_cpu_devices
 from runtime.schedule import hyper_at
-from shardlib.devices import abstract_mesh, make_mesh, show_axes, simulate_cpu_devices
+from shardlib.mesh import abstract_mesh, show_axes
 from shardlib.types import computing_in, make_partition_specs, make_shardings, named
 from tools import arguments, plan
 from tools.audit.step import audit_step

@@ -15,9 +15,10 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
 from checks.jaxprs import SHAPING, equations, op_of
-from shardlib.devices import abstract_mesh
+from runtime.hlo import phase
 from shardlib.errors import BEHIND_OPS, ShardTypeError
-from shardlib.ops import COLLECTIVES, SCOPE, axes_of, phase
+from shardlib.mesh import abstract_mesh
+from shardlib.ops import COLLECTIVES, SCOPE, axes_of
 from shardlib.types import Dim
 
 BEHIND_OPS.append(__file__)

@@ -11,6 +11,8 @@ import functools
 import inspect
 import itertools
 import math
+import os
+import traceback
 import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from jax import lax
 
 from checks.layout import PRIMES
 from shardlib import ops
-from shardlib.errors import BEHIND_OPS, caller
+from shardlib.errors import BEHIND_OPS, is_users
 from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_shape, type_tree
 
 BEHIND_OPS.append(__file__)  # an op's line is its caller's
@@ -135,6 +137,14 @@ class Event(NamedTuple):
     number: int  # in the order of the program
     backward: bool
     values: np.ndarray  # global arrays, one for each time that the op runs; NaN where copies differ
+
+
+def caller() -> str:
+    """The user's innermost line of the call stack, like `source_line`."""
+    for frame in reversed(traceback.extract_stack()):
+        if is_users(frame.filename):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+    return ""
 
 
 @contextlib.contextmanager

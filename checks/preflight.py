@@ -31,19 +31,15 @@ import jax
 import numpy as np
 
 from checks import layout, numbers, trials
+from checks.blame import explain
 from configs.schema import Config
 from configs.sizes import DIMENSIONS, dimensions, settings_for
 from runtime.config import sources
+from runtime.devices import QUICK_COMPILES, have_cpu_devices, make_mesh
 from runtime.run import SECONDS_BETWEEN_LINES, replace, say
 from runtime.supervise import STOPS, handled
-from shardlib.devices import (
-    QUICK_COMPILES,
-    abstract_mesh,
-    have_cpu_devices,
-    make_mesh,
-    show_axes,
-)
-from shardlib.errors import ShardTypeError, UserError, explain
+from shardlib.errors import ShardTypeError, UserError
+from shardlib.mesh import abstract_mesh, show_axes
 from shardlib.ops import communicating
 from shardlib.types import computing_in, make_shapes, named
 

@@ -15,9 +15,9 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
-from shardlib.devices import platform
 from shardlib.errors import BEHIND_OPS
 from shardlib.local import alike, einsum
+from shardlib.mesh import platform
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from shardlib.devices import platform
 from shardlib.local import alike, einsum, unreduced
+from shardlib.mesh import platform
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec
 

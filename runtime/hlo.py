@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 import jax
 
 from shardlib.errors import is_users, source_line
-from shardlib.ops import SCOPE, phase
+from shardlib.ops import SCOPE
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.
 MACHINERY = re.compile(
     r"shard_map|(transpose\()?jvp\(\)+|while|body|cond|closed_call|eval_jaxpr|"
     r"checkpoint|rematted_computation"
 )
+
+
+def phase(path: str) -> str:
+    """The phase of a training step, given an equation's or instruction's path of JAX's scopes."""
+    if "rematted_computation" in path:
+        return "recomputed"
+    if "transpose(" in path:
+        return "backward"
+    return "forward" if "jvp(" in path else "update"
 
 
 def describe(op_name: str) -> str:

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from runtime import chips, hlo
+from runtime import chips, devices, hlo
 from runtime.checkpoint import Checkpoints, CheckpointsConfig
 from runtime.config import (
     ROOT,
@@ -45,9 +45,8 @@ from runtime.config import (
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
-from shardlib import devices
-from shardlib.devices import axis_group
 from shardlib.errors import UserError
+from shardlib.mesh import axis_group
 from shardlib.types import compute, named
 
 IMPORTED = time.perf_counter()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.devices import platform
+from shardlib.mesh import platform
 from shardlib.types import mesh_shape, several
 
 # --- Casts ----------------------------------------------------------------------------------------

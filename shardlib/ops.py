@@ -52,15 +52,6 @@ def scope_name(op: str, signature: str) -> str:
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
 
 
-def phase(path: str) -> str:
-    """The phase of a training step, given an equation's or instruction's path of JAX's scopes."""
-    if "rematted_computation" in path:
-        return "recomputed"
-    if "transpose(" in path:
-        return "backward"
-    return "forward" if "jvp(" in path else "update"
-
-
 # JAX's primitives that communicate -> the kind of collective.
 COLLECTIVES = {
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),

@@ -54,8 +54,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardlib.devices import groups, show_axes
 from shardlib.errors import ShardTypeError, SpecError, UserError
+from shardlib.mesh import groups, show_axes
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 
@@ -702,7 +702,7 @@ def typed_shard_map(fn: F) -> F:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.shape or mesh.manual_axes or set(mesh.axis_types) != {AxisType.Auto}:
             raise ShardTypeError(
-                f"call {fn.__name__} under jax.set_mesh(devices.make_mesh(...)), and not inside "
+                f"call {fn.__name__} under jax.set_mesh(mesh_over(...)), and not inside "
                 "another shard_map"
             )
         with scope():

@@ -8,7 +8,7 @@ import numpy as np
 
 from data.huggingface import HuggingFaceConfig
 from data.loader import BatchSpec, FlatTokensConfig, WeightedDataset
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 
 
 def main():

@@ -18,7 +18,7 @@ import jax
 import pytest
 
 import train
-from shardlib import devices
+from runtime import devices
 from shardlib.types import computing_in
 from tests.bucket import bucket, server  # noqa: F401
 

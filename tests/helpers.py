@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT, load
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 from shardlib.types import make_shardings, named
 from tests import mutations
 

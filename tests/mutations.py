@@ -34,8 +34,8 @@ from omegaconf import OmegaConf
 import runtime.config
 from checks import layout, numbers, preflight
 from runtime.config import ROOT
+from runtime.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib import activations, ops
-from shardlib.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib.types import ShardTypeError, SpecError, computing_in, parse_signature
 from tests import bugs, edits
 

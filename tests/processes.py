@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.config import ROOT
-from shardlib.devices import QUICK_COMPILES
+from runtime.devices import QUICK_COMPILES
 
 
 def python(*arguments: Any, cwd=ROOT, timeout: float | None = None, **environment: str):

@@ -20,8 +20,8 @@ from runtime.config import plain
 from runtime.program import program
 from runtime.run import open_folder
 from runtime.supervise import STOPS
-from shardlib import devices
 from shardlib.errors import UserError
+from shardlib.mesh import abstract_mesh
 from shardlib.types import make_shapes
 from tests import edits, golden, mutations
 from tests.files import rows
@@ -279,7 +279,7 @@ def test_bad_input_gets_one_message(tmp_path):
 def needed_by(config, chip):
     """The bytes of a device, by the audit's terms."""
     axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
     return sum(memory.held(config, jaxpr, ledger(jaxpr, axes), kind).values())
 
 
@@ -317,7 +317,7 @@ def test_every_choice_of_model_data_and_hardware_composes(model):
         groups = f"model={model}", f"data={data}", f"hardware={hardware}"
         config = compose_config("pretrain", *groups, "paths.model_name=x", where)
         assert config.source() is (config.flat_tokens if data == "c4" else config.hf_dataset)
-        mesh = devices.abstract_mesh(config.mesh.axes)
+        mesh = abstract_mesh(config.mesh.axes)
         with jax.sharding.use_abstract_mesh(mesh):
             state, *_ = make_shapes(train.step_arguments(config), train.dimensions(config))
         count = sum(leaf.size for leaf in jax.tree.leaves(state.weights))

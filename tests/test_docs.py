@@ -17,7 +17,7 @@ import pytest
 import train
 from runtime import chips
 from runtime.checkpoint import Checkpoints
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 from shardlib.types import make_shapes
 from tests import pages
 from tests.helpers import ROOMS, ROOT, compose_config, edited, slow_but_for

@@ -19,8 +19,9 @@ import transformers
 import zarr
 
 from checks import preflight
-from shardlib.devices import abstract_mesh, make_mesh
+from runtime.devices import make_mesh
 from shardlib.errors import ShardTypeError, UserError
+from shardlib.mesh import abstract_mesh
 from tests import helpers, mutations, oracle, pages
 from tests.files import rows
 from tests.helpers import (

@@ -10,7 +10,7 @@ import pytest
 
 import train
 from checks import preflight
-from shardlib.devices import abstract_mesh
+from shardlib.mesh import abstract_mesh
 from shardlib.types import make_shardings
 from tests import oracle
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch

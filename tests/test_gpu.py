@@ -14,7 +14,7 @@ import train
 from checks import preflight
 from kernels import attention
 from runtime.run import compile_step
-from shardlib import devices
+from shardlib.mesh import abstract_mesh
 from tests import compiled
 from tests.helpers import SMALL, assert_close, mesh, small_config
 from tests.processes import python
@@ -110,7 +110,7 @@ def test_one_gpu_sends_nothing_and_holds_what_the_audit_says():
     axes = config.mesh.axes
     with jax.set_mesh(mesh(1, 1)):
         step = train.lower_step(config).compile()
-    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
     actual = compiled.collectives(step.as_text(), axes)
     assert compiled.unexplained(ledger(jaxpr, axes).transfers, actual) == ([], [])
     held = step.memory_analysis().argument_size_in_bytes

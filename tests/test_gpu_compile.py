@@ -16,7 +16,7 @@ from checks import jaxprs, preflight
 from kernels import attention
 from runtime import chips
 from runtime.run import compile_step
-from shardlib import devices
+from shardlib.mesh import abstract_mesh
 from tests import compiled
 from tests.helpers import ROOT, compose_config
 from tools.audit import memory
@@ -90,7 +90,7 @@ def built(program, **options):
     with gpus.cudnn_as_of(program.topology), jax.set_mesh(mesh):
         lowered = train.lower_step(config)
         step = lowered.compile(options) if options else compile_step(config, lowered)
-    jaxpr = preflight.trace_step(train, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
     stats = step.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     used = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes

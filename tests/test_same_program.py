@@ -7,7 +7,8 @@ import pytest
 
 import train
 from data.loader import TokenBatch
-from shardlib import devices
+from runtime import devices
+from shardlib.mesh import abstract_mesh
 from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, type_tree, u32
 from tests import compiled
 from tests.helpers import compose_config, slow_but_for, small_config
@@ -75,7 +76,7 @@ def program(name):
         shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
         placed = jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)
         built = step.lower(*placed, config, *static).compile()
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
         jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
     actual = compiled.collectives(built.as_text(), axes, "steps.py")
     sizes = memory.arguments(jaxpr), built.memory_analysis().argument_size_in_bytes

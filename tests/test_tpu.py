@@ -9,7 +9,7 @@ import pytest
 
 from checks import preflight
 from runtime import chips
-from shardlib import devices
+from shardlib.mesh import abstract_mesh
 from tests import compiled, tpu_programs
 from tests.processes import python
 from tools.audit import memory
@@ -34,7 +34,7 @@ def built(program):
     options = chips.compiler_options(on.devices.flat[0].device_kind)
     with jax.set_mesh(on):
         step = module.lower_step(config).compile(compiler_options=options)
-    jaxpr = preflight.trace_step(module, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(module, config, abstract_mesh(axes))
     return axes, jaxpr, step.memory_analysis(), step.as_text()
 
 

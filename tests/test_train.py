@@ -18,8 +18,8 @@ from runtime.checkpoint import named
 from runtime.initial import initial_weights
 from runtime.run import Run
 from runtime.schedule import learning_rate
-from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
+from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
 from tests import oracle
 from tests.helpers import (

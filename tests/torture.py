@@ -22,7 +22,7 @@ import signal
 import tempfile
 import time
 
-from shardlib.devices import QUICK_COMPILES
+from runtime.devices import QUICK_COMPILES
 from tests.files import arrays, rows, untimed
 from tests.helpers import SMALL
 from tests.processes import start_hosts

@@ -17,9 +17,9 @@ import optax
 import train
 from data.loader import TokenBatch
 from data.sources import open_batches
+from runtime.devices import make_mesh, simulate_cpu_devices
 from runtime.run import compile_step
 from runtime.schedule import hyper_at
-from shardlib.devices import make_mesh, simulate_cpu_devices
 from shardlib.types import make_shardings
 from tests.helpers import compose_config, starts_of
 

@@ -31,7 +31,7 @@ from runtime import chips
 from runtime.program import program
 from runtime.run import commit, compile_step, make_mesh
 from runtime.schedule import hyper_at
-from shardlib import devices
+from shardlib.mesh import show_axes
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps run first and not timed
@@ -101,7 +101,7 @@ def show(
     versions = ", ".join([*source, *(f"{package} {version(package)}" for package in packages)])
     table = {
         "at": f"{datetime.now(UTC):%Y-%m-%d}, {versions}",
-        "device": f"{count} x {kind}, {devices.show_axes(axes)}",
+        "device": f"{count} x {kind}, {show_axes(axes)}",
         "parameters": f"{parameters:,}",
         "tokens per step": f"{tokens:,}",
         "step": f"{median:.4f} s ({spread})",

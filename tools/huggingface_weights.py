@@ -58,8 +58,8 @@ from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
 from runtime.errors import user_errors
 from runtime.run import MeshConfig
-from shardlib.devices import abstract_mesh
 from shardlib.errors import UserError
+from shardlib.mesh import abstract_mesh
 from shardlib.types import type_tree
 from tools import arguments
 from tools.generate.model import Text, check_ids

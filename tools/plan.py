@@ -32,8 +32,8 @@ from checks import preflight
 from runtime import chips
 from runtime.errors import tell
 from runtime.program import program
-from shardlib import devices
 from shardlib.errors import UserError
+from shardlib.mesh import abstract_mesh, show_axes
 from shardlib.types import make_shapes
 from tools.arguments import NOT_USED
 from tools.audit.memory import ARRAYS, LOGITS, SAVED
@@ -159,7 +159,7 @@ def plans(config: PlanConfig, chip: chips.Chip, count: int) -> tuple[list[Plan],
             found.append(plan := lightest(config, layout, chip))
             line = str(plan)
         except UserError as error:  # the config doesn't split this way
-            problems.append(line := f"{devices.show_axes(mesh)}: {error}")
+            problems.append(line := f"{show_axes(mesh)}: {error}")
         tell(f"{number}/{len(tried)}  {line}", sys.stderr)
     fitting = sorted((x for x in found if x.excess <= 0), key=lambda plan: plan.order)
     larger = sorted((x for x in found if x.excess > 0), key=lambda plan: plan.excess)
@@ -181,7 +181,7 @@ def main(config: PlanConfig) -> None:
     fitting, larger = plans(config, chip, count)
 
     training, tokens = config.training, config.training.tokens
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(config.mesh.axes)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(config.mesh.axes)):
         weights = make_shapes(train.state_type(config).weights, train.dimensions(config))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
     rows = f"{tokens.batch} rows of {tokens.len} tokens a step"

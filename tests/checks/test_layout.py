@@ -8,8 +8,10 @@ import pytest
 from jax import lax
 
 from checks import layout, preflight
-from shardlib import devices, ops
+from runtime import devices
+from shardlib import ops
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
+from shardlib.mesh import abstract_mesh
 from shardlib.ops import define_op
 from shardlib.types import (
     Dim,
@@ -79,7 +81,7 @@ def test_a_multiple_of_a_part_is_known_as_one(times):
 
 
 def ledger_of(function, axes, sizes, *hints):
-    with jax.sharding.use_abstract_mesh(devices.abstract_mesh(axes)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
         shapes = make_shapes(tuple[hints], sizes)
         traced = jax.jit(typed_shard_map(function)).trace(*shapes)
     return ledger(traced.jaxpr.jaxpr, axes)
@@ -158,7 +160,7 @@ def test_an_op_of_ones_own_takes_no_part_for_the_whole(largest, refused):
     def scaled(x: f32["B/d"]) -> f32["B/d"]:
         return x / longest("B/d -> ", x)
 
-    mesh = devices.abstract_mesh({"d": 2, "t": 3})
+    mesh = abstract_mesh({"d": 2, "t": 3})
     message = "its result depends on a part over d"
     expected = pytest.raises(ShardTypeError, match=message) if refused else nullcontext()
     with jax.sharding.use_abstract_mesh(mesh):

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from checks import numbers
+from runtime.devices import make_mesh
 from shardlib import ops
-from shardlib.devices import make_mesh
 from shardlib.types import Stacked, compute, computing_in, f32, typed_shard_map
 
 ONE, OTHER = {"d": 1, "t": 1}, {"d": 2, "t": 3}

@@ -10,8 +10,8 @@ import pytest
 
 import train
 from checks import numbers, preflight, trials
+from runtime.devices import make_mesh
 from runtime.run import MeshConfig
-from shardlib.devices import make_mesh
 from shardlib.errors import ShardTypeError, UserError
 from tests.helpers import ROOT, compose_config, config_of, edited, slow_but_for, small_config
 

@@ -14,7 +14,7 @@ from data.bins import Bins
 from data.flat_tokens import FlatTokens, Writer, encode
 from data.loader import BatchSpec
 from data.sources import open_batches
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
 from tests.data.test_loader import config_of, record_reads

@@ -13,7 +13,7 @@ import pytest
 
 from data import text
 from data.loader import BatchSpec
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
 from tests.files import arrays, rows

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError
 from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
-from shardlib.devices import make_mesh
+from runtime.devices import make_mesh
 from tests import golden
 from tests.files import name_tokenizer, write_tokens
 from tests.helpers import axes, starts_of

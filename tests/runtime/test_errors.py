@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from runtime.devices import CUDA_PLUGINS
 from runtime.errors import user_errors
-from shardlib.devices import CUDA_PLUGINS
 from shardlib.errors import UserError
 from tests.processes import python
 

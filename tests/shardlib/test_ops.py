@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 from checks.layout import probe_mesh
+from runtime.devices import make_mesh
 from shardlib import ops
-from shardlib.devices import make_mesh
 from shardlib.types import (
     ShardTypeError,
     bf16,

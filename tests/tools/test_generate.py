@@ -21,8 +21,8 @@ from checks import layout, numbers, preflight, trials
 from data.flat_tokens import FlatTokens
 from data.loader import TokenBatch
 from runtime.run import MeshConfig
-from shardlib import devices
 from shardlib.errors import UserError
+from shardlib.mesh import abstract_mesh
 from shardlib.types import (
     Stacked,
     computing_in,
@@ -169,7 +169,7 @@ def test_padding_does_not_change_the_rounding():
 def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     names = ["B", "L", "S", "M", "Q", "K", "D", "F", "V", "layers"]
     probe, sizes = layout.probe_mesh(MeshConfig(1, 1).axes, names)
-    probe = devices.abstract_mesh(dict(probe.shape) | {"c": 1})
+    probe = abstract_mesh(dict(probe.shape) | {"c": 1})
     config = preflight.resized(small_config(), sizes, probe.shape, {})
     cache = type_tree(Stacked["layers", Cache])
     others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]

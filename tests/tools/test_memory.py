@@ -6,7 +6,7 @@ import pytest
 import train
 from checks import preflight
 from runtime import chips
-from shardlib import devices
+from shardlib.mesh import abstract_mesh
 from tests import mutations, tpu_programs
 from tests.helpers import ROOT, compose_config, slow_but_for
 from tools.audit import memory
@@ -29,7 +29,7 @@ def held(*options, module=train, chip=KERNELS):
     tokens = f"training.tokens={{batch: {B}, len: {L}}}", "training.loss_chunks=16"
     config = compose_config("pretrain", *names, *MODEL, *tokens, *options, schema=module.Config)
     axes, kind = config.mesh.axes, chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(module, config, devices.abstract_mesh(axes))
+    jaxpr = preflight.trace_step(module, config, abstract_mesh(axes))
     return memory.held(config, jaxpr, ledger(jaxpr, axes), kind)
 
 

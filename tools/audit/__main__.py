@@ -30,8 +30,8 @@ import train
 from runtime import chips
 from runtime.config import Section
 from runtime.program import program
-from shardlib.devices import show_axes
 from shardlib.errors import UserError
+from shardlib.mesh import show_axes
 from tools.arguments import NOT_USED
 from tools.audit import compare
 from tools.audit.page import page

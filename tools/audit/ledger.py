@@ -10,7 +10,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from checks.jaxprs import equations, made_at, makers, on_host, op_of
 from kernels.attention import runs_kernel
-from shardlib.ops import COLLECTIVES, axes_of, phase
+from runtime.hlo import phase
+from shardlib.ops import COLLECTIVES, axes_of
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 

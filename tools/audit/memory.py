@@ -40,8 +40,8 @@ from jax.extend.core import jaxprs_in_params
 import train
 from checks.jaxprs import equations
 from kernels.attention import runs_kernel
-from shardlib.devices import abstract_mesh
-from shardlib.ops import phase
+from runtime.hlo import phase
+from shardlib.mesh import abstract_mesh
 from shardlib.types import compute, computing_in, f32, make_shapes, type_tree
 from tools.audit.ledger import PRODUCTS, Ledger, live, nbytes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from runtime import chips
 from runtime.config import ROOT
-from shardlib.devices import show_axes
+from shardlib.mesh import show_axes
 from tools.audit.roofline import bound, seconds
 from tools.audit.text import TABLES, Row, show_total, summary, total_of
 from tools.tables import grouped, show

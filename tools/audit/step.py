@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import train
 from checks import layout, preflight
 from runtime import chips
-from shardlib.devices import abstract_mesh
+from shardlib.mesh import abstract_mesh
 from shardlib.types import bf16, bool_, f32, i32, u32
 from tools.audit import memory
 from tools.audit.ledger import ledger

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from runtime import chips
-from shardlib.devices import show_axes
+from shardlib.mesh import show_axes
 from tools.tables import grouped, show, table, texts
 
 LEAST = 1e-3  # share of a table's total; smaller rows become one line

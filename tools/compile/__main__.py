@@ -29,8 +29,8 @@ from runtime import chips
 from runtime.config import PositiveInt
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
-from shardlib import devices
 from shardlib.errors import UserError
+from shardlib.mesh import mesh_over, show_axes
 from tools.arguments import NOT_USED
 from tools.audit.memory import ARGUMENTS
 from tools.audit.step import audit_step
@@ -76,12 +76,12 @@ def topology_mesh(topology: str, axes: dict[str, int], slices: int = 1) -> jax.s
             os.environ.update(WITHOUT_TPU | os.environ)
             slice_ = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **options)
             found = slice_.devices
-        return devices.mesh_over(axes, found)
+        return mesh_over(axes, found)
     except UserError:
         raise
     except Exception as error:  # libtpu's, the plugin's or JAX's
         form, compiler, requirements = GPU_CURE if is_gpu else TPU_CURE
-        problem = f"topology={topology} for the mesh {devices.show_axes(axes)}: {error}"
+        problem = f"topology={topology} for the mesh {show_axes(axes)}: {error}"
         cure = f"Write it {form}, with as many chips as the mesh; it needs {compiler}: install"
         file = f"requirements-{requirements}.txt in a venv of its own"
         raise UserError(f"{problem.splitlines()[0]}. {cure} {file}") from None
@@ -114,7 +114,7 @@ def main(config: CompileConfig) -> None:
         lowered = train.lower_step(config)
         unroll = config.layers_at_a_time(mesh.devices.flat[0].platform)
         layers = f", {unroll} layers at a time" if unroll > 1 else ""
-        print(f"{mesh.size} x {kind}, {devices.show_axes(axes)}{layers}")
+        print(f"{mesh.size} x {kind}, {show_axes(axes)}{layers}")
         start = time.perf_counter()
         try:
             step = compile_step(config, lowered)

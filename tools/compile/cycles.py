@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from runtime.chips import Chip
-from runtime.hlo import Instruction, Program, parse, tracebacks
+from runtime.hlo import Instruction, Program, parse, phase, tracebacks
 from shardlib.errors import UserError, source_line
-from shardlib.ops import phase
 from tools.tables import grouped, show, table
 
 # By Chip.kind: cycles per second, and how many cores act as one device.

@@ -18,8 +18,8 @@ from data.sources import kept_by_import, tokenizer_of_model
 from data.text import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
 from runtime.config import ROOT
+from runtime.devices import have_cpu_devices, make_mesh
 from runtime.run import MeshConfig, all_finite
-from shardlib.devices import have_cpu_devices, make_mesh
 from shardlib.errors import UserError
 from shardlib.types import computing_in, make_shapes, named
 from tools.generate.steps import lay_out

@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from shardlib import devices
+from runtime import devices
 from shardlib.errors import UserError
+from shardlib.mesh import mesh_over
 from tests import golden
 from tests.processes import python
 
@@ -21,18 +22,18 @@ class FakeDevice:
 
 def test_slices_split_the_outermost_axis():
     chips = [FakeDevice(i, i % 2, "TPU v5") for i in range(8)]
-    mesh = devices.mesh_over({"r": 4, "s": 2, "t": 1}, chips)
+    mesh = mesh_over({"r": 4, "s": 2, "t": 1}, chips)
     assert [chip.slice_index for chip in mesh.devices.ravel()] == [0] * 4 + [1] * 4
     with golden.raises("functions.txt", "slices without replicas", UserError):
-        devices.mesh_over({"r": 1, "s": 8}, chips)
+        mesh_over({"r": 1, "s": 8}, chips)
     hosts = [FakeDevice(i, i // 4, "NVIDIA H100") for i in range(8)]
-    assert devices.mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
+    assert mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
 
 
 SCRIPT = """
 import os, pathlib
 before = dict(os.environ)
-from shardlib.devices import simulate_cpu_devices
+from runtime.devices import simulate_cpu_devices
 simulate_cpu_devices(6)
 import jax
 print(jax.device_count())
@@ -53,7 +54,7 @@ def test_simulated_devices_have_threads_and_leave_the_users_flags_alone(flags, c
     assert done.stdout.split() == [str(count), "True", "True"], done.stderr
 
 
-KEY = "import shardlib.devices, jax; print(repr(jax.random.uniform(jax.random.key(5), 3)))"
+KEY = "import runtime.devices, jax; print(repr(jax.random.uniform(jax.random.key(5), 3)))"
 
 
 def test_a_key_is_the_same_whatever_the_environment():
