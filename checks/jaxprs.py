@@ -1,6 +1,8 @@
 """Reads jaxprs: an equation's source line, its op, how often it runs, what makes its results."""
 
+import itertools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -48,6 +50,10 @@ SHAPING = {
 }
 
 
+# The values of a traced function's constants, which a jaxpr of jax 0.10 doesn't have.
+constants = weakref.WeakKeyDictionary[Any, list[Any]]()
+
+
 def equations(
     jaxpr: Any, outer: Equation | None = None, known: dict[Any, Fact] | None = None
 ) -> Iterator[Equation]:
@@ -60,7 +66,8 @@ def equations(
     path, runs = (outer.path, outer.runs) if outer else ("", Runs())
     jitted = outer and outer.path and outer.eqn.primitive.name == "jit"
     facts = {} if known is None else known
-    facts |= dict.fromkeys(jaxpr.constvars, Fact(fixed=True, constant=True))
+    values = itertools.zip_longest(jaxpr.constvars, constants.get(jaxpr, ()))
+    facts |= {variable: Fact(1, value, True, True) for variable, value in values}
 
     def facts_of(variables: Any) -> list[Fact]:
         return [

@@ -4,6 +4,7 @@ import fractions
 import itertools
 import math
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import SHAPING, equations, op_of
+from checks.jaxprs import SHAPING, constants, equations, op_of
 from runtime.hlo import phase
 from shardlib.errors import BEHIND_OPS, ShardTypeError
 from shardlib.mesh import abstract_mesh
@@ -130,10 +131,11 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
     with ON_ANY_MACHINE:
         made = jax.make_jaxpr(function, static_argnums=last)(*shapes, *static)
         jitted = function if hasattr(function, "trace") else jax.jit(function, static_argnums=last)
-        jaxpr = jitted.trace(*shapes, *static).jaxpr.jaxpr
+        closed = jitted.trace(*shapes, *static).jaxpr
     # JAX takes a leaked tracer for a constant until something reads it.
     jax.tree.map(jnp.copy, made.consts)
-    return jaxpr
+    constants[closed.jaxpr] = closed.consts
+    return closed.jaxpr
 
 
 def probe(
@@ -210,7 +212,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
 CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
-    "iota": "use ops.indices",
+    "iota": "use ops.indices or, for L, whose order c changes, batch.position",
     "axis_index": "use ops.indices, ops.split of a replicated value, or an op of your own",
     "constant": "use ops.indices, or ops.split of a constant as long as the whole",
 }
@@ -308,9 +310,10 @@ def parting(
     jaxpr: Any, other: Any, numbers: bool = False, entries: bool = False
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
-    None if they agree. Compares ops, and the primitives between them; with `numbers` also literal
-    operands. With `entries`, slices, gathers and scatters at fixed indices along a dimension that
-    is split in `jaxpr` but not in `other` must take the same share, 1/k, of an array's entries."""
+    None if they agree. Compares ops, and the primitives between them; with `numbers` also numbers
+    that don't depend on the arguments. With `entries`, slices, gathers and scatters at fixed
+    indices along a dimension that is split in `jaxpr` but not in `other` must take the same share,
+    1/k, of an array's entries."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
@@ -333,9 +336,16 @@ def _same_share(part: Taken, whole: Taken) -> bool:
     return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
+COUNTS = "k", "y"  # parameters of top_k and integer_pow
+
+
+def _shown(x: np.ndarray) -> str:
+    return str(x) if x.size == 1 else f"numbers of checksum {zlib.crc32(x.tobytes())}"
+
+
 def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Computed]:
-    """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with their
-    literal operands, `with_entries` with the entries taken at fixed indices. Skips primitives that
+    """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with
+    these, `with_entries` with the entries taken at fixed indices. Skips primitives that
     only cast or shape arrays: JAX chooses others where an axis or a length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
     op = ""
@@ -353,7 +363,8 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
         # Rounds to the operands' dtypes, as the place of JAX's rounding depends on the mesh.
         given: Any = zip(operands, eqn.invars, strict=True) if counts else ()
         given = [(x.number, v.aval.dtype) for x, v in given if x.number is not None]
-        numbers = [str(np.asarray(x).astype(dtype)) for x, dtype in given]
+        numbers = [_shown(np.asarray(x).astype(dtype)) for x, dtype in given]
+        numbers += [f"{key}={eqn.params[key]}" for key in COUNTS if counts and key in eqn.params]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
         taken = _taken_by_index(eqn) if with_entries else None
         always = taken and all(x.fixed for x in operands[taken.indices])

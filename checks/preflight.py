@@ -254,15 +254,14 @@ def tried(program: Any, config: Any, order: int = 0) -> list[trials.Trial]:
 
 
 def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str, Any]]:
-    """Computes trials on the mesh in context. Yields each one's name and its arrays by name. If
-    `recorded` names a trial, computes only that one, and yields its name and its ops' events."""
+    """Computes trials on the mesh in context. Yields each one's name, its arrays by name and, if
+    `recorded` names a trial and so is the only one computed, its ops' events."""
     for name, function, arrays, *static in given:
-        if recorded == name:
-            with numbers.recording() as events:
-                numbers.run(function, arrays, *static)
-            yield name, events
-        elif not recorded:
-            yield name, by_name(numbers.run(function, arrays, *static))
+        if recorded in ("", name):
+            with contextlib.ExitStack() as stack:
+                events = stack.enter_context(numbers.recording()) if recorded else []
+                made = by_name(numbers.run(function, arrays, *static))
+            yield name, (made, events) if recorded else made
 
 
 def run_tiny(
@@ -403,13 +402,10 @@ class TinyRuns:
             made = None
         if not made:
             return "the first op that differs couldn't be found"
-        one, other = (each[function] for each in made)
-        if not (found := numbers.first_difference(one, other)):
-            if whole != config:
-                return (
-                    "in one microbatch and one loss chunk no op's operand or result differs: look "
-                    "at how parts are added up"
-                )
+        arrays, events = zip(*(each[function] for each in made), strict=True)
+        if not (found := numbers.first_difference(*events)):
+            if not numbers.differences(*arrays):
+                return "in one microbatch and one loss chunk they agree: look at how parts add up"
             problem = f"no op's operand or result differs: look outside of them, in {function}"
             ordered = ", at code that depends on the order of a row, which c changes"
             return problem + (ordered if whole.mesh.c > 1 else "")

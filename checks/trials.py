@@ -96,7 +96,8 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
     yield "training_step 3", program.training_step, at(3, batch), config  # mid-schedule
-    # Update 1,000, for code that runs only every so many updates.
+    # For code that runs only every so many steps, or updates.
+    yield "training_step 1000", program.training_step, at(1000, batch), config
     yield "training_step 999", program.training_step, at(999, uneven), config
 
 

@@ -4,7 +4,7 @@ docs/flat_tokens.md is the specification. "Encoded" tokens are ids as the format
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zarr
@@ -147,11 +147,18 @@ class Writer:
             self.group.update_attributes(known | {"max_token_id": self.max_token_id})
 
 
-def tokenizer_of(path: str) -> str | None:
-    """Returns the name of the tokenizer that a dataset records, or None if it records none or
-    doesn't exist."""
+class Named(NamedTuple):
+    """A tokenizer, as a dataset or a checkpoint records it."""
+
+    name: str
+    vocabulary: str = ""  # its `Tokenizer.vocabulary` then; "" if it isn't known
+
+
+def tokenizer_of(path: str) -> Named | None:
+    """Returns the tokenizer that a dataset records, or None if it records none or doesn't exist."""
     try:
-        return str(storage.attributes(path)["conversion"]["settings"]["tokenizer"])
+        made: Any = storage.attributes(path)["conversion"]
+        return Named(str(made["settings"]["tokenizer"]), made.get("vocabulary", ""))
     except Exception:  # stores raise errors of many types
         return None
 

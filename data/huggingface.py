@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from data import text
-from data.flat_tokens import FILL, checked, decode
+from data.flat_tokens import FILL, Named, checked, decode
 from data.loader import Batches, BatchSpec
 from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
 from runtime.run import say
@@ -38,12 +38,16 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     end_token: bool = False
     skip_not_text: bool = False
 
+    def __post_init__(self) -> None:
+        different = self.validation_split != self.train_split
+        self.require(different, "validation_split", "training has it, too: name another one")
+
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Returns the batches of a split, train or validation, for the mesh in context."""
         return StreamLoader(self, spec, split)
 
-    def tokenizer_used(self, remote: bool = False) -> str:
-        return self.tokenizer
+    def tokenizer_used(self, remote: bool = False) -> Named:
+        return Named(self.tokenizer)
 
 
 @checked

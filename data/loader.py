@@ -34,7 +34,15 @@ from pydantic import BeforeValidator, Field
 
 from data import flat_tokens
 from data.bins import Bins, bin_files
-from data.flat_tokens import FILL, NO_TOKEN, FlatTokens, FlatTokensError, checked, tokenizer_of
+from data.flat_tokens import (
+    FILL,
+    NO_TOKEN,
+    FlatTokens,
+    FlatTokensError,
+    Named,
+    checked,
+    tokenizer_of,
+)
 from data.text import ahead, difference
 from kernels.attention import balanced
 from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, Section, one_of
@@ -97,8 +105,8 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         """The datasets to train on."""
         return self.mixture or (WeightedDataset(self.filespec or "", 1),)
 
-    def tokenizer_used(self, remote: bool = False) -> str | None:
-        """Returns the first tokenizer that a dataset names, if any. Opens remote datasets only if
+    def tokenizer_used(self, remote: bool = False) -> Named | None:
+        """Returns the first tokenizer that a dataset records, if any. Opens remote datasets only if
         `remote`, as the config may come from somebody else's checkpoint."""
         paths = [x.filespec for x in self.datasets if remote or "://" not in x.filespec]
         return next(filter(None, map(tokenizer_of, paths)), None)
@@ -395,6 +403,13 @@ class Shuffled:
         return f"{self.data.name}: sequences {numbers} ({kind})"
 
 
+def sample(data: FlatTokens | Bins) -> int:
+    """Returns a checksum of 64 tokens at each of 8 places, the first and the last among them."""
+    size = min(64, data.token_count)
+    places = np.linspace(0, data.token_count - size, 8).astype(int).tolist()
+    return zlib.crc32(b"".join(data.read_encoded(i, i + size).tobytes() for i in places))
+
+
 class Mixture(Batches):
     """Batches whose rows come from several datasets, in the order of `config.mixture`, or all from
     `config.filespec`.
@@ -406,19 +421,20 @@ class Mixture(Batches):
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
         paths = *(x.filespec for x in config.datasets), *config.validation.values()
-        first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [""]
+        first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [Named("")]
         for other in others:
             if problem := difference(first, other):
-                both = f"flat_tokens has datasets of different tokenizers, {first} and {other}"
+                both = f"different tokenizers, {first.name} and {other.name}"
+                both = f"flat_tokens has datasets of {both}"
                 raise FlatTokensError(f"{both}: {problem}. Convert them with the same one")
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
-        firsts = [x.read_encoded(0, min(64, x.token_count)) for x in data]
         self.made_of = {
             "tokens": [x.rows_from for x in data],
-            "checksums": [*map(zlib.crc32, firsts)],
-            "tokenizer": first or None,
+            "samples": [*map(sample, data)],
+            "tokenizer": first.name or None,
+            "vocabulary": first.vocabulary,
         }
         # Fractions of the decimals as written, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from data import text
+from data.flat_tokens import Named
 from data.huggingface import HuggingFaceConfig
 from data.loader import Batches, BatchSpec, FlatTokensConfig
 from runtime.checkpoint import Checkpoint, newest
@@ -75,26 +76,27 @@ def made_of_flat_tokens(checkpoint: Checkpoint) -> Any:
     return position if isinstance(position, dict) and "tokens" in position else {}
 
 
-def tokenizer_of_model(checkpoint: Checkpoint) -> str | None:
+def tokenizer_of_model(checkpoint: Checkpoint) -> Named | None:
     """Returns the tokenizer that an import kept, else the dataset's, as the checkpoint records it
     or, failing that, as the dataset does now. Returns None if there is none."""
     if (kept := kept_by_import(checkpoint)) and has_tokenizer(kept):
-        return kept
+        return Named(kept)
     with contextlib.suppress(UserError):
-        name = made_of_flat_tokens(checkpoint).get("tokenizer")
+        made = made_of_flat_tokens(checkpoint)
+        name = made.get("tokenizer")
         if name and (os.path.exists(name) or not os.path.isabs(name)):
-            return str(name)
+            return Named(str(name), made.get("vocabulary", ""))
         data = checkpoint.config(DataConfig, defaults=dict.fromkeys(SOURCES))
         return data.source().tokenizer_used()
     return None
 
 
-def check_same_tokenizer(checkpoint: Checkpoint, used: str | None, cure: str) -> None:
+def check_same_tokenizer(checkpoint: Checkpoint, used: Named | None, cure: str) -> None:
     """Raises UserError if the tokenizer `used` for a dataset differs from the one of a checkpoint's
     model. `cure` is the setting that allows it."""
     ours = tokenizer_of_model(checkpoint)
     if ours and used and (problem := text.difference(ours, used)):
-        both = f"in {checkpoint.path} is {ours}, the dataset's is {used}: {problem}"
+        both = f"in {checkpoint.path} is {ours.name}, the dataset's is {used.name}: {problem}"
         cure = f"Tokenize the dataset with the model's, or accept that with {cure}"
         raise UserError(f"the tokenizer of the model {both}. {cure}")
 
@@ -128,7 +130,11 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
 
     before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
     made_of = made_of_flat_tokens(checkpoint) if data.made_of else {}
-    for part in filter(made_of.get, ("tokens", "checksums")):  # an earlier version had no checksums
+    for name, there in made_of.get("validation", {}).items():
+        if data.made_of.get("validation", {}).get(name, there) != there:
+            which = f"set {name}" if name else "split"
+            say(f"note: the validation {which} has changed: its losses are others now")
+    for part in filter(made_of.get, ("tokens", "samples")):  # earlier versions had no samples
         key = f"the datasets' {part}"
         before[key], now[key] = made_of[part], data.made_of[part]
     for key in before:  # the user's settings come before the tokens
@@ -161,7 +167,8 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     source, training, threads = config.source(), config.training, config.io.max_io_threads
     spec = BatchSpec(rows, length, vocab, config.model.start_token, io_threads=threads)
     train = source.open(dataclasses.replace(spec, skip=training.skip_steps), "train")
-    say_problem_of_start(source.tokenizer_used(remote=True) or "", spec.start_token)
+    used = source.tokenizer_used(remote=True)
+    say_problem_of_start(used.name if used else "", spec.start_token)
     if not (training.validation_interval or training.validation_at_start):
         return train, {}
     # The validation sets that flat tokens name, or a single one without a name.
@@ -169,6 +176,8 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     alone = {name: dataclasses.replace(source, filespec=x, mixture=()) for name, x in named}
     sets = {n: each.open(spec, "validation") for n, each in (alone or {"": source}).items()}
     taken = training.validation_batches * rows
+    if train.made_of:
+        train.made_of["validation"] = {name: data.made_of for name, data in sets.items()}
     for name, data in sets.items():
         if data.count and taken > data.count:
             number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count

@@ -19,11 +19,11 @@ import os
 import re
 import reprlib
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import fsspec
 import jax
@@ -31,8 +31,9 @@ import numpy as np
 from fsspec.utils import glob_translate, infer_compression
 from jaxtyping import Int64, UInt32
 
-from data.flat_tokens import checked, encode
+from data.flat_tokens import Named, checked, decode, encode
 from runtime.config import flat
+from runtime.run import say
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -53,7 +54,7 @@ class Unit(NamedTuple):
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
     lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
-    sizes: Int64[np.ndarray, " documents"]  # of their texts in UTF-8, in bytes
+    sizes: Int64[np.ndarray, " documents"]  # of their texts in UTF-8, in bytes; 0 if not known
     position: dict[str, Any]  # after this unit
 
 
@@ -97,6 +98,7 @@ class Tokenizer:
         self.slow = self._open()
         self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
+        self.splits_special = True  # the names of special tokens in a text
         if None in self.end:
             problem = f"the tokenizer {name} names no end-of-text token, which end_token=true needs"
             cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
@@ -106,6 +108,8 @@ class Tokenizer:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             self.fast.no_truncation()
             self.fast.no_padding()
+            if getattr(self.fast.model, "dropout", None):  # which makes ids random
+                self.fast.model.dropout = None
             self.fast.encode_special_tokens = True
 
     def _open(self) -> Any:
@@ -150,6 +154,12 @@ class Tokenizer:
         options = {"skip_special_tokens": without_special, "clean_up_tokenization_spaces": False}
         return str(self.slow.decode(ids.tolist(), **options))
 
+    def lost(self, texts: list[str]) -> Counter[str]:
+        """Counts the characters of texts, except white space, that their tokens don't give back."""
+        back = self.decode(decode(self(texts)[0])[0])
+        before, after = (Counter("".join(x.split())) for x in ("".join(texts), back))
+        return before - after
+
     @functools.cached_property
     def digest(self) -> str:
         """Identifies the tokenizer by its definition or, if it is in Python, its vocabulary."""
@@ -157,6 +167,18 @@ class Tokenizer:
             return self.name
         does = self.fast.to_str() if self.fast else sorted(self.slow.get_vocab().items())
         return digest((does, self.end) if self.end else does)
+
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """Identifies the ids of ordinary text and what they stand for."""
+        return digest(sorted(self.words().items()))
+
+    def check_unchanged(self, named: Named) -> Self:
+        """Returns itself. Raises UserError if it has changed since it was recorded."""
+        if named.vocabulary not in ("", self.vocabulary):
+            problem = f"the tokenizer {self.name} has changed since the data was tokenized with it"
+            raise UserError(f"{problem}: restore it, or name a copy of the earlier one")
+        return self
 
     def words(self) -> dict[int, str]:
         """Returns the tokens of ordinary text by their ids."""
@@ -170,7 +192,8 @@ class Tokenizer:
         if self.name == "bytes_utf8":
             return [text.encode() for text in texts]
         if not self.fast:
-            lists = self.slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            how = {"add_special_tokens": False, "split_special_tokens": self.splits_special}
+            lists = self.slow(texts, verbose=False, **how)["input_ids"]
         else:
             encoded = self.fast.encode_batch_fast(texts, add_special_tokens=False)
             lists = (part.ids for part in encoded)
@@ -184,13 +207,14 @@ class Tokenizer:
 tokenizer = functools.cache(Tokenizer)  # shared by the threads of a process
 
 
-def difference(one: str, other: str) -> str:
+def difference(one: Named, other: Named) -> str:
     """Says how two tokenizers differ, or returns "" if each id that is ordinary text in both is the
     same text. Two names also differ if either tokenizer can't be opened."""
-    if one == other:
+    known = one.vocabulary and other.vocabulary
+    if one.vocabulary == other.vocabulary if known else one.name == other.name:
         return ""
     try:
-        words, others = tokenizer(one).words(), tokenizer(other).words()
+        words, others = (tokenizer(x.name).check_unchanged(x).words() for x in (one, other))
     except UserError as error:
         return str(error).rstrip(".")
     first = min((i for i in words.keys() & others.keys() if words[i] != others[i]), default=None)
@@ -365,6 +389,7 @@ class Source:
     documents: int = DOCUMENTS  # in a unit, at most
     output: str = ""  # the folder to convert to, which may not be among the files read
     section: str = ""  # prefix of the keys of the config, if not the converter's
+    lossy: bool = False  # the tokenizer loses text, so tokens per byte mean nothing
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
@@ -375,14 +400,22 @@ class Source:
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
+        self.names = set[str]()
         # Local paths are relative to it. Without `..`, as `datasets` lists files.
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
     def check(self) -> dict[str, Any]:
-        """Returns the fingerprint. Raises UserError or OSError if the split, its first documents or
-        the tokenizer can't be opened."""
+        """Returns the fingerprint. Says so if the tokenizer loses a part of the first documents,
+        and sets `lossy`. Raises UserError or OSError if the split, these documents or the tokenizer
+        can't be opened."""
         for texts, position in self.read({}):
             if any(texts):
+                lost = tokenizer(self.tokenizer).lost(texts)
+                share = lost.total() / sum(map(len, texts))
+                if share > 0.001:
+                    self.lossy = True
+                    such = f"{share:.1%} of the characters, such as {lost.most_common(1)[0][0]!r}"
+                    say(f"note: the tokenizer loses or changes {such}")
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
@@ -461,7 +494,12 @@ class Source:
             problem = f"{folder} has files in no split, {listed(left)}: by their names, {found}"
             raise UserError(f"{problem}. Move them elsewhere, or {cure}")
         parts = [splits[name] for name in wanted]
-        return [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
+        pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
+        for name, times in Counter(name for name, _ in pairs).items():
+            if times > 1:
+                raise UserError(f"{name} is read {times} times: name it once in data_files")
+        self.names = {name for name, _ in pairs}
+        return pairs
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:
         """Yields each row's shard, by name, and text."""
@@ -561,7 +599,7 @@ def units(
     opened = tokenizer(source.tokenizer, source.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
-        sizes = np.array([len(text.encode()) for text in texts], np.int64)
+        sizes = np.array([0 if source.lossy else len(text.encode()) for text in texts], np.int64)
         return Unit(*opened(texts), sizes, after)
 
     upcoming: deque[Future[Unit]] = deque()

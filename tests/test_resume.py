@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
         ("single", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={other}"],
          "the datasets' tokens=[200], now [210]: "),
         ("as long", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={as_long}"],
-         "the datasets' checksums=["),
+         "the datasets' samples=["),
         ("mixed", mixed, turned, "the datasets' tokens=[200, 210], now [210, 200]: "),
     ):  # fmt: skip
         run_of = [*run, f"paths.model_name={name}"]
@@ -148,6 +149,20 @@ def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
         name_tokenizer(one, tokenizer)
         _, refused = train_here(*run_of, f"training.steps={steps}")
     assert " is bytes_utf8, the dataset's is gone: " in refused
+
+
+@pytest.mark.slow
+def test_a_validation_split_that_has_become_another_is_noted(tmp_path, train_here):
+    path = write_tokens(tmp_path / "x.zarr", [np.arange(200) % 128])
+    run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
+    run += [f"flat_tokens.filespec={path}", "training.validation_interval=1"]
+    run += ["paths.model_name=run", "training.validation_batches=1"]
+    for steps, noted in (1, False), (2, False), (3, True):
+        if noted:
+            shutil.rmtree(f"{path}/validation")
+            write_tokens(path, [np.arange(200)[::-1] % 128], ["validation"])
+        out, refused = train_here(*run, f"training.steps={steps}")
+        assert not refused and ("note: the validation split has changed" in out) == noted
 
 
 RING = ["{d: 4, t: 2, r: 2}", "{d: 2, t: 1, r: 2, c: 4}", "{d: 1, t: 1}"]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from data.bins import HEADERS, Bins, bin_files
-from data.flat_tokens import CHUNK, SPLITS, FlatTokens, decode, tokenizer_of
-from data.text import Tokenizer, counted
+from data.flat_tokens import CHUNK, SPLITS, FlatTokens, Named, decode, tokenizer_of
+from data.text import Tokenizer, counted, tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.errors import UserError
@@ -56,9 +56,9 @@ def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
     )
 
 
-def show(data: FlatTokens | Bins, bounds: np.ndarray, count: int, tokenizer: str) -> None:
+def show(data: FlatTokens | Bins, bounds: np.ndarray, count: int, decoder: Tokenizer) -> None:
     """Prints `count` documents, evenly spaced over the split, or all if it has fewer."""
-    decoder, documents = Tokenizer(tokenizer), len(bounds) - 1
+    documents = len(bounds) - 1
     chosen = np.linspace(0, documents - 1, min(count, documents)).astype(int).tolist()
     for number in chosen:
         ids, _ = decode(data.read_encoded(*bounds[number : number + 2].tolist()))
@@ -87,10 +87,10 @@ def main() -> None:
                 bounds, largest = checked_bounds(dataset)
                 print(describe(dataset, np.diff(bounds), largest))
                 if args.decode:
-                    tokenizer = args.tokenizer or tokenizer_of(args.path)
-                    if not tokenizer:
+                    given = args.tokenizer and Named(args.tokenizer)
+                    if not (named := given or tokenizer_of(args.path)):
                         parser.error("the dataset doesn't record its tokenizer: add --tokenizer")
-                    show(dataset, bounds, args.decode, tokenizer)
+                    show(dataset, bounds, args.decode, tokenizer(named.name).check_unchanged(named))
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:

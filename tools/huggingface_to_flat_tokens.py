@@ -46,6 +46,10 @@ class ConvertConfig(Section):
     max_tokens: Annotated[int, Field(ge=1)] | None
     output: Annotated[Path, NOT_EMPTY]
 
+    def __post_init__(self) -> None:
+        different = self.validation_split != self.train_split
+        self.require(different, "validation_split", "training has it, too: name another one")
+
 
 def python_stdlib() -> list[str]:
     """Returns the source files of this machine's standard library, sorted by name. Excludes tests,
@@ -75,7 +79,8 @@ class Conversion:
         self.config = config
         settings = {k: v for k, v in config.values().items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
-        self.provenance = {"settings": settings, "versions": versions}
+        vocabulary = text.tokenizer(config.tokenizer).vocabulary
+        self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}
         saved: Any = storage.attributes(config.output).get("conversion", {})
         if "positions" not in saved:
             saved = {}
@@ -143,6 +148,8 @@ def convert(config: ConvertConfig) -> None:
     sources = [Source(config.load_dataset, name, *settings, output=config.output) for name in names]
     # Finds most mistakes before anything is written.
     files = sum(source.check()["files"] for source in sources)
+    if both := set.intersection(*(source.names for source in sources)) if sources[1:] else ():
+        raise UserError(f"{min(both)} is in both splits: leave it out of one")
     conversion = Conversion(config)
     for i, source in enumerate(sources):
         bar = tqdm(

@@ -51,8 +51,10 @@ from tqdm import tqdm
 
 import train
 from configs.schema import TokensConfig
+from data.flat_tokens import Named
 from data.sources import has_tokenizer, kept_by_import, tokenizer_of_model
-from data.text import problem_of_start
+from data.text import difference, problem_of_start
+from data.text import tokenizer as opened
 from runtime import checkpoint, storage
 from runtime.checkpoint import Checkpoint
 from runtime.config import flat, load
@@ -423,6 +425,12 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     if model.rope_scaling:
         length = max(length, model.rope_scaling.original_len)
     config: dict[str, Any] = {"eos_token_id": None}
+    recorded = tokenizer_of_model(source)
+    if tokenizer and recorded:
+        used = Named(tokenizer, opened(tokenizer).vocabulary)
+        if problem := difference(recorded, used):
+            problem = f"the model's tokenizer is {recorded.name}, not {tokenizer}: {problem}"
+            raise UserError(f"{problem}. Name the model's, or a copy of it")
     if kept := kept_by_import(source):
         config = json.loads(pathlib.Path(kept, "config.json").read_text())
         length = max(length, model_in(pathlib.Path(kept))[1])
@@ -446,7 +454,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     (folder / UNFINISHED).replace(folder / "config.json")
     step = source.metadata["step"]
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
-    if (tokenizer or tokenizer_of_model(source)) == "bytes_utf8":
+    if (tokenizer or (recorded and recorded.name)) == "bytes_utf8":
         print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
     elif not has_tokenizer(folder):
         print("the export has no tokenizer: --tokenizer adds one, and the ids that end a text")

@@ -199,6 +199,25 @@ def test_a_number_that_depends_on_the_mesh_is_named(limit):
     assert f", in loss: {expected.format(*numbers)}" in found
 
 
+NATS = "nats = (log_sum - logit) * loss_mask"
+ROWS = "nats.shape[0] % 7 + 1"  # 64 in all, 16 on a device
+
+
+@pytest.mark.parametrize(
+    "limit, named",
+    [
+        (f"jax.lax.top_k(jnp.arange(9.0), {ROWS})[0].min()", "top_k with k=3, but top_k with k=2"),
+        (f"jnp.asarray(numpy.full(3, {ROWS})).max()", "reduce_max with numbers of checksum "),
+    ],
+)
+def test_a_number_that_is_no_operand_is_named_if_it_depends_on_the_mesh(limit, named):
+    """Of a primitive's parameters, or in an array made by NumPy. Tiny sizes hide both."""
+    edit = (NATS, f"import numpy\n        {NATS}\n        nats = jnp.minimum(nats, {limit})")
+    module = edited("train.py", edit)
+    config = config_of(module, "training.tokens={batch: 64, len: 64}")
+    assert f", in loss: a number depends on the mesh: {named}" in untried(module, config)
+
+
 STEP = '@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")'
 LOOPS = """
 @jax.jit

@@ -121,7 +121,7 @@ def test_hosts_with_fewer_shards_are_named(folder, capsys, monkeypatch):
 
 def test_a_unit_ends_by_its_length(tmp_path, monkeypatch):
     """However short the documents before were."""
-    monkeypatch.setattr(text, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(text, "UNIT_CHARACTERS", 1000)
     texts = ["short"] * 64 + ["x" * 600] * 9
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in texts))
     source = text.Source({"path": str(tmp_path)}, "train", "text", "bytes_utf8")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError
+from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Named
 from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
 from runtime.devices import make_mesh
 from tests import golden
@@ -324,8 +324,8 @@ def test_the_tokenizer_of_a_mixture(paths, tmp_path):
     first, second, third = map(str, copies)
     assert used(first, second) is None
     name_tokenizer(second, "bytes_utf8")
-    assert used(first, second) == used(second, first) == "bytes_utf8"
-    assert used("memory://x.zarr", second) == "bytes_utf8", "without opening what is remote"
+    assert used(first, second) == used(second, first) == Named("bytes_utf8")
+    assert used("memory://x.zarr", second).name == "bytes_utf8", "without opening what is remote"
     open_mixture([first, second])
     name_tokenizer(third, "some/other")
     with golden.raises("datasets.txt", "mixture: different tokenizers", FlatTokensError):

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from data import text
-from data.flat_tokens import decode
+from data.flat_tokens import Named, decode
 from shardlib.errors import UserError
 from tests import golden
 
@@ -102,6 +102,39 @@ def test_the_digest_tells_what_a_document_becomes(tmp_path):
     other = write_tokenizer(tmp_path / "b", eos_token=SPECIAL[2])
     assert text.Tokenizer(other).digest == plain, "without it the end token doesn't matter"
     assert len({plain, ended, text.Tokenizer(other, end_token=True).digest}) == 3
+
+
+def test_a_document_has_the_same_ids_each_time(tmp_path):
+    """Even if the tokenizer was trained with dropout."""
+    inner = trained_tokenizer(["what is the sum of two and two?"] * 3, [])
+    inner.model.dropout = 0.5
+    inner.save(str(tmp_path / "x.json"))
+    opened = text.Tokenizer(str(tmp_path / "x.json"))
+    assert len({bytes(opened(["what is the sum of two and two?"])[0]) for _ in range(20)}) == 1
+
+
+def test_characters_that_a_tokenizer_loses(tmp_path):
+    """The one in the file knows lower-case letters."""
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate("abc")}, []))
+    inner.save(str(tmp_path / "x.json"))
+    opened = text.Tokenizer(str(tmp_path / "x.json"))
+    assert opened.lost(["a bä", "Cä"]) == {"ä": 2, "C": 1}
+    assert not text.Tokenizer("bytes_utf8").lost(["a bä", "Cä"])
+
+
+def test_tokenizers_under_one_name(tmp_path):
+    """One that was trained anew is another, one with another special token is not."""
+    name, recorded = str(tmp_path / "x.json"), []
+    for texts, special in (["two"], SPECIAL), (["two"], ["<a>", *SPECIAL[1:]]), (["sum"], SPECIAL):
+        trained_tokenizer(texts * 3, special).save(name)
+        recorded.append(Named(name, text.Tokenizer(name).vocabulary))
+    first, renamed, last = recorded
+    assert renamed == first
+    assert not text.difference(first, first) and not text.difference(first, Named(name))
+    assert f"{name} has changed since" in text.difference(first, last)
+    text.Tokenizer(name).check_unchanged(last)
+    with pytest.raises(UserError, match="has changed since the data was tokenized with it"):
+        text.Tokenizer(name).check_unchanged(first)
 
 
 def test_an_end_token_that_is_not_named(tmp_path):

@@ -390,9 +390,10 @@ def test_a_tokenizer_in_python_alone(jsonl, tmp_path):
     (tmp_path / "byt5").mkdir()
     name = {"tokenizer_class": "ByT5Tokenizer"}
     (tmp_path / "byt5/tokenizer_config.json").write_text(json.dumps(name))
+    write_texts(jsonl, texts := ["the end </s>", *TEXTS[1:]])
     tool.convert(settings(jsonl, tmp_path / "x.zarr", tokenizer=str(tmp_path / "byt5")))
     rows = documents(tmp_path / "x.zarr", "validation")
-    assert rows == [[byte + 3 for byte in text.encode()] for text in (TEXTS[0], TEXTS[5])]
+    assert rows == [[byte + 3 for byte in text.encode()] for text in (texts[0], texts[5])]
 
 
 MISTAKES = {
@@ -402,6 +403,9 @@ MISTAKES = {
     "max_tokens=0": "max_tokens=0: Input should be greater than or equal to 1",
     "validation_split=missing": "no split missing: train has ['texts.jsonl']. Choose one of these",
     "+load_dataset.nonsense=1": "nonsense",
+    "validation_split=train": "validation_split=train: training has it, too",
+    "load_dataset.data_files=[*.jsonl,texts.jsonl]": "texts.jsonl is read 2 times",
+    "load_dataset.data_files={train: texts.jsonl, validation: '*.jsonl'}": "is in both splits",
     "load_dataset.data_files=2024": "load_dataset.data_files=2024 matches no file",
     "load_dataset.data_files=[*.jsonl,x/*]": "data_files=x/* matches no file in FOLDER",
     "+speed=fast": "speed",
@@ -420,6 +424,7 @@ def test_a_mistake_gets_one_message_and_leaves_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     wanted = ["--config-name=json_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
+    wanted += ["validation_split=validation"] * ("validation:" in mistake)
     _, message = run_here(*wanted)
     assert message.startswith("error: ") and message.count("error: ") == 1
     assert MISTAKES[mistake].replace("FOLDER", str(tmp_path)) in message

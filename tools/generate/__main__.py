@@ -52,6 +52,7 @@ from data import flat_tokens
 from data.huggingface import rows_of
 from data.loader import TokenBatch
 from data.sources import check_same_tokenizer
+from data.text import tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
 from shardlib.types import COMPUTE
@@ -126,8 +127,9 @@ def run(args: argparse.Namespace) -> None:
     checkpoint, named = model.checkpoints.newest, args.tokenizer
     with model.computing():
         if args.evaluate:
-            if not named and (named := flat_tokens.tokenizer_of(args.evaluate)):
-                check_same_tokenizer(checkpoint, named, f"--tokenizer={named}")
+            if not named and (used := flat_tokens.tokenizer_of(args.evaluate)):
+                check_same_tokenizer(checkpoint, used, f"--tokenizer={used.name}")
+                named = tokenizer(used.name).check_unchanged(used).name
             codec = Text(named) if named else None
             data = flat_tokens.FlatTokens(args.evaluate, "validation")
             length = args.length or model.config.training.tokens.len

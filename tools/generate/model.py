@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 
 import train
 from data import flat_tokens
+from data.flat_tokens import Named
 from data.sources import kept_by_import, tokenizer_of_model
 from data.text import Tokenizer
 from runtime.checkpoint import Checkpoints, newest
@@ -42,7 +43,8 @@ class Text(Tokenizer):
                 said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
                 ends += said if isinstance(said, list) else [said]
         self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
-        if self.fast:  # tokenizers in Python parse them anyway
+        self.splits_special = False
+        if self.fast:
             self.fast.encode_special_tokens = False
 
     def encode(self, text: str, config: train.Config) -> list[int]:
@@ -127,10 +129,10 @@ class Model:
     def tokenizer(self, named: str | None) -> Text:
         """Opens the tokenizer of this name, else the model's. Raises UserError if there is none."""
         checkpoint = self.checkpoints.newest
-        if not (named := named or tokenizer_of_model(checkpoint)):
+        if not (recorded := Named(named) if named else tokenizer_of_model(checkpoint)):
             problem = (
                 "no tokenizer is known: the checkpoint, or a dataset on this machine, names none"
             )
             choices = "bytes_utf8, a tokenizers JSON file, or what transformers loads"
             raise UserError(f"{problem}; set --tokenizer to {choices}")
-        return Text(named, kept_by_import(checkpoint))
+        return Text(recorded.name, kept_by_import(checkpoint)).check_unchanged(recorded)
