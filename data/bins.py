@@ -14,6 +14,7 @@ from data.flat_tokens import MAX_ID, FlatTokensError, checked, encode
 from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
+NOT_READ = {"int64": "np.int64", "uint8 or text": "np.uint8"}  # what a file may have by mistake
 
 
 def bin_files(path: str) -> list[str]:
@@ -41,10 +42,22 @@ def mapped(file: str, kind: str) -> np.ndarray:
         kind, begin = HEADERS[magic, version], header.nbytes
     else:
         low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
-        # 32-bit ids are below 2^20, so the upper halves are below 16, and some lower ones aren't.
-        wide = len(header) == 256 and high < 16 <= low
-        if other := {"uint16": wide and "uint32", "uint32": high >= 16 and "uint16"}[kind]:
-            raise ValueError(f"its ids look like {other}: set flat_tokens.bin_dtype={other}")
+        # 32-bit ids are below 2^20, so the upper halves are below 16.
+        other = "uint16" if high >= 16 else kind
+        if len(header) == 256:  # a shorter file says too little
+            raw = header.view("u1")
+            if high == 0 or high < 16 <= low:  # all ids may be small
+                other = "uint32"
+            if not header[1::2].any():
+                other = "int64"
+            if raw.min() >= 9 and raw.max() < 127:
+                other = "uint8 or text"
+        cure = f"set flat_tokens.bin_dtype={other}"
+        if other in NOT_READ:
+            old = f"np.fromfile(old, {NOT_READ[other]})"
+            cure = f"write them as uint32, by {old}.astype(np.uint32).tofile(new)"
+        if other != kind:
+            raise ValueError(f"its ids look like {other}: {cure}")
         count = -(-whole // np.dtype(kind).itemsize)
     size, width = whole - begin, np.dtype(kind).itemsize
     if size != count * width or not count:

@@ -123,6 +123,10 @@ def random_ids(folder, count, top, kind):
     return str(folder / "x.bin")
 
 
+def text(folder):
+    return str(shutil.copy(__file__, folder / "x.bin"))
+
+
 def cut(path, size):
     os.truncate(path, size)
     return path
@@ -130,6 +134,12 @@ def cut(path, size):
 
 def shards(folder, **options):
     return f"{write_shards(folder / 'x', [TOKENS], **options)}/train_000000.bin"
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+def test_few_ids_many_of_them_0_are_read(kind, tmp_path):
+    data = Bins(random_ids(tmp_path, 1000, 5, kind), None, kind)
+    assert data.read_encoded(0, 1000).max() == 2 * 4
 
 
 # What is written, the settings, and in which of them a cure is.
@@ -151,6 +161,13 @@ REFUSED = {
     "16 bits read as 32": (
         lambda folder: random_ids(folder, 1000, 50000, "<u2"), {"bin_dtype": "uint32"},
     ),
+    "few ids of 32 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<u4"), {}),
+    "64 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<i8"), {}),
+    "64 bits read as 32": (
+        lambda folder: random_ids(folder, 999, 50000, "<i8"), {"bin_dtype": "uint32"},
+    ),
+    "text read as 16 bits": (text, {}),
+    "text read as 32 bits": (text, {"bin_dtype": "uint32"}),
     "an id beyond the vocabulary": (plain, {"vocab": 999}),
     "an id of 32 bits beyond the vocabulary": (
         lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"), {"vocab": 999},
