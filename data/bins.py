@@ -10,7 +10,7 @@ import os
 import numpy as np
 from jaxtyping import UInt32
 
-from data.flat_tokens import MAX_ID, FlatTokensError, checked, encode
+from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode
 from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
@@ -69,8 +69,9 @@ class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
     from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
 
-    Raises FlatTokensError for a file that can't be read or is malformed. No file records its
-    largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.
+    Raises FlatTokensError for a file that can't be read or is malformed, and for an end token that
+    no file has. No file records its largest id, so `read_encoded` raises FlatTokensError for an id
+    of `vocab` or more.
     """
 
     bytes_per_token = 0.0  # unknown
@@ -91,6 +92,10 @@ class Bins:
         if len(others) < len(self.files) and any("val" in file for file in others):
             raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
+        blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
+        if end_token is not None and not any(end_token in block for block in blocks):
+            cure = "choose the id that ends its documents, or leave the end token out"
+            raise FlatTokensError(f"{path} doesn't have end_token={end_token}: {cure}")
 
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:

@@ -172,7 +172,8 @@ REFUSED = {
     "an id of 32 bits beyond the vocabulary": (
         lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"), {"vocab": 999},
     ),
-    "an end token beyond the vocabulary": (plain, {"end_token": VOCAB}),
+    "an end token beyond the vocabulary": (plain, {"vocab": END}),
+    "an end token that ends nothing": (plain, {"end_token": END - 1}),
     "a folder with files for validation": (
         lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")), {},
     ),
@@ -180,7 +181,7 @@ REFUSED = {
     "a document per row": (plain, {"sequence_packing": False}),
     "no validation split": (plain, {"split": "validation"}),
     "an end token for zarr": (lambda folder: write_zarr(folder / "x.zarr"), {}),
-    "too few rows": (lambda folder: random_ids(folder, 95, VOCAB, "<u2"), {}),
+    "too few rows": (lambda folder: cut(plain(folder), 2 * 95), {}),
     "a remote file": (lambda folder: "gs://bucket/x.bin", {}),
 }  # fmt: skip
 
