@@ -53,6 +53,10 @@ def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int
             ids, is_start = data.read(low, min(low + PART, data.token_count))
             if end_token is not None:
                 before = np.append([last], ids[:-1])
+                if (inside := (before == end_token) & ~is_start).any():
+                    where = f"inside a document, as token {low + int(inside.argmax()) - 1}"
+                    cure = "choose an id that is only where documents end"
+                    raise UserError(f"{source} has the end token {end_token} {where}: {cure}")
                 ids = np.insert(ids, np.flatnonzero(is_start & (before != end_token)), end_token)
             ids.astype(kind).tofile(file)
             last, count = int(ids[-1]), count + len(ids)
