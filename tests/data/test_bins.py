@@ -177,6 +177,13 @@ REFUSED = {
     "a folder with files for validation": (
         lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")), {},
     ),
+    "a folder with files for a test": (
+        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/test_0.bin")), {},
+    ),
+    "a file to validate on, by a link": (
+        lambda folder: os.symlink(plain(folder), folder / "x.bin") or f"{folder}/x*.bin",
+        {"validation": {"a": "u2.bin"}},
+    ),
     "Megatron-LM's": (lambda folder: write_megatron(folder / "x.bin", DOCUMENTS), {}),
     "a document per row": (plain, {"sequence_packing": False}),
     "no validation split": (plain, {"split": "validation"}),
@@ -187,8 +194,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path):
+def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path, monkeypatch):
     write, changes = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         list(opened(write(tmp_path), **{"end_token": END} | changes).from_step(0, 20))
     message = str(error.value).replace(str(tmp_path), "...")
@@ -233,7 +241,8 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         for document in DOCUMENTS:
             encoded = encode(document, np.zeros(1, int))
             writer.extend(encoded, np.array([len(document)]), 3 * len(document))
-    sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {tmp_path}/u2.bin}}"
+    copy = shutil.copy(f"{tmp_path}/u2.bin", f"{tmp_path}/copy.bin")
+    sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {copy}}}"
     run += [sets, "training.validation_interval=2", "training.validation_at_start=true"]
     out, message = train_here(*run, "training.validation_batches=3")
     assert not message
