@@ -6,14 +6,16 @@ dataset, ordered by name. docs/flat_tokens.md describes the files.
 
 import glob
 import os
+import re
 
 import numpy as np
 from jaxtyping import UInt32
 
-from data.flat_tokens import MAX_ID, FlatTokensError, checked, encode
+from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode
 from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
+NOT_READ = {"int64": "np.int64", "uint8 or text": "np.uint8"}  # what a file may have by mistake
 
 
 def bin_files(path: str) -> list[str]:
@@ -41,10 +43,22 @@ def mapped(file: str, kind: str) -> np.ndarray:
         kind, begin = HEADERS[magic, version], header.nbytes
     else:
         low, high = (header.view("<u2")[i::2].max(initial=0) for i in (0, 1))
-        # 32-bit ids are below 2^20, so the upper halves are below 16, and some lower ones aren't.
-        wide = len(header) == 256 and high < 16 <= low
-        if other := {"uint16": wide and "uint32", "uint32": high >= 16 and "uint16"}[kind]:
-            raise ValueError(f"its ids look like {other}: set flat_tokens.bin_dtype={other}")
+        # 32-bit ids are below 2^20, so the upper halves are below 16.
+        other = "uint16" if high >= 16 else kind
+        if len(header) == 256:  # a shorter file says too little
+            raw = header.view("u1")
+            if high == 0 or high < 16 <= low:  # all ids may be small
+                other = "uint32"
+            if not header[1::2].any():
+                other = "int64"
+            if raw.min() >= 9 and raw.max() < 127:
+                other = "uint8 or text"
+        cure = f"set flat_tokens.bin_dtype={other}"
+        if other in NOT_READ:
+            old = f"np.fromfile(old, {NOT_READ[other]})"
+            cure = f"write them as uint32, by {old}.astype(np.uint32).tofile(new)"
+        if other != kind:
+            raise ValueError(f"its ids look like {other}: {cure}")
         count = -(-whole // np.dtype(kind).itemsize)
     size, width = whole - begin, np.dtype(kind).itemsize
     if size != count * width or not count:
@@ -56,8 +70,9 @@ class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
     from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
 
-    Raises FlatTokensError for a file that can't be read or is malformed. No file records its
-    largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.
+    Raises FlatTokensError for a file that can't be read or is malformed, and for an end token that
+    no file has. No file records its largest id, so `read_encoded` raises FlatTokensError for an id
+    of `vocab` or more.
     """
 
     bytes_per_token = 0.0  # unknown
@@ -75,9 +90,13 @@ class Bins:
             self.firsts.append(self.firsts[-1] + len(ids))
             self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
         others = [file for file in self.files if "train" not in file]
-        if len(others) < len(self.files) and any("val" in file for file in others):
+        if len(others) < len(self.files) and re.search("val|test|dev|holdout", str(others)):
             raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
+        blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
+        if end_token is not None and not any(end_token in block for block in blocks):
+            cure = "choose the id that ends its documents, or leave the end token out"
+            raise FlatTokensError(f"{path} doesn't have end_token={end_token}: {cure}")
 
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:

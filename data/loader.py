@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,10 +83,16 @@ class FlatTokensConfig(Section, key="flat_tokens"):
             weighted = "flat_tokens.mixture=[{filespec: DATASET, weight: 0.7}, ...]"
             cure = f"set one of flat_tokens.filespec=DATASET and {weighted}"
             raise UserError(f"{cure}, and leave the other one null or []")
-        paths = *(x.filespec for x in self.datasets), *self.validation.values()
+        trained, held_out = (
+            {os.path.realpath(file) for path in paths for file in bin_files(path)}
+            for paths in ([x.filespec for x in self.datasets], self.validation.values())
+        )
         for_bins = (self.end_token, self.bin_dtype) != (None, "uint16")
-        if for_bins and split == "train" and not any(map(bin_files, paths)):
+        if for_bins and split == "train" and not trained | held_out:
             raise UserError("flat_tokens.end_token and bin_dtype need .bin files: leave them out")
+        if split == "train" and (both := trained & held_out):
+            cure = "leave it out of one of them"
+            raise UserError(f"training reads {min(both)}, and flat_tokens.validation too: {cure}")
         return Mixture(self, spec, split)
 
     def open_split(self, path: str, split: str, vocab: int) -> FlatTokens | Bins:

@@ -4,8 +4,8 @@
     python -m tools.bins 'fineweb/*train*.bin' fineweb.zarr/train --end-token 50256
 
 A .bin file gets ids of 16 bits, or of 32 bits if 16 are too few, and no header, like nanoGPT's;
---header writes llm.c's. When writing, --end-token follows each document that doesn't end with it.
-When reading, a document starts after each --end-token; without one, all files are one document.
+--header writes llm.c's. When writing, --end-token follows each document that doesn't end with it,
+and is nowhere else. When reading, a document starts after each; without one, all files are one.
 For Megatron-LM's files, the .idx file beside each says where documents start, and the type of ids.
 """
 
@@ -53,6 +53,10 @@ def to_bin(source: str, output: str, end_token: int | None, header: bool) -> int
             ids, is_start = data.read(low, min(low + PART, data.token_count))
             if end_token is not None:
                 before = np.append([last], ids[:-1])
+                if (inside := (before == end_token) & ~is_start).any():
+                    where = f"inside a document, as token {low + int(inside.argmax()) - 1}"
+                    cure = "choose an id that is only where documents end"
+                    raise UserError(f"{source} has the end token {end_token} {where}: {cure}")
                 ids = np.insert(ids, np.flatnonzero(is_start & (before != end_token)), end_token)
             ids.astype(kind).tofile(file)
             last, count = int(ids[-1]), count + len(ids)

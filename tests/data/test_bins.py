@@ -123,6 +123,10 @@ def random_ids(folder, count, top, kind):
     return str(folder / "x.bin")
 
 
+def text(folder):
+    return str(shutil.copy(__file__, folder / "x.bin"))
+
+
 def cut(path, size):
     os.truncate(path, size)
     return path
@@ -130,6 +134,12 @@ def cut(path, size):
 
 def shards(folder, **options):
     return f"{write_shards(folder / 'x', [TOKENS], **options)}/train_000000.bin"
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+def test_few_ids_many_of_them_0_are_read(kind, tmp_path):
+    data = Bins(random_ids(tmp_path, 1000, 5, kind), None, kind)
+    assert data.read_encoded(0, 1000).max() == 2 * 4
 
 
 # What is written, the settings, and in which of them a cure is.
@@ -151,26 +161,42 @@ REFUSED = {
     "16 bits read as 32": (
         lambda folder: random_ids(folder, 1000, 50000, "<u2"), {"bin_dtype": "uint32"},
     ),
+    "few ids of 32 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<u4"), {}),
+    "64 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<i8"), {}),
+    "64 bits read as 32": (
+        lambda folder: random_ids(folder, 999, 50000, "<i8"), {"bin_dtype": "uint32"},
+    ),
+    "text read as 16 bits": (text, {}),
+    "text read as 32 bits": (text, {"bin_dtype": "uint32"}),
     "an id beyond the vocabulary": (plain, {"vocab": 999}),
     "an id of 32 bits beyond the vocabulary": (
         lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"), {"vocab": 999},
     ),
-    "an end token beyond the vocabulary": (plain, {"end_token": VOCAB}),
+    "an end token beyond the vocabulary": (plain, {"vocab": END}),
+    "an end token that ends nothing": (plain, {"end_token": END - 1}),
     "a folder with files for validation": (
         lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")), {},
+    ),
+    "a folder with files for a test": (
+        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/test_0.bin")), {},
+    ),
+    "a file to validate on, by a link": (
+        lambda folder: os.symlink(plain(folder), folder / "x.bin") or f"{folder}/x*.bin",
+        {"validation": {"a": "u2.bin"}},
     ),
     "Megatron-LM's": (lambda folder: write_megatron(folder / "x.bin", DOCUMENTS), {}),
     "a document per row": (plain, {"sequence_packing": False}),
     "no validation split": (plain, {"split": "validation"}),
     "an end token for zarr": (lambda folder: write_zarr(folder / "x.zarr"), {}),
-    "too few rows": (lambda folder: random_ids(folder, 95, VOCAB, "<u2"), {}),
+    "too few rows": (lambda folder: cut(plain(folder), 2 * 95), {}),
     "a remote file": (lambda folder: "gs://bucket/x.bin", {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path):
+def test_what_can_not_be_trained_on_gets_one_message(case, tmp_path, monkeypatch):
     write, changes = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         list(opened(write(tmp_path), **{"end_token": END} | changes).from_step(0, 20))
     message = str(error.value).replace(str(tmp_path), "...")
@@ -215,7 +241,8 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         for document in DOCUMENTS:
             encoded = encode(document, np.zeros(1, int))
             writer.extend(encoded, np.array([len(document)]), 3 * len(document))
-    sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {tmp_path}/u2.bin}}"
+    copy = shutil.copy(f"{tmp_path}/u2.bin", f"{tmp_path}/copy.bin")
+    sets = f"flat_tokens.validation={{a.b: {tmp_path}/x.zarr, c: {copy}}}"
     run += [sets, "training.validation_interval=2", "training.validation_at_start=true"]
     out, message = train_here(*run, "training.validation_batches=3")
     assert not message

@@ -42,13 +42,13 @@ def test_a_split_is_written_and_read_back(convert, tmp_path, header):
 
 
 def test_an_end_token_after_each_document_that_has_none(convert):
-    write_zarr("x.zarr", [[1, 2], [END], [3, END, 4, END], *[[7] * n for n in range(1, 60)]])
+    write_zarr("x.zarr", [[1, 2], [END], [3, 4, END], *[[7] * n for n in range(1, 60)]])
     assert not convert("x.zarr/train", "x.bin", f"--end-token={END}")
-    wanted = [1, 2, END, END, 3, END, 4, END]
+    wanted = [1, 2, END, END, 3, 4, END]
     wanted += [i for n in range(1, 60) for i in [*[7] * n, END]]
     assert np.fromfile("x.bin", "<u2").tolist() == wanted
     assert not convert("x.zarr/train", "y.bin")
-    assert np.fromfile("y.bin", "<u2").tolist()[:5] == [1, 2, END, 3, END]
+    assert np.fromfile("y.bin", "<u2").tolist()[:5] == [1, 2, END, 3, 4]
 
 
 def test_ids_beyond_16_bits_have_32(convert, tmp_path):
@@ -90,6 +90,10 @@ MISTAKES = {
     ),
     "a split that is there": (
         lambda folder: (write_zarr("x.zarr"), plain(folder)), ["u2.bin", "x.zarr/train"],
+    ),
+    "an end token inside a document": (
+        lambda folder: write_zarr("x.zarr", [[1] * 48, [2, END, 3]]),
+        ["x.zarr/train", "x.bin", f"--end-token={END}"],
     ),
     "no file": (lambda folder: None, ["x.bin", "x.zarr/train"]),
     "a header to read": (plain, ["u2.bin", "x.zarr/train", "--header"]),
