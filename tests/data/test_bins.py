@@ -258,6 +258,7 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
 
 def test_opening_at_any_step_reads_one_buffer_per_stream(tmp_path, monkeypatch):
     """Each of the at most two buffers, if the batch spans them, has 3 blocks of 7 rows."""
+    batches = opened(plain(tmp_path), streams=2, end_token=END)
     read = record_reads(monkeypatch, Bins)
-    list(opened(plain(tmp_path), streams=2, end_token=END).from_step(10_000, 10_001))
+    list(batches.from_step(10_000, 10_001))
     assert 8 * 12 <= sum(read) <= 2 * 2 * 3 * (7 * 12 + 1)

@@ -194,18 +194,17 @@ def test_the_first_input_of_a_row_is_the_token_before_it(tmp_path):
 
 
 def test_opening_at_any_step_reads_one_buffer_per_stream(path, monkeypatch):
-    read = record_reads(monkeypatch)
     opened = open_loader(path, streams=2, batch=4)
+    read = record_reads(monkeypatch)
     list(opened.from_step(10_000, 10_001))
     assert sum(read) <= 2 * 3 * (7 * LENGTH + 1) * 2, "at most two buffers, if the batch spans them"
     assert len(read) <= 2 * 2 * 3
 
 
 def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
-    """A buffer has 3 blocks of 7 rows: the third batch of 4 rows reaches its second half. Opening
-    reads the first tokens."""
-    for batches, reads in (2, 1 + 3), (3, 1 + 6):
-        read, opened = record_reads(monkeypatch), open_loader(path, batch=4, mesh=(4, 1))
+    """A buffer has 3 blocks of 7 rows: the third batch of 4 rows reaches its second half."""
+    for batches, reads in (2, 3), (3, 6):
+        opened, read = open_loader(path, batch=4, mesh=(4, 1)), record_reads(monkeypatch)
         for number in range(batches):
             rows_of(opened, number, range(4))
         opened.datasets[0].threads.shutdown()
