@@ -142,6 +142,9 @@ class MeshConfig(Section, key="mesh"):
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
+    if config.num_hosts == 1:
+        for key in "coordinator", "process_id":  # with which each host would train alone
+            config.require(not getattr(config, key), key, "set num_hosts, too; it is 1")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
