@@ -40,6 +40,7 @@ from runtime.config import (
     Section,
     flat,
     one_of,
+    plain,
     sources,
 )
 from runtime.errors import tell
@@ -253,9 +254,12 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
     model."""
     checkpoints.check_model()
+    before, now = flat(checkpoints.newest.settings), flat(plain(config.to_yaml()))
+    other = [f"{x}={before[x]}" for x in now if before.get(x, now[x]) != now[x]]
     say(
         f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
         "continue it, or choose another paths.model_name to start a new run"
+        + (f". It was trained with {', '.join(other)}" if other else "")
     )
     return 0
 
