@@ -681,6 +681,9 @@ def train(
         run.pause()
 
         for step, batch in data.from_step(first, training.steps):
+            if step == first and config.flat_tokens and not config.flat_tokens.sequence_packing:
+                padding = f"{1 - batch.loss_mask.mean():.0%} of the batch is padding"
+                say(f"note: {padding}, which counts in tokens/s and MFU")
             with run.step(step, data.waited):
                 state, metrics = step_once(state, batch, hyper_at(step, training))
             run.log(step, metrics, functools.partial(describe_failure, step, batch))

@@ -40,6 +40,7 @@ from runtime.config import (
     Section,
     flat,
     one_of,
+    plain,
     sources,
 )
 from runtime.errors import tell
@@ -142,6 +143,9 @@ class MeshConfig(Section, key="mesh"):
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
+    if config.num_hosts == 1:
+        for key in "coordinator", "process_id":  # with which each host would train alone
+            config.require(not getattr(config, key), key, "set num_hosts, too; it is 1")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
@@ -250,9 +254,12 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
     model."""
     checkpoints.check_model()
+    before, now = flat(checkpoints.newest.settings), flat(plain(config.to_yaml()))
+    other = [f"{x}={before[x]}" for x in now if before.get(x, now[x]) != now[x]]
     say(
         f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
         "continue it, or choose another paths.model_name to start a new run"
+        + (f". It was trained with {', '.join(other)}" if other else "")
     )
     return 0
 

@@ -52,14 +52,15 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, train_here):
         return {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != "lock"}
 
     before = written()
-    out, message = train_here(*short)
-    assert (out, message) == (
-        "check=types: numbers are not checked\n"
-        f"{tmp_path}/run is complete: all its steps are done. Raise training.steps to "
-        "continue it, or choose another paths.model_name to start a new run\n",
-        "",
-    )
-    assert before == written()
+    for more, ends in ("0.01", ""), ("0.02", ". It was trained with training.learning_rate=0.01"):
+        out, message = train_here(*short, f"training.learning_rate={more}")
+        assert (out, message) == (
+            "check=types: numbers are not checked\n"
+            f"{tmp_path}/run is complete: all its steps are done. Raise training.steps to "
+            f"continue it, or choose another paths.model_name to start a new run{ends}\n",
+            "",
+        )
+        assert before == written()
 
     out, message = train_here(*run, "model.d_ff=80")
     assert "has a different model: model.d_ff is 40 in the checkpoint but 80 here" in message

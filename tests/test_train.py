@@ -22,6 +22,7 @@ from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
 from tests import oracle
+from tests.files import write_tokens
 from tests.helpers import (
     SMALL,
     assert_close,
@@ -319,6 +320,15 @@ def test_a_dimension_without_a_size_is_one_message(tmp_path, train_here):
         'error: f32["layers M/c/d G/t"]: dimension G has no size; add it to DIMENSIONS, with its '
         "key in the config"
     )
+
+
+def test_a_run_says_how_much_of_its_rows_is_padding(tmp_path, train_here):
+    path = write_tokens(tmp_path / "data.zarr", [[1, 2, 3]] * 8)
+    arguments = ["--config-name=local_test_synthetic", *SMALL, "paths.model_name=x"]
+    arguments += [f"paths.root_working_dir={tmp_path}", "training.steps=1"]
+    arguments += [f"flat_tokens={{filespec: {path}, sequence_packing: false}}"]
+    note = "\nnote: 75% of the batch is padding, which counts in tokens/s and MFU\n"
+    assert note in train_here(*arguments)[0]
 
 
 @pytest.mark.slow

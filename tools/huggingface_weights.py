@@ -268,6 +268,8 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
     ignored = ("type", config.rope_parameters["rope_type"]), ("partial_rotary_factor", 1)
     rope = dict(entry for entry in config.rope_parameters.items() if entry not in ignored)
     config.rope_parameters, theta = rope, rope["rope_theta"]
+    if (other := values.get("rope_theta")) not in (None, theta):
+        raise UserError(f"rope_theta is {other}, but {theta} in rope_parameters: fix the wrong one")
     # Families without a start token put the end token between texts.
     end = config.eos_token_id
     end = next(iter(end), None) if isinstance(end, list) else end
@@ -293,9 +295,11 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         found |= {"d_ff": 0, "experts": {"bias": False} | experts}
     model, length = load(train.ModelConfig, found), config.max_position_embeddings
     # The models compute the same if exporting ours would give the same config.json.
-    wanted = described(model, length, family) | {"quantization_config": None}
+    wanted = described(model, length, family) | {"quantization_config": None, "auto_map": None}
+    kind = "sliding_attention" if model.sliding_window else "full_attention"
+    wanted["layer_types"] = [kind] * model.layers
     if family not in WITH_WINDOW:
-        wanted |= {"sliding_window": None, "layer_types": ["full_attention"] * model.layers}
+        wanted["sliding_window"] = None
     if family == "olmoe":  # its norms of queries have the size of the residual stream
         wanted["hidden_size"] = heads * model.d_head
     for key, ours in wanted.items():
@@ -514,6 +518,9 @@ def import_weights(path: str, output: str) -> str:
     can't be read, if train.py's model can't represent it, or if the output can't be written."""
     check_empty(output)
     folder = pathlib.Path(path)
+    if (adapter := folder / "adapter_config.json").exists():
+        cure = "merge it into the model with PEFT's merge_and_unload, and save_pretrained that"
+        raise UserError(f"{adapter} is of an adapter, which would be left out: {cure}")
     model, length = model_in(folder)
     opened = open_tensors(folder)
     if model.tied_embeddings and EMBED in opened and UNEMBED in opened:

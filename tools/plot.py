@@ -54,8 +54,8 @@ UNUSED = {
 
 
 def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
-    """Returns a run's config, with dotted keys, and its metrics: a row per step, with the tokens
-    and seconds so far. Raises UserError if they can't be read."""
+    """Returns a run's settings by dotted key, as text, and its metrics: a row per step, with the
+    tokens and seconds so far. Raises UserError if they can't be read."""
     try:
         text = (folder / "config.yaml").read_text()
         config = flat(plain(text))
@@ -70,32 +70,38 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         if missing := {"step", "loss", "tokens_per_second"} - {*run}:
             raise ValueError(f"no row has {' or '.join(sorted(missing))}")
         steps = run["step"].astype(int)
-        tokens = tokens_of_steps(folder, config, steps.max() + 1)
+        starts, start = starts_of_steps(folder, config, steps.max() + 1)
+        batches = [x["training.tokens.batch"] * x["training.tokens.len"] for x in starts]
+        tokens = np.array(batches, int)[start]
         run["tokens"] = np.cumsum(tokens)[steps]
         run["seconds"] = (tokens[steps] / run["tokens_per_second"]).cumsum()
+        for key, last in config.items():  # a resumed run may have had several values
+            values = (as_text(starts[i].get(key, last)) for i in np.unique(start))
+            config[key] = ", then ".join(value for value, _ in itertools.groupby(values))
     except Exception as error:  # of YAML and pandas too
         problem = " ".join(str(error).split())
         raise UserError(f"{folder} has no readable metrics: {problem}") from None
     return config, run
 
 
-def tokens_of_steps(folder: pathlib.Path, config: dict[str, Any], steps: int) -> np.ndarray:
-    """Returns the tokens in each step's batch, whose size may change when a run is restarted."""
-
-    def tokens(config: dict[str, Any]) -> int:
-        return int(config["training.tokens.batch"] * config["training.tokens.len"])
-
-    file = folder / "starts.jsonl"
-    starts = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    found = np.full(steps, tokens(config))
+def starts_of_steps(
+    folder: pathlib.Path, config: dict[str, Any], steps: int
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Returns the configs of a run's starts, and for each step the index of its start's."""
+    file, found = folder / "starts.jsonl", np.zeros(steps, int)
+    starts = [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
     for number, start in enumerate(starts):  # the first also covers steps that a clone skips
-        found[start["first_step"] if number else 0 :] = tokens(flat(plain(start["config"])))
-    return found
+        found[start["first_step"] if number else 0 :] = number
+    return [flat(plain(start["config"])) for start in starts] or [config], found
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def used(config: dict[str, Any]) -> dict[str, str]:
     """Returns the settings that a loss can depend on, as text; "-" if this run doesn't use one."""
-    texts = {key: json.dumps(value).strip('"') for key, value in config.items()}
+    texts = {key: as_text(value) for key, value in config.items()}
     given = {"", *(f"{key}={text}" for key, text in texts.items())}
     unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
     seen = (key for begin in SEEN for key in texts if key.startswith(begin))

@@ -533,6 +533,9 @@ IMPORTS = {
     "a RoPE scaling without its factor": config_with(rope_scaling={"rope_type": "llama3"}),
     "partial RoPE": config_with(partial_rotary_factor=0.5),
     "a base of RoPE that isn't whole": config_with(rope_theta=10000.5),
+    "two bases of RoPE": config_with(rope_parameters={"rope_theta": 500.0}),
+    "code of its own": config_with(auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"}),
+    "an adapter": lambda folder: (folder / "adapter_config.json").touch(),
     "no start token": config_with(bos_token_id=None, eos_token_id=None),
     "heads that don't share evenly": config_with(num_key_value_heads=3),
     "a quantized model": config_with(quantization_config={"quant_method": "fp8"}),
@@ -559,13 +562,17 @@ def check_message(case, out, message):
     golden.check("huggingface_weights.txt", case, text)
 
 
-IMPORTS_OF_EXPERTS = {
+IMPORTS_OF_OTHERS = {
+    "a layer without a window": (
+        MISTRAL,
+        config_with(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
     "clipped queries and keys": (OLMOE, config_with(clip_qkv=8.0)),
     "every other layer without experts": (QWEN_3_MOE, config_with(decoder_sparse_step=2)),
     "a layer without experts": (QWEN_3_MOE, config_with(mlp_only_layers=[1])),
     "more experts of a token than there are": (MIXTRAL, config_with(num_experts_per_tok=7)),
 }
-CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | IMPORTS_OF_EXPERTS
+CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | IMPORTS_OF_OTHERS
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -127,6 +127,19 @@ def test_tokens_count_by_the_batch_of_their_start(tmp_path, drawn):
     assert by_time[1][0] == pytest.approx([1, 1.5, 2, 2.5])
 
 
+def test_a_setting_that_changed_at_a_resume_is_shown_with_all_its_values(tmp_path, drawn):
+    """No step of the start with 0.5 is left, and the last start has taken none yet."""
+    resumed, other = (make_run(tmp_path, name, 0.3, [4.0, 3.0]) for name in ("resumed", "other"))
+    starts = [
+        {"first_step": step, "config": CONFIG.format(rate=rate, name="resumed")}
+        for step, rate in [(0, 0.1), (1, 0.5), (1, 0.2), (2, 0.3)]
+    ]
+    (resumed / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    drawn(resumed, other)
+    rates = re.findall("(?:resumed|other) .*  (0.*)</text>", table_in(tmp_path))
+    assert [*map(str.strip, rates)] == ["0.1, then 0.2", "0.3"]
+
+
 def test_each_of_many_runs_can_be_seen(tmp_path, drawn):
     runs = [make_run(tmp_path, f"run{i}", i, [1.0]) for i in range(60)]
     panel, *_ = drawn(*runs)
