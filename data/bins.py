@@ -90,7 +90,9 @@ class Bins:
             self.firsts.append(self.firsts[-1] + len(ids))
             self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
         others = [file for file in self.files if "train" not in file]
-        if len(others) < len(self.files) and re.search("val|test|dev|holdout", str(others)):
+        if len(others) < len(self.files) and re.search(
+            "(?<![a-z])(val|test|dev|holdout)", str(others)
+        ):
             raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
         blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
