@@ -17,7 +17,7 @@ from data.sources import open_batches
 from shardlib.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
-from tests.data.test_loader import config_of, record_reads
+from tests.data.test_loader import config_of
 from tests.files import rows, write_tokens
 from tests.helpers import SMALL, axes, mesh, small_config
 
@@ -227,10 +227,3 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         assert f"validation_bits_per_byte{when}/c" not in row
     shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
     assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
-
-
-def test_opening_at_any_step_reads_one_buffer_per_stream(tmp_path, monkeypatch):
-    """Each of the at most two buffers, if the batch spans them, has 3 blocks of 7 rows."""
-    read = record_reads(monkeypatch, Bins)
-    list(opened(plain(tmp_path), streams=2, end_token=END).from_step(10_000, 10_001))
-    assert 8 * 12 <= sum(read) <= 2 * 2 * 3 * (7 * 12 + 1)
