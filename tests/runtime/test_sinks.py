@@ -1,6 +1,5 @@
 """Tests the sinks of metrics: files, TensorBoard, Weights & Biases."""
 
-import json
 import resource
 import sys
 import time
@@ -15,7 +14,7 @@ from runtime import sinks
 from runtime.checkpoint import named
 from runtime.run import open_folder
 from shardlib.errors import UserError
-from tests.files import rows
+from tests.files import rows, timed_rows
 from tests.helpers import SMALL, edited, mesh, small_config, take_step
 from tests.runtime.test_run import begun, metrics, take
 
@@ -75,7 +74,7 @@ def test_tensorboard_has_each_row_once(tmp_path):
     log(1, 4)
     events = accumulator.EventAccumulator(str(tmp_path / "r/tensorboard"))
     events.Reload()
-    logged = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    logged = timed_rows(tmp_path / "r")
     assert [row["loss"] for row in logged] == [30, 41, 42, 43]
     assert ["norm/x" in row for row in logged] == [False, True, False, True]
     for name in logged[-1]:
