@@ -9,7 +9,7 @@ import pytest
 
 from runtime import hlo
 from tests.files import rows
-from tests.helpers import ROOT, SMALL
+from tests.helpers import ROOT, small_run
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
@@ -42,10 +42,8 @@ def test_op_names_are_shortened():
 
 @pytest.mark.slow
 def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, train_here):
-    out, message = train_here("--config-name=local_test_synthetic", *SMALL, "training.steps=4",
-        "profile=true", "hlo_svg=true",
-        f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
-    )  # fmt: skip
+    run = small_run(tmp_path, "training.steps=4", "profile=true", "hlo_svg=true")
+    out, message = train_here(*run)
     folder = tmp_path / "run/profile/host_0"
     assert not message and f"\nprofiled {folder}/perfetto.json.gz\n" in out
     assert list(folder.glob("plugins/profile/*/*.xplane.pb")), "XProf reads these"

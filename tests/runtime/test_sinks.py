@@ -15,10 +15,9 @@ from runtime.checkpoint import named
 from runtime.run import open_folder
 from shardlib.errors import UserError
 from tests.files import rows, timed_rows
-from tests.helpers import SMALL, edited, mesh, small_config, take_step
+from tests.helpers import edited, mesh, small_config, small_run, take_step
 from tests.runtime.test_run import begun, metrics, take
 
-ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
 
 
@@ -152,7 +151,7 @@ def test_a_destination_that_is_not_there_is_told_before_compiling(
     tmp_path, train_here, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
-    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    run = small_run(tmp_path)
     monkeypatch.setattr("checks.preflight.probe", None)  # nothing may be traced
     out, message = train_here(*run, "metrics.to=[mlflow]")
     assert (out, message) == ("", "error: metrics.to[0]=mlflow: choose from tensorboard, wandb")
