@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from data.huggingface import HuggingFaceConfig
-from data.loader import BatchSpec, FlatTokensConfig, WeightedDataset
+from data.loader import BatchSpec, FlatTokensConfig
 from runtime.devices import make_mesh
 
 
@@ -16,12 +16,9 @@ def main():
     jax.distributed.initialize()
     config, shape, host = request["config"], request["shape"], jax.process_index()
     with jax.set_mesh(make_mesh(request["mesh"])):
-        section = FlatTokensConfig if "filespec" in config else HuggingFaceConfig
-        mixture = [WeightedDataset(**dataset) for dataset in config.get("mixture", [])]
-        parts = {"mixture": tuple(mixture)} if section is FlatTokensConfig else {}
-        loader = section(**config | parts).open(
-            BatchSpec(*shape, start_token=0, io_threads=2), "train"
-        )
+        flat = "filespec" in config
+        source = FlatTokensConfig(**config, mixture=()) if flat else HuggingFaceConfig(**config)
+        loader = source.open(BatchSpec(*shape, start_token=0, io_threads=2), "train")
         loader.position = request.get("positions", {}).get(str(host))
         rows = [
             {

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from runtime.config import ROOT
 
 KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
+# What the name of an op has in a phase, the first of these that it has.
+PHASES = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
 OFTEN = 2  # for loops of a TPU's program, whose text lacks their trip counts
 DONE = re.compile(r"= (\(.*?\)|\S+) [\w-]+-done\([^%]*%([\w.-]+)\)")
 INSTRUCTION = re.compile(rf" +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ({KINDS})(?:-start)?\((.*)")
@@ -127,15 +129,7 @@ def collectives(text: str, mesh: dict[str, int], *files: str) -> list[Collective
         named = re.search(r'op_name="([^"]*)"', rest)
         op_name = named[1] if named else ""
         frame = re.search(r"stack_frame_id=(\d+)", rest)
-        phase = (
-            "recomputed"
-            if "rematted_computation" in op_name
-            else "backward"
-            if "transpose(" in op_name
-            else "forward"
-            if "jvp(" in op_name
-            else "update"
-        )
+        phase = next((phase for mark, phase in PHASES.items() if mark in op_name), "update")
         groups = r"(?:replica_groups|source_target_pairs)=(.*?\}\}|mesh\S* \{[^}]*\})"
         axes = _axes(re.search(groups, rest)[1], mesh)
         size = math.prod(mesh[a] for a in axes)

@@ -43,6 +43,12 @@ def in_f32():
 
 
 @pytest.fixture
+def one_device():
+    with jax.set_mesh(devices.make_mesh(dict.fromkeys("rsct", 1))):
+        yield
+
+
+@pytest.fixture
 def ended(capsys, monkeypatch):
     """A function that runs a program in this process. It returns what was printed to standard
     output and error, and the exit code, or the message in its place."""

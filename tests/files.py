@@ -62,14 +62,21 @@ def edit_config(checkpoint: pathlib.Path | str, edit: Callable[[str], str]) -> N
     group.update_attributes(about | {"checksum": storage.checksum(about)})
 
 
+TIMINGS = "tokens_per_second", "data_wait_seconds"
+
+
+def timed_rows(run: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def rows(run: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, without timings."""
-    return untimed(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    """The same, without timings."""
+    return untimed(timed_rows(run))
 
 
 def untimed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second", "data_wait_seconds"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in rows]
 
 
 def arrays(checkpoint: pathlib.Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import train
 from data.flat_tokens import NO_TOKEN
 from runtime.config import ROOT, load
 from runtime.devices import make_mesh
-from shardlib.types import make_shardings, named
+from shardlib.types import make_shapes, make_shardings, named
 from tests import mutations
 
 # The product's folders. Each imports only from itself and from those before it.
@@ -58,18 +58,11 @@ def starting_state(config: train.Config, checkpoints: Any, data: Any) -> train.S
 
 # A tiny model whose vocabulary covers the synthetic dataset.
 SMALL = [
-    "model.d_model=32",
-    "model.n_q_per_kv=2",
-    "model.n_kv=8",
-    "model.d_head=4",
-    "model.layers=2",
-    "model.vocab=128",
-    "model.d_ff=40",
-    "model.rope_max_timescale=100",
-    "training.tokens={batch: 8, len: 12}",
-    "training.learning_rate=1e-2",
+    "model.d_model=32", "model.n_q_per_kv=2", "model.n_kv=8", "model.d_head=4", "model.layers=2",
+    "model.vocab=128", "model.d_ff=40", "model.rope_max_timescale=100",
+    "training.tokens={batch: 8, len: 12}", "training.learning_rate=1e-2",
     "check=types",  # numbers take a while, and tests/tools/test_check.py compares them
-]
+]  # fmt: skip
 
 
 def token_batch(kind: Any, targets: Any, is_start: Any, start_token: int = 0) -> Any:
@@ -91,6 +84,12 @@ def small_config(*overrides: str) -> "train.Config":
     return compose_config("local_test_synthetic", *SMALL, "model.vocab=48", name, *overrides)
 
 
+def small_run(folder: Any, *more: str, name: str = "run") -> list[str]:
+    """Arguments of train.py for a run of a tiny model in a folder."""
+    places = f"paths.root_working_dir={folder}", f"paths.model_name={name}"
+    return ["--config-name=local_test_synthetic", *SMALL, *places, *more]
+
+
 def take_step(module: Any, state: Any, batch: Any, config: "train.Config") -> Any:
     """The next state and the metrics, by the module's training step."""
     hyper = module.hyper_at(int(state.step), config.training)
@@ -103,6 +102,12 @@ def random_weights(module: types.ModuleType, config: "train.Config") -> Any:
     keys = iter(jax.random.split(jax.random.key(1), 100))
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(next(keys), w.shape), weights)
     return jax.device_put(weights, make_shardings(module.state_type(config).weights))
+
+
+def placed_shapes(hint: Any, sizes: dict[str, int]) -> Any:
+    """The shapes of typed arrays with their layout on the mesh in context, to compile for."""
+    shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
+    return jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)
 
 
 def plain(tree: Any, norms_after: bool = False) -> dict[str, Any]:

@@ -31,14 +31,9 @@ def python_at_work(*arguments: Any, **options: Any) -> subprocess.Popen:
 
 def slurm(job: int, process: int, count: int) -> dict[str, Any]:
     """The environment of a Slurm job's process. The job's number determines the port."""
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": count,
-        "SLURM_STEP_NUM_TASKS": count,
-        "SLURM_PROCID": process,
-        "SLURM_LOCALID": process,
-    }
+    counts = dict.fromkeys(("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), count)
+    place = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), process)
+    return {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost"} | counts | place
 
 
 def start_hosts(

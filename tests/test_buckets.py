@@ -9,7 +9,6 @@ import re
 
 import datasets
 import fsspec
-import jax
 import numpy as np
 import pytest
 
@@ -21,7 +20,6 @@ from tests.data.test_huggingface import expected
 from tests.data.test_huggingface import open_loader as open_stream
 from tests.data.test_loader import open_loader
 from tests.files import write_tokens
-from tests.helpers import mesh
 from tests.runtime.test_checkpoint import assert_same_bits, restore
 from tests.runtime.test_faults import TINY, Tiny, keeping, opened_tiny, saved, tiny, tiny_on_mesh
 from tests.tools.test_huggingface_to_flat_tokens import settings, texts_of
@@ -31,10 +29,7 @@ from tools import huggingface_to_flat_tokens as converter
 TEXTS = [f"text {i} " + "x" * (7 * i % 40) for i in range(30)]
 
 
-@pytest.fixture(autouse=True)
-def one_device():
-    with jax.set_mesh(mesh(1, 1)):
-        yield
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def write_dataset(path):

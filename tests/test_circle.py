@@ -12,7 +12,9 @@ import pytest
 import safetensors.numpy
 import transformers
 
+from data.flat_tokens import FlatTokens
 from tests.data.test_text import write_tokenizer
+from tests.files import rows
 from tests.processes import python
 from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
 
@@ -74,9 +76,8 @@ def test_the_whole_circle(tmp_path):
         "training.learning_rate=1e-4", "training.validation_at_start=true", "check=types",
         "training.validation_batches=2", "training.validation_interval=20",
     )  # fmt: skip
-    lines = (tmp_path / "tuned/metrics.jsonl").read_text().splitlines()
-    first, last = json.loads(lines[0]), json.loads(lines[-1])
-    assert len(lines) == 20 and last["validation_loss"] < first["validation_loss_at_start"]
+    first, *others, last = rows(tmp_path / "tuned")
+    assert len(others) == 18 and last["validation_loss"] < first["validation_loss_at_start"]
     # In bf16, and of the rows that fill two batches.
     assert first["validation_loss_at_start"] == pytest.approx(evaluated("--length=128"), rel=0.1)
 
@@ -91,24 +92,9 @@ def test_the_whole_circle(tmp_path):
     assert text.startswith(PROMPT) and text != PROMPT
 
     torch = pytest.importorskip("torch")
-    compare(
-        torch,
-        source if not REAL else ours / "huggingface",
-        exported,
-        data,
-        loss,
-        untrained,
-        text,
-        REAL or source,
-    )
-
-
-def compare(torch, settings, exported, data, loss, untrained, text, original):
-    """Compares with transformers before training and, with ctranslate2 too, after it."""
     import ctranslate2
 
-    from data import flat_tokens
-
+    settings = ours / "huggingface" if REAL else source
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings)
     load = transformers.AutoModelForCausalLM.from_pretrained
 
@@ -119,10 +105,10 @@ def compare(torch, settings, exported, data, loss, untrained, text, original):
         return prompt, tokenizer.decode(kept)
 
     with torch.no_grad():
-        model = load(original, dtype=torch.float32)
+        model = load(source, dtype=torch.float32)
         assert continued(model)[1] == untrained
 
-        dataset = flat_tokens.FlatTokens(str(data), "validation")
+        dataset = FlatTokens(str(data), "validation")
         ids = dataset.read(0, dataset.token_count)[0].astype(np.int64)
         starts = dataset.starts(0, dataset.sequence_count).tolist()
         nats = 0.0

@@ -24,11 +24,10 @@ from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import make_shapes
 from tests import edits, golden, mutations
-from tests.files import rows
+from tests.files import TIMINGS, rows, timed_rows
 from tests.helpers import ROOT, SMALL, compose_config, config_of, mesh, small_config
 from tests.processes import on_hosts, python
-from tools.audit import memory
-from tools.audit.ledger import ledger
+from tools.audit.step import audit_step
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "base")
 
@@ -40,22 +39,15 @@ def run(*arguments):
 @pytest.mark.slow
 def test_a_run_leaves_its_config_and_a_row_per_step(tmp_path):
     done = run(
-        "--config-name=local_test_synthetic",
-        "+paths.model_name=run",
-        f"paths.root_working_dir={tmp_path}",
-        "training.steps=12",
-        "training.validation_interval=5",
-        "training.validation_batches=2",
-        "training.learning_rate=1e-3",
+        "--config-name=local_test_synthetic", "+paths.model_name=run", "training.steps=12",
+        f"paths.root_working_dir={tmp_path}", "training.validation_interval=5",
+        "training.validation_batches=2", "training.learning_rate=1e-3", "check=types",
         "training.tokens.batch=16",
-        "check=types",
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = timed_rows(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(12))
-    needed = {"step", "loss", "learning_rate", "grad_norm", "skipped"}
-    needed |= {"tokens_per_second", "data_wait_seconds"}
+    needed = {"step", "loss", "learning_rate", "grad_norm", "skipped", *TIMINGS}
     assert all(needed <= set(row) for row in rows)
     assert [row["step"] for row in rows if "validation_loss" in row] == [4, 9, 11]
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
@@ -74,16 +66,11 @@ def test_two_hosts_train_as_one_does(tmp_path):
     """Two processes of four devices each find each other through Slurm's variables. One process
     resumes from what they saved."""
     arguments = [
-        "--config-name=local_test_synthetic",
-        *SMALL,
+        "--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}",
         "training.learning_rate=3e-5",  # low enough that bf16 rounding doesn't grow
-        f"paths.root_working_dir={tmp_path}",
-        "training.steps=3",
-        "training.validation_interval=3",
-        "training.tokens={batch: 16, len: 32}",
-        "flat_tokens.streams=2",
-        "checkpoint_interval=2",
-    ]
+        "training.tokens={batch: 16, len: 32}", "training.steps=3", "checkpoint_interval=2",
+        "training.validation_interval=3", "flat_tokens.streams=2",
+    ]  # fmt: skip
     printed = on_hosts(2, "train", *arguments, "paths.model_name=two", "num_hosts=2")
     assert "done: 3 steps" in printed[0]
     assert "step" not in printed[1], "the first host speaks for all"
@@ -259,10 +246,10 @@ def test_a_sweep_has_a_folder_and_a_process_for_each_run(tmp_path):
     assert summary == "error: 1 of 2 jobs failed: 0"
     assert re.findall("^job (.): .*mesh.d=(.)", done.stdout, re.M) == [("0", "3"), ("1", "1")]
     assert "\ndone: 2 steps" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"sweep"}
-    sweep = tmp_path / "sweep"
-    assert {path.name for path in sweep.iterdir()} == {"mesh.d=1"}
-    written = yaml.safe_load((sweep / "mesh.d=1/config.yaml").read_text())
+    (sweep,) = tmp_path.iterdir()
+    (folder,) = sweep.iterdir()
+    assert (sweep.name, folder.name) == ("sweep", "mesh.d=1")
+    written = yaml.safe_load((folder / "config.yaml").read_text())
     assert written["mesh"] == {"d": 1, "t": 2, "r": 1, "c": 1}
 
 
@@ -276,13 +263,6 @@ def test_bad_input_gets_one_message(tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-def needed_by(config, chip):
-    """The bytes of a device, by the audit's terms."""
-    axes, kind = config.mesh.axes, chip and chips.CHIPS[chip].kind
-    jaxpr = preflight.trace_step(train, config, abstract_mesh(axes))
-    return sum(memory.held(config, jaxpr, ledger(jaxpr, axes), kind).values())
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_composes_and_says_what_its_step_needs(name):
     text = (ROOT / f"configs/{name}.yaml").read_text()
@@ -292,7 +272,7 @@ def test_every_config_composes_and_says_what_its_step_needs(name):
     config = compose_config(name, "paths.model_name=x", where)
     named = [name for name in ("v5e", "a100", "h100") if name in text.splitlines()[0].lower()]
     (chip,) = named or [""]
-    needed = needed_by(config, chip)
+    needed = audit_step(config, None, chips.CHIPS.get(chip))["peak"]
     stated = re.search(r"each (chip|device) needs ([\d.]+) GB\.$", text.splitlines()[0])[2]
     assert f"{needed / 1e9:.{len(stated.partition('.')[2])}f}" == stated
     # JAX reserves three quarters of a GPU's memory by default.

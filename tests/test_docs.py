@@ -154,11 +154,10 @@ def test_the_example_of_a_checkpoint_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/checkpoints.md").read_text()
     config = compose_config("local_test_synthetic", "paths.model_name=x")
+    settings = train.state_type(config), train.dimensions(config), "", 4
     with jax.set_mesh(make_mesh(config.mesh.axes)):
         state = train.init_state(config)
-        checkpoints = Checkpoints(
-            "checkpoints", train.state_type(config), train.dimensions(config), "", 4
-        )
+        checkpoints = Checkpoints("checkpoints", *settings)
         checkpoints.save(50, state)
         checkpoints.close()  # which marks it
     capsys.readouterr()
@@ -197,12 +196,8 @@ def unsaved(excerpt: str) -> Edits:
 def as_shown(program: str) -> dict[str, str]:
     """Outputs of a program that takes long, by command, as docs/audit.md shows them."""
     page = pages.outputs((ROOT / "docs/audit.md").read_text())
-    return {
-        command: output.text
-        for output in page
-        for command in output.commands
-        if f"-m tools.{program}" in command
-    }
+    every = {command: output.text for output in page for command in output.commands}
+    return {command: text for command, text in every.items() if f"-m tools.{program}" in command}
 
 
 TAKES_LONG = as_shown("compile") | as_shown("plan")
@@ -281,9 +276,8 @@ def test_the_plan_is_the_one_that_the_page_shows(command):
 
 # --- Figures --------------------------------------------------------------------------------------
 
-MEASURED = "\n".join(
-    (ROOT / f"docs/{page}.md").read_text() for page in ("performance", "audit", "gpus")
-)
+PLACES = "performance", "audit", "gpus"
+MEASURED = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PLACES)
 
 
 def test_the_figures_of_the_readme_are_those_of_the_sections_that_it_links():

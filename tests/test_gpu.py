@@ -16,7 +16,7 @@ from kernels import attention
 from runtime.run import compile_step
 from shardlib.mesh import abstract_mesh
 from tests import compiled
-from tests.helpers import SMALL, assert_close, mesh, small_config
+from tests.helpers import assert_close, mesh, small_config, small_run
 from tests.processes import python
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools.audit import memory
@@ -88,20 +88,16 @@ def test_the_step_runs_the_kernel():
 
 
 def test_a_run_saves_resumes_and_is_profiled(tmp_path, train_here):
-    run = [
-        "--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}", "simulate_devices=false",
-        f"paths.root_working_dir={tmp_path}", "paths.model_name=run", "training.steps_for_lr=100",
-    ]  # fmt: skip
+    settings = "mesh={d: 1, t: 1}", "simulate_devices=false", "training.steps_for_lr=100"
+    run = small_run(tmp_path, *settings)
     train_here(*run, "training.steps=3")
     out, message = train_here(*run, "training.steps=8", "profile=true")
     assert not message and "\nresumed at step 3 " in out
     file = tmp_path / "run/profile/host_0/perfetto.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     names = {event["name"] for event in events}
-    for op in (
-        "einsum_unreduced(B/d L/c M, M F/t -> B/d L/c F/t)",
-        "index_unreduced([V/t] M, B/d L/c",
-    ):
+    matmul, lookup = "B/d L/c M, M F/t -> B/d L/c F/t)", "[V/t] M, B/d L/c"
+    for op in f"einsum_unreduced({matmul}", f"index_unreduced({lookup}":
         assert any(name.startswith(op) for name in names), sorted(names)[:50]
 
 

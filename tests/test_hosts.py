@@ -245,30 +245,28 @@ def test_a_port_in_use_gets_one_message():
     assert str(error.value).startswith(message)
 
 
+def assert_both_end(folder, message, *settings):
+    """Starts a run, for which each host has a setting of its own, and checks both hosts' ends."""
+
+    def command(i):
+        name = f"paths.root_working_dir={folder}", "paths.model_name=run"
+        return ["-m", "train", *SETTINGS, *name, settings[i]]
+
+    processes = start_hosts(2, 2, command, str(folder / "out"), **QUICK)
+    assert [process.wait(LIMIT) for process in processes] == [1, 1]
+    assert all((folder / f"out.{i}").read_text().endswith(message) for i in range(2))
+
+
 @pytest.mark.slow
 def test_hosts_that_differ_do_not_start(tmp_path):
-    def command(i):
-        name = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
-        return ["-m", "train", *SETTINGS, *name, f"training.learning_rate={[1e-3, 1e-2][i]}"]
-
-    processes = start_hosts(2, 2, command, str(tmp_path / "out"), **QUICK)
-    assert [process.wait(LIMIT) for process in processes] == [1, 1]
-    message = (
-        "error: hosts differ in training.learning_rate: 0.001 on host 0, 0.01 on host 1. Start all "
-        "with the same settings and the same source\n"
-    )
-    assert all((tmp_path / f"out.{i}").read_text().endswith(message) for i in range(2))
+    problem = "hosts differ in training.learning_rate: 0.001 on host 0, 0.01 on host 1. "
+    message = f"error: {problem}Start all with the same settings and the same source\n"
+    assert_both_end(tmp_path, message, *(f"training.learning_rate={x}" for x in (1e-3, 1e-2)))
 
 
 @pytest.mark.slow
 def test_a_sink_that_one_host_can_not_open_ends_all(tmp_path):
-    def command(i):
-        name = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
-        return ["-m", "train", *SETTINGS, *name, "metrics.to=[tensorboard]"]
-
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").touch()
-    processes = start_hosts(2, 2, command, str(tmp_path / "out"), **QUICK)
-    assert [process.wait(LIMIT) for process in processes] == [1, 1]
     message = f"error: {tmp_path}/run/tensorboard can't be written: File exists\n"
-    assert all((tmp_path / f"out.{i}").read_text().endswith(message) for i in range(2))
+    assert_both_end(tmp_path, message, *["metrics.to=[tensorboard]"] * 2)

@@ -13,13 +13,8 @@ from tests.helpers import SMALL
 from tests.processes import python
 from tests.torture import Kill, Torture
 
-ARGUMENTS = [
-    "--config-name=local_test_synthetic",
-    *SMALL,
-    "training.steps=10",
-    "mesh={d: 2, t: 2}",
-    "checkpoint_interval=3",
-]
+ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
+ARGUMENTS += ["training.steps=10", "checkpoint_interval=3"]
 
 
 @pytest.mark.slow
@@ -98,19 +93,15 @@ def test_other_rows_are_refused(tmp_path, train_here):
     train_here(*run, "training.steps=2")
     before = arrays(*(tmp_path / "run/checkpoints").glob("*"))
     config = (tmp_path / "run/config.yaml").read_text()
-    for key, value in (
+    one = "{filespec: data/synthetic.zarr, weight: "
+    mixed = f"flat_tokens.mixture=[{one}3}}, {one}1}}]", "flat_tokens.filespec=null"
+    for key, value, *change in (
         ("training.tokens.batch", 16), ("training.tokens.len", 24), ("flat_tokens.seed", 7),
-        ("flat_tokens.mixture", [0.75, 0.25]),
+        ("flat_tokens.mixture", [0.75, 0.25], *mixed),
     ):  # fmt: skip
-        change = f"{key}={value}"
-        if key == "flat_tokens.mixture":
-            path = "{filespec: data/synthetic.zarr, weight: "
-            change = f"{key}=[{path}3}}, {path}1}}]"
-        parts = [change, *["flat_tokens.filespec=null"] * ("mixture" in key), "training.steps=3"]
-        out, message = train_here(*run, *parts)
-        assert re.search(
-            rf"was written with {re.escape(key)}.*, now {re.escape(str(value))}: ", message
-        )
+        out, message = train_here(*run, *(change or [f"{key}={value}"]), "training.steps=3")
+        problem = rf"was written with {re.escape(key)}.*, now {re.escape(str(value))}: "
+        assert re.search(problem, message)
         assert "flat_tokens.other_rows=true" in message and "resumed at" not in out
         assert arrays(*(tmp_path / "run/checkpoints").glob("*")) == before
         assert (tmp_path / "run/config.yaml").read_text() == config
@@ -123,14 +114,15 @@ def test_other_rows_are_refused(tmp_path, train_here):
 def test_a_dataset_that_has_become_another_is_refused(tmp_path, train_here):
     """Under the same name, with another tokenizer, other tokens, or another number of them; or with
     the datasets of a mixture in another order."""
-    for name, tokens in ("one", 200), ("other", 210):
-        write_tokens(f"{tmp_path}/{name}.zarr", [np.arange(tokens) % 128])
-    write_tokens(as_long := f"{tmp_path}/as_long.zarr", [np.arange(200)[::-1] % 128])
+    tokens = {"one": np.arange(200), "other": np.arange(210), "as_long": np.arange(200)[::-1]}
+    paths = [write_tokens(f"{tmp_path}/{name}.zarr", [ids % 128]) for name, ids in tokens.items()]
     run = [*ARGUMENTS, "mesh={d: 1, t: 1}", f"paths.root_working_dir={tmp_path}"]
-    one, other = f"{tmp_path}/one.zarr", f"{tmp_path}/other.zarr"
+    one, other, as_long = paths
     both = [f"{{filespec: {path}, weight: 1}}" for path in (one, other)]
-    mixed = ["flat_tokens.filespec=null", f"flat_tokens.mixture=[{','.join(both)}]"]
-    turned = ["flat_tokens.filespec=null", f"flat_tokens.mixture=[{','.join(both[::-1])}]"]
+    mixed, turned = (
+        ["flat_tokens.filespec=null", f"flat_tokens.mixture=[{','.join(order)}]"]
+        for order in (both, both[::-1])
+    )
     for name, begun, changed, message in (
         ("single", [f"flat_tokens.filespec={one}"], [f"flat_tokens.filespec={other}"],
          "the datasets' tokens=[200], now [210]: "),
@@ -172,9 +164,8 @@ RING = ["{d: 4, t: 2, r: 2}", "{d: 2, t: 1, r: 2, c: 4}", "{d: 1, t: 1}"]
 @pytest.mark.slow
 def test_a_run_that_goes_on_on_a_ring_of_layouts_has_the_losses_of_one_device(tmp_path):
     """Losses differ by 4e-4 at most in 12 steps, by rounding in bf16."""
-    run = ["-m", "train", "--config-name=local_test_synthetic", *SMALL]
+    run = ["-m", "train", "--config-name=local_test_synthetic", *SMALL, "training.steps_for_lr=12"]
     run += [f"paths.root_working_dir={tmp_path}", "training.tokens.len=48"]
-    run += ["training.steps_for_lr=12"]
 
     def start(name, steps, layout):
         part = [f"paths.model_name={name}", f"training.steps={steps}", f"mesh={layout}"]

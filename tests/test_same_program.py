@@ -9,9 +9,9 @@ import train
 from data.loader import TokenBatch
 from runtime import devices
 from shardlib.mesh import abstract_mesh
-from shardlib.types import Stacked, f32, i32, make_shapes, make_shardings, type_tree, u32
+from shardlib.types import Stacked, f32, i32, make_shapes, type_tree, u32
 from tests import compiled
-from tests.helpers import compose_config, slow_but_for, small_config
+from tests.helpers import compose_config, placed_shapes, slow_but_for, small_config
 from tools.audit import memory
 from tools.audit.ledger import ledger
 from tools.generate import steps
@@ -19,7 +19,7 @@ from variants.cache import Cache
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
-MUON = ["training.optimizer=muon", "model.layers=3"]
+MUON = ["training.optimizer=muon", "model.layers=3", "mesh={d: 4, r: 2, t: 1, c: 2}"]
 EXPERTS = "model.experts={count: 8, per_token: 2, d_ff: 24}"
 NAMES = ["paths.model_name=x", "flat_tokens.filespec=x"]
 
@@ -56,9 +56,7 @@ PROGRAMS = {
     "4 microbatches, 2 chunks on 1 x 8": lambda: training(in_parts(4, 2, d=1, t=8)),
     "replicas, 2 microbatches": lambda: training(in_parts(2, 1, d=4, r=2, t=2)),
     "replicas and split rows": lambda: training(in_parts(1, 1, d=4, r=2, t=1, c=2)),
-    "muon, replicas and split rows": lambda: training(
-        small_config(*MUON, "mesh={d: 4, r: 2, t: 1, c: 2}")
-    ),
+    "muon, replicas and split rows": lambda: training(small_config(*MUON)),
     "experts and replicas": lambda: training(small_config(EXPERTS, "mesh={d: 4, r: 2, t: 2}")),
     "validation, 4 chunks on 4 x 2": lambda: validation(small_config("training.loss_chunks=4")),
     "prefill on 2 x 4": lambda: generation(small_config("mesh={d: 2, t: 4}"), 4, 8),
@@ -73,9 +71,7 @@ def program(name):
     step, hint, sizes, config, *static = PROGRAMS[name]()
     axes, sizes = config.mesh.axes, train.dimensions(config) | sizes
     with jax.set_mesh(devices.make_mesh(axes)):
-        shapes, shardings = make_shapes(hint, sizes), make_shardings(hint)
-        placed = jax.tree.map(lambda shape, on: shape.update(sharding=on), shapes, shardings)
-        built = step.lower(*placed, config, *static).compile()
+        built = step.lower(*placed_shapes(hint, sizes), config, *static).compile()
     with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
         jaxpr = step.trace(*make_shapes(hint, sizes), config, *static).jaxpr.jaxpr
     actual = compiled.collectives(built.as_text(), axes, "steps.py")

@@ -38,13 +38,8 @@ from tests.helpers import (
 from tests.processes import python_at_work
 
 # All runs have the same program, which is compiled once.
-ARGUMENTS = [
-    "--config-name=local_test_synthetic",
-    *SMALL,
-    "training.steps=6",
-    "training.steps_for_lr=6",
-    "mesh={d: 1, t: 1}",
-]
+ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
+ARGUMENTS += ["training.steps=6", "training.steps_for_lr=6"]
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +85,8 @@ def test_a_signal_ends_the_step_saves_and_the_run_goes_on_later(runs, start, mon
     monkeypatch.setattr(Run, "write", log_and_signal)
     out, code = start(number.name)
     assert code == str(128 + number)
-    assert out.endswith(
-        f"\nstopped by {number.name} after 3 steps; the same command resumes there\n"
-    )
+    line = f"stopped by {number.name} after 3 steps; the same command resumes there"
+    assert out.endswith(f"\n{line}\n")
     assert signal.getsignal(number) == before
     monkeypatch.setattr(Run, "write", log)
     out, code = start(number.name)
@@ -122,9 +116,7 @@ def test_an_update_that_is_not_finite_is_left_out_inside_the_step():
     config = small_config()
     with jax.set_mesh(mesh(2, 2)):
         state = train.init_state(config)
-        batch = token_batch(
-            train.TokenBatch, np.ones((8, 12), np.uint32), np.zeros((8, 12), bool), 0
-        )
+        batch = token_batch(train.TokenBatch, np.ones((8, 12), int), np.zeros((8, 12), bool))
         state, metrics = take_step(train, state, batch, config)
         assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
         embed = state.weights.embed.at[1, 0].set(jnp.inf)
@@ -174,8 +166,7 @@ def test_a_batch_that_is_left_out(runs, start):
     assert rows(runs / "skips")[:3] == rows(runs / "whole")[:3]
     assert rows(runs / "skips")[3]["loss"] != rows(runs / "whole")[3]["loss"]
 
-    text = (runs / "skips/starts.jsonl").read_text()
-    first, second = map(json.loads, text.splitlines())
+    first, second = map(json.loads, (runs / "skips/starts.jsonl").read_text().splitlines())
     assert (first["first_step"], second["first_step"]) == (0, 3)
     assert second["config"] == (runs / "skips/config.yaml").read_text()
     assert first["command"].startswith("train --config-name=local_test_synthetic ")

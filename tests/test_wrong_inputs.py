@@ -32,12 +32,11 @@ from tools.generate import __main__ as generate
 START = [
     "--config-name=local_test_synthetic",
     *(setting for setting in SMALL if setting != "check=types"),  # messages show all settings
-    "training.steps=2",
-    "flat_tokens.filespec=tokens.zarr",
-    "paths.model_name=run",
+    *("training.steps=2", "flat_tokens.filespec=tokens.zarr", "paths.model_name=run"),
 ]
 TOKENS = "tokens.zarr/train/encoded_tokens"
 EXPERTS = "model.experts={count: 8, d_ff: 8, per_token: 2}"
+BALANCE, VALIDATES = "training.routing.balance_cost=1", "training.validation_interval=1"
 
 
 def flip_last_bit(path):
@@ -82,10 +81,7 @@ CASES = {
     "a cooldown of no steps": ["training.schedule=wsd"],
     "a cooldown before the first step": ["training.schedule=wsd", "training.cooldown_steps=999"],
     "no feed-forward and no experts": ["model.d_ff=0"],
-    "a balance of microbatches": [
-        EXPERTS,
-        "training={microbatches: 2, routing: {balance_cost: 1}}",
-    ],
+    "a balance of microbatches": [EXPERTS, BALANCE, "training.microbatches=2"],
     "a dataset and a mixture": ["flat_tokens.mixture=[{filespec: x, weight: 1}]"],
     "a mixture of paths": ["flat_tokens.mixture=[x.zarr]"],
     "a mixture without a weight": ["flat_tokens.mixture=[{filespec: x}]"],
@@ -93,10 +89,7 @@ CASES = {
     "a mixture with an unknown key": ["flat_tokens.mixture=[{path: x, weight: 1}]"],
     "a validation set without a name": ["flat_tokens.validation=x.zarr"],
     "a validation set without a path": ["flat_tokens.validation={web: null}"],
-    "a validation set that is not there": [
-        "flat_tokens.validation={web: x.zarr}",
-        "training.validation_interval=1",
-    ],
+    "a validation set that is not there": ["flat_tokens.validation={web: x.zarr}", VALIDATES],
     "an end token without files that need it": ["flat_tokens.end_token=5"],
     "ids of a type that no file has": ["flat_tokens.bin_dtype=int32"],
     "no dataset at all": ["flat_tokens=null"],
@@ -251,10 +244,8 @@ def test_an_option(case, folder, ended):
 
 
 def test_what_needs_more_memory_than_there_is():
-    for error in (
-        MemoryError("Unable to allocate 9 TiB"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
-    ):
+    of_jax = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    for error in MemoryError("Unable to allocate 9 TiB"), of_jax:
         with pytest.raises(SystemExit) as stopped, user_errors():
             raise error
         assert stopped.value.code == f"error: not enough memory: {error}"

@@ -28,20 +28,12 @@ from tests.helpers import SMALL
 from tests.processes import start_hosts
 
 ARGUMENTS = [
-    "--config-name=local_test_synthetic",
-    *SMALL,
-    "mesh={d: 2, t: 2}",
-    "num_hosts=2",
-    "io.max_io_threads=4",
-    "checkpoint_interval=3",
-    "heartbeat_timeout_seconds=10",
+    "--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}", "num_hosts=2",
+    "io.max_io_threads=4", "checkpoint_interval=3", "heartbeat_timeout_seconds=10",
     "training.steps_for_lr=100",  # one program for any number of steps
-]
+]  # fmt: skip
 # Most of the test's time goes into starts, so programs are compiled quickly and always cached.
-QUICK = {
-    "flags": QUICK_COMPILES,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
+QUICK = {"flags": QUICK_COMPILES, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 LIMIT = 120  # seconds until a start must reach its moment, or a host must notice a lost host
 NEVER = "never 0"
 KINDS = [
@@ -152,6 +144,7 @@ class Torture:
         self.root, self.cache, self.keep_last = root, cache, keep_last
         self.whole, self.run = root / "whole", root / "killed"
         self.arguments = [*ARGUMENTS, f"paths.root_working_dir={root}", f"training.steps={steps}"]
+        self.killed = "paths.model_name=killed", f"checkpoints.keep_last={keep_last}"
         (root / "texts").mkdir()
         self.ends: collections.Counter[str] = collections.Counter()
         self.slowest = 0.0  # seconds until a host exited by itself, at most
@@ -191,10 +184,7 @@ class Torture:
         """Starts the run and kills it. Returns the first host's output."""
         moment = self.aim(kill)
         moments = [moment if host == kill.host else NEVER for host in range(2)]
-        with self.start(
-            str(number), "paths.model_name=killed", f"checkpoints.keep_last={self.keep_last}",
-            moments=moments,
-        ) as hosts:  # fmt: skip
+        with self.start(str(number), *self.killed, moments=moments) as hosts:
             if kill.kind == "time":
                 self._at_time(hosts, kill)
             assert hosts.processes[kill.host].wait(LIMIT) == -signal.SIGKILL, hosts.text(kill.host)
@@ -248,9 +238,7 @@ class Torture:
 
     def finish(self) -> None:
         """Resumes the run until its end, and compares it with the uninterrupted run."""
-        with self.start(
-            "end", "paths.model_name=killed", f"checkpoints.keep_last={self.keep_last}"
-        ) as hosts:
+        with self.start("end", *self.killed) as hosts:
             assert hosts.wait() == [0, 0], hosts.text(0) + hosts.text(1)
             self.check([hosts.text(0), hosts.text(1)])
         assert rows(self.run) == self.rows

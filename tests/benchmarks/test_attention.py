@@ -12,7 +12,7 @@ from benchmarks import attention
 from kernels import attention as op
 from shardlib.types import bf16, f32, typed_shard_map
 from tests.helpers import assert_close, mesh
-from tests.kernels.test_attention import dense, random_arrays, run
+from tests.kernels.test_attention import dense, random_arrays, run, xla_for_cudnn
 
 
 def test_documents():
@@ -40,22 +40,16 @@ def in_documents(heads, k, v, lengths, offsets):
     inside &= (lengths > 0)[:, :, None]
     same = jnp.einsum("bml,bms->bls", inside.astype(f32.dtype), inside.astype(f32.dtype)) > 0
     seen = same & (token <= token[:, None])
-    return jax.nn.dot_product_attention(heads, k, v, mask=seen[:, None], implementation="xla")
+    return jax.nn.dot_product_attention(heads, k, v, mask=seen[:, None], implementation="cudnn")
 
 
 # Rows have 3, 3, 2 and 2 documents: all fit; two don't, on the same device as the others, and on
 # devices of their own.
 @pytest.mark.parametrize("most, axes", [(20, (4, 2)), (2, (1, 1)), (2, (4, 1))])
 def test_packed_attention_and_its_gradients(most, axes, monkeypatch):
-    attend = jax.nn.dot_product_attention
-
-    def by_xla(*args, implementation, **options):
-        return attend(*args, implementation="xla", **options)
-
-    packed = functools.partial(attention.packed, most=most)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    xla_for_cudnn(monkeypatch)
     monkeypatch.setattr(attention, "by_offsets", in_documents)
-    monkeypatch.setattr(op, "plain_attention", packed)
+    monkeypatch.setattr(op, "plain_attention", functools.partial(attention.packed, most=most))
     arrays = random_arrays(32)
     assert (np.diff(arrays[3]) > 0).sum(axis=1).tolist() == [2, 2, 1, 1]
     assert_close(run(f32, arrays, mesh(*axes)), dense(*arrays), 1e-5)

@@ -1,13 +1,13 @@
 """Tests the PyTorch benchmark, for which all but one of them need PyTorch."""
 
 import functools
-import json
 import sys
 
 import numpy as np
 import pytest
 
 from benchmarks import pytorch
+from tests.files import rows
 from tests.helpers import SMALL, small_config
 from tools import benchmark, plot
 
@@ -96,20 +96,12 @@ def test_the_curve_is_that_of_our_run(torch, run, train_here, tmp_path):
     assert not message
     _, message = train_here(*CONFIG, *both, "paths.model_name=jax")
     assert not message
-    theirs, ours = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("torch", "jax")
-    )
+    theirs, ours = (rows(tmp_path / name) for name in ("torch", "jax"))
     for name in "loss", "validation_loss":
         pairs = [(a[name], b[name]) for a, b in zip(theirs, ours, strict=True) if name in b]
         assert len(pairs) == {"loss": 10, "validation_loss": 2}[name]
         np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-4)
     assert theirs[0]["loss"] > theirs[-1]["loss"] + 0.1
-    folders = [
-        str(tmp_path / "torch"),
-        str(tmp_path / "jax"),
-        "--output",
-        str(tmp_path / "both.svg"),
-    ]
-    _, message = train_here(*folders, program=plot.main)
-    assert not message and (tmp_path / "both.svg").exists()
+    picture = tmp_path / "both.svg"
+    drawn = tmp_path / "torch", tmp_path / "jax", "--output", picture
+    assert not train_here(*drawn, program=plot.main)[1] and picture.exists()

@@ -17,9 +17,9 @@ from data.sources import open_batches
 from runtime.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
-from tests.data.test_loader import config_of, record_reads
+from tests.data.test_loader import config_of
 from tests.files import rows, write_tokens
-from tests.helpers import SMALL, axes, mesh, small_config
+from tests.helpers import axes, mesh, small_config, small_run
 
 END, VOCAB = 300, 1000
 RANDOM = np.random.default_rng(0)
@@ -28,13 +28,13 @@ DOCUMENTS = [np.append(RANDOM.integers(301, VOCAB, n), END) for n in RANDOM.inte
 TOKENS = np.concatenate(DOCUMENTS)
 
 
-def write_shards(folder, shards, magic=20240520, version=1, kind="<u2", cut=0):
+def write_shards(folder, shards, magic=20240520, version=1, kind="<u2"):
     """Writes files as modded-nanogpt and llm.c do: 256 numbers of 32 bits, then the ids."""
     folder.mkdir(exist_ok=True)
     for number, ids in enumerate(shards):
         header = struct.pack("<3i", magic, version, len(ids)).ljust(1024, b"\0")
         content = header + np.asarray(ids).astype(kind).tobytes()
-        (folder / f"train_{number:06}.bin").write_bytes(content[: len(content) - cut])
+        (folder / f"train_{number:06}.bin").write_bytes(content)
     return str(folder)
 
 
@@ -63,19 +63,14 @@ def plain(folder, kind="<u2"):
     return str(file)
 
 
+WIDE = {"bin_dtype": "uint32"}
 FORMS = {
     "nanoGPT's": (plain, {}),
-    "of 32 bits": (lambda folder: plain(folder, "<u4"), {"bin_dtype": "uint32"}),
-    "shards with headers": (
-        lambda folder: write_shards(folder / "x", np.split(TOKENS, [5, 6, 400])), {},
-    ),
-    "a pattern": (
-        lambda folder: write_shards(folder / "x", np.split(TOKENS, [500])) + "/train_*.bin", {},
-    ),
-    "of Llama 3 in llm.c": (
-        lambda folder: write_shards(folder / "x", [TOKENS], 20240801, 7, "<u4"), {},
-    ),
-}  # fmt: skip
+    "of 32 bits": (lambda x: plain(x, "<u4"), WIDE),
+    "shards with headers": (lambda x: write_shards(x / "x", np.split(TOKENS, [5, 6, 400])), {}),
+    "a pattern": (lambda x: write_shards(x / "x", np.split(TOKENS, [500])) + "/train_*.bin", {}),
+    "of Llama 3 in llm.c": (lambda x: write_shards(x / "x", [TOKENS], 20240801, 7, "<u4"), {}),
+}
 
 
 def opened(path, vocab=VOCAB, split="train", **changes):
@@ -148,37 +143,38 @@ REFUSED = {
     "a pattern that matches nothing": (lambda folder: f"{folder}/*.bin", {}),
     "an empty file": (lambda folder: cut(plain(folder), 0), {}),
     "an odd size": (lambda folder: cut(plain(folder), 999), {}),
-    "a size that is no multiple of 4": (
-        lambda folder: cut(plain(folder, "<u4"), 2002), {"bin_dtype": "uint32"},
-    ),
+    "a size that is no multiple of 4": (lambda folder: cut(plain(folder, "<u4"), 2002), WIDE),
     "cut off behind its header": (lambda folder: cut(shards(folder), 2000), {}),
-    "more than its header says": (
-        lambda folder: shards(folder, kind="<u4"), {},
-    ),
+    "more than its header says": (lambda folder: shards(folder, kind="<u4"), {}),
     "another magic number": (lambda folder: shards(folder, magic=20240521), {}),
     "another version": (lambda folder: shards(folder, version=2), {}),
     "32 bits read as 16": (lambda folder: random_ids(folder, 999, 50000, "<u4"), {}),
     "16 bits read as 32": (
-        lambda folder: random_ids(folder, 1000, 50000, "<u2"), {"bin_dtype": "uint32"},
+        lambda folder: random_ids(folder, 1000, 50000, "<u2"),
+        {"bin_dtype": "uint32"},
     ),
     "few ids of 32 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<u4"), {}),
     "64 bits read as 16": (lambda folder: random_ids(folder, 999, 5, "<i8"), {}),
     "64 bits read as 32": (
-        lambda folder: random_ids(folder, 999, 50000, "<i8"), {"bin_dtype": "uint32"},
+        lambda folder: random_ids(folder, 999, 50000, "<i8"),
+        {"bin_dtype": "uint32"},
     ),
     "text read as 16 bits": (text, {}),
     "text read as 32 bits": (text, {"bin_dtype": "uint32"}),
     "an id beyond the vocabulary": (plain, {"vocab": 999}),
     "an id of 32 bits beyond the vocabulary": (
-        lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"), {"vocab": 999},
+        lambda folder: shards(folder, magic=20240801, version=7, kind="<u4"),
+        {"vocab": 999},
     ),
     "an end token beyond the vocabulary": (plain, {"vocab": END}),
     "an end token that ends nothing": (plain, {"end_token": END - 1}),
     "a folder with files for validation": (
-        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")), {},
+        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/val_0.bin")),
+        {},
     ),
     "a folder with files for a test": (
-        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/test_0.bin")), {},
+        lambda folder: os.path.dirname(shutil.copy(shards(folder), folder / "x/test_0.bin")),
+        {},
     ),
     "a file to validate on, by a link": (
         lambda folder: os.symlink(plain(folder), folder / "x.bin") or f"{folder}/x*.bin",
@@ -190,7 +186,7 @@ REFUSED = {
     "an end token for zarr": (lambda folder: write_zarr(folder / "x.zarr"), {}),
     "too few rows": (lambda folder: cut(plain(folder), 2 * 95), {}),
     "a remote file": (lambda folder: "gs://bucket/x.bin", {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -221,12 +217,9 @@ def test_a_checkpoint_records_the_files_and_their_order(tmp_path):
 
 def test_a_validation_set_in_zarr_beside_bin_files(tmp_path):
     write_zarr(f"{tmp_path}/x.zarr", split="validation")
-    files = (
-        f"{{filespec: {plain(tmp_path)}, end_token: {END}, validation: {{a: {tmp_path}/x.zarr}}}}"
-    )
-    config = small_config(
-        f"flat_tokens={files}", "training.validation_interval=1", "model.vocab=1000"
-    )
+    validation = f"validation: {{a: {tmp_path}/x.zarr}}"
+    files = f"flat_tokens={{filespec: {plain(tmp_path)}, end_token: {END}, {validation}}}"
+    config = small_config(files, "training.validation_interval=1", "model.vocab=1000")
     with jax.set_mesh(mesh(1, 1)):
         _, held_out = open_batches(config, dimensions(config))
     assert len(held_out) == 1
@@ -234,8 +227,7 @@ def test_a_validation_set_in_zarr_beside_bin_files(tmp_path):
 
 def test_a_run_with_two_validation_sets(tmp_path, train_here):
     """Both have the same tokens, one of them in zarr that knows its bytes: 3 for a token."""
-    run = ["--config-name=local_test_synthetic", *SMALL, f"paths.root_working_dir={tmp_path}"]
-    run += ["paths.model_name=run", "model.vocab=1000", "training.steps=2"]
+    run = small_run(tmp_path, "model.vocab=1000", "training.steps=2")
     run += [f"flat_tokens.filespec={plain(tmp_path)}", f"flat_tokens.end_token={END}"]
     with Writer(f"{tmp_path}/x.zarr", "validation") as writer:
         for document in DOCUMENTS:
@@ -254,11 +246,3 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         assert f"validation_bits_per_byte{when}/c" not in row
     shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
     assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
-
-
-def test_opening_at_any_step_reads_one_buffer_per_stream(tmp_path, monkeypatch):
-    """Each of the at most two buffers, if the batch spans them, has 3 blocks of 7 rows."""
-    batches = opened(plain(tmp_path), streams=2, end_token=END)
-    read = record_reads(monkeypatch, Bins)
-    list(batches.from_step(10_000, 10_001))
-    assert 8 * 12 <= sum(read) <= 2 * 2 * 3 * (7 * 12 + 1)

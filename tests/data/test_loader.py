@@ -33,16 +33,9 @@ def path(tmp_path_factory):
 
 
 def config_of(path, **changes):
-    settings = {
-        "filespec": path,
-        "mixture": (),
-        "streams": 1,
-        "read_blocks_per_shuffle_buffer": 3,
-        "sequences_per_read_block": 7,
-        "seed": 0,
-        "sequence_packing": True,
-    } | changes
-    return FlatTokensConfig(**settings)
+    sizes = {"read_blocks_per_shuffle_buffer": 3, "sequences_per_read_block": 7, "streams": 1}
+    others = {"filespec": path, "mixture": (), "seed": 0, "sequence_packing": True}
+    return FlatTokensConfig(**sizes | others | changes)
 
 
 def open_loader(path, batch=8, mesh=(4, 2), vocab=1000, skip=(), split="train", **changes):
@@ -65,10 +58,8 @@ def row_numbers(ids):
 
 def first_rows(opened, count):
     batches = -(-count // opened.shape[0])
-    rows = [
-        row_numbers(rows_of(opened, step, range(opened.shape[0]))[0]) for step in range(batches)
-    ]
-    return [row for batch in rows for row in batch][:count]
+    rows = (rows_of(opened, step, range(opened.shape[0]))[0] for step in range(batches))
+    return row_numbers(np.concatenate([*rows]))[:count]
 
 
 @pytest.mark.slow
@@ -80,15 +71,8 @@ def first_rows(opened, count):
     seed=st.integers(0, 2**31 - 1),
 )
 def test_an_epoch_holds_each_row_once(path, streams, block, blocks, seed):
-    opened = open_loader(
-        path,
-        batch=4,
-        mesh=(4, 1),
-        streams=streams,
-        sequences_per_read_block=block,
-        read_blocks_per_shuffle_buffer=blocks,
-        seed=seed,
-    )
+    sizes = {"sequences_per_read_block": block, "read_blocks_per_shuffle_buffer": blocks}
+    opened = open_loader(path, batch=4, mesh=(4, 1), streams=streams, seed=seed, **sizes)
     # 100 rows in streams of 100 / streams, 25 batches of 4 rows an epoch.
     rows = first_rows(opened, 300)
     for first in 0, 100, 200:
@@ -143,9 +127,8 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
     dataset = opened.datasets[0].data
     for number in 0, 7, 29:  # in several epochs
         match = re.fullmatch(r"(.*/train): sequences ([\d, ]+) \((.*)\)", opened.origin(number))
-        assert match[1] == dataset.name and match[3].startswith(
-            "packed" if packing else "documents"
-        )
+        assert match[1] == dataset.name
+        assert match[3].startswith("packed" if packing else "documents")
         ids, _ = rows_of(opened, number, range(8))
         for row, sequence in zip(ids, map(int, match[2].split(", ")), strict=True):
             start = sequence * LENGTH if packing else int(dataset.seq_starts[sequence])
@@ -164,21 +147,22 @@ def test_batches_that_are_left_out(path):
 def test_batches_do_not_depend_on_the_number_of_hosts(path):
     opened = open_loader(path, streams=2)
     config = vars(config_of(path, streams=2))
+    del config["mixture"]
     request = {"config": config, "shape": (8, LENGTH, 1000), "mesh": axes(4, 2)}
     batches, _ = batches_on_hosts(2, **request, steps=(11, 15))
     for batch, (_, wanted) in zip(batches, opened.from_step(11, 15), strict=True):
         np.testing.assert_array_equal(batch, wanted.targets)
 
 
-def record_reads(monkeypatch, kind=FlatTokens):
+def record_reads(monkeypatch):
     """Returns a list to which each read from now on appends its number of tokens."""
-    lengths, read = [], kind.read_encoded
+    lengths, read = [], FlatTokens.read_encoded
 
     def recorded(self, low, high):
         lengths.append(high - low)
         return read(self, low, high)
 
-    monkeypatch.setattr(kind, "read_encoded", recorded)
+    monkeypatch.setattr(FlatTokens, "read_encoded", recorded)
     return lengths
 
 

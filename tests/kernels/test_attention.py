@@ -89,17 +89,12 @@ def run(kind, arrays, on, window=10**6):
     return jax.tree.map(lambda x: np.asarray(x, np.float64)[:, np.argsort(order)], out)
 
 
-# One block; two; one, as it doesn't split into blocks of 64 or more.
-# Four, as the row is long.
-@pytest.mark.parametrize(
-    "length, block, long, axes",
-    [
-        (24, 512, 512, (4, 2)),
-        (128, 64, 128, (2, 1, 1, 2)),
-        (100, 64, 100, (1, 1)),
-        (128, 64, 64, (4, 2)),
-    ],
-)
+# One block; two; one, as it doesn't split into blocks of 64 or more; four, as the row is long.
+ONE_OR_MORE = (24, 512, 512, (4, 2)), (128, 64, 128, (2, 1, 1, 2))
+ONE_OR_MORE += (100, 64, 100, (1, 1)), (128, 64, 64, (4, 2))
+
+
+@pytest.mark.parametrize("length, block, long, axes", ONE_OR_MORE)
 def test_attention_and_its_gradients(length, block, long, axes, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", block)
     monkeypatch.setattr(attention, "LONG", long)
@@ -158,9 +153,8 @@ def test_the_tpu_kernel_and_its_gradients(length, block, held, axes, window, on_
     assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)
 
 
-@pytest.mark.parametrize("axes, window", [((4, 2), 9), ((2, 1, 1, 2), 9), ((1, 1, 1, 4), 99)])
-def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
-    """XLA computes in cuDNN's place, from the same arguments."""
+def xla_for_cudnn(monkeypatch):
+    """Makes XLA compute in cuDNN's place, from the same arguments."""
     attend = jax.nn.dot_product_attention
 
     def by_xla(*args, implementation, **options):
@@ -168,6 +162,11 @@ def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
         return attend(*args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+
+
+@pytest.mark.parametrize("axes, window", [((4, 2), 9), ((2, 1, 1, 2), 9), ((1, 1, 1, 4), 99)])
+def test_what_cudnn_is_told_to_attend_to(axes, window, monkeypatch):
+    xla_for_cudnn(monkeypatch)
     monkeypatch.setattr(attention, "plain_attention", attention.cudnn_attention)
     arrays = random_arrays(32)
     assert_close(run(f32, arrays, mesh(*axes), window), dense(*arrays, window), 1e-5)

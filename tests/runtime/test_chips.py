@@ -8,7 +8,7 @@ import pytest
 
 from runtime import chips
 from shardlib.errors import UserError
-from tests.helpers import SMALL
+from tests.helpers import small_run
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,7 @@ def test_an_option_that_the_users_flags_name_is_left_to_them(monkeypatch):
 
 def test_a_run_on_a_known_chip_prints_its_mfu(tmp_path, train_here, monkeypatch):
     monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip("cpu", 1e9, 1e9, 1e9, {}))
-    arguments = "--config-name=local_test_synthetic", *SMALL, "training.steps=2"
-    more = f"paths.root_working_dir={tmp_path}", "paths.model_name=run"
-    out, message = train_here(*arguments, *more)
+    out, message = train_here(*small_run(tmp_path, "training.steps=2"))
     assert not message
     for line in r"^step 1/2 .*, MFU [\d.]+%  ", r"^done: 2 steps, .*, MFU [\d.]+%$":
         assert re.search(line, out, re.MULTILINE), out

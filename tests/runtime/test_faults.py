@@ -19,7 +19,6 @@ from runtime import storage
 from runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints, CheckpointsConfig
 from runtime.storage import DamageError
 from shardlib.types import bf16, make_shardings, pytree_dataclass, u32
-from tests.helpers import mesh
 from tests.runtime import test_checkpoint
 from tests.runtime.test_checkpoint import CONFIG, assert_same_bits, on_mesh, opened, restore
 from tools import checkpoint_info
@@ -41,12 +40,6 @@ def tiny(seed):
 
 def tiny_on_mesh(seed):
     return jax.tree.map(jax.device_put, tiny(seed), make_shardings(Tiny))
-
-
-@pytest.fixture
-def one_device():
-    with jax.set_mesh(mesh(1, 1)):
-        yield
 
 
 def keeping(keep_last=0, keep_every=0, stop_on_error=True):

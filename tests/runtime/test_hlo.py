@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from runtime import hlo
-from tests.helpers import ROOT, SMALL
+from tests.files import rows
+from tests.helpers import ROOT, small_run
 
 pytestmark = pytest.mark.usefixtures("own_metadata")
 
@@ -41,10 +42,8 @@ def test_op_names_are_shortened():
 
 @pytest.mark.slow
 def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, train_here):
-    out, message = train_here("--config-name=local_test_synthetic", *SMALL, "training.steps=4",
-        "profile=true", "hlo_svg=true",
-        f"paths.root_working_dir={tmp_path}", "paths.model_name=run",
-    )  # fmt: skip
+    run = small_run(tmp_path, "training.steps=4", "profile=true", "hlo_svg=true")
+    out, message = train_here(*run)
     folder = tmp_path / "run/profile/host_0"
     assert not message and f"\nprofiled {folder}/perfetto.json.gz\n" in out
     assert list(folder.glob("plugins/profile/*/*.xplane.pb")), "XProf reads these"
@@ -66,8 +65,7 @@ def test_a_profile_and_a_picture_have_the_type_string_of_each_op(tmp_path, train
     assert [int(step) for step in steps] == [2, 3]
 
     # Rows are the same as without a profile.
-    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
 
     assert f"drew {tmp_path}/run/step.svg\n" in out
     drawn = rows_of(tmp_path / "run/step.svg")
@@ -103,18 +101,11 @@ def test_a_table_of_the_lines(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["step.svg"]
     title, *lines = rows_of(path)
     assert title.split() == ["test_hlo.py:", "function", "update"]
-    assert [line.split()[1] for line in lines] == [
-        "product",
-        "for_loop",
-        "last,",
-        "other",
-        "return",
-    ]
+    names = [line.split()[1] for line in lines]
+    assert names == ["product", "for_loop", "last,", "other", "return"]
     assert [": 1 dot" in line for line in lines] == [True, False, True, False, False]
     assert "jnp.exp(product) < last" in lines[3] and re.search(r" \d+$", lines[3])
-    colored = ElementTree.parse(path).getroot().iter(SVG + "tspan")
-    assert [element.text for element in colored if "fill" in element.attrib["style"]] == [
-        "1 dot"
-    ] * 2
-    width = int(ElementTree.parse(path).getroot().attrib["width"])
-    assert width <= 1400, "it is read without scrolling sideways"
+    root = ElementTree.parse(path).getroot()
+    colored = [x.text for x in root.iter(SVG + "tspan") if "fill" in x.attrib["style"]]
+    assert colored == ["1 dot"] * 2
+    assert int(root.attrib["width"]) <= 1400, "it is read without scrolling sideways"

@@ -1,7 +1,6 @@
 """Tests Run by itself: the rows it writes, what counts as a step's time, and what ends it."""
 
 import contextlib
-import json
 import operator
 
 import jax
@@ -12,7 +11,7 @@ import yaml
 from runtime import run as module
 from runtime.run import Run
 from shardlib.errors import UserError
-from tests.files import rows
+from tests.files import rows, timed_rows
 from tests.helpers import compose_config, mesh, small_config
 from tools.huggingface_to_flat_tokens import ConvertConfig
 
@@ -60,9 +59,9 @@ def take(run, step, values):
 
 
 def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock):
-    """Each step waits 1 s for its batch and takes 2 s. The validation after step 1 takes 30 s to
-    start and 20 s to finish, and the save after it takes 1,000 s. A wait while a step is running
-    counts for that step, and a wait after a save for the next step."""
+    """Each step waits 1 s for its batch and takes 2 s. The validation after step 1 takes 50 s, and
+    the save after it takes 1,000 s. A wait while a step is running counts for that step, and a wait
+    after a save for the next step."""
 
     def advance(seconds):
         clock[0] += seconds
@@ -75,20 +74,18 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
             run.log(step, metrics(Later(step, lambda: advance(2))))
             if step == 1:
                 run.pause()
-                advance(30)
-                advance(20)
+                advance(50)
                 run.add_validation(9.0, None)
                 run.flush()
             if run.saves_after(step):
                 run.flush()
                 advance(1000)
         assert run.end() == 0
-    lines = [json.loads(x) for x in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    lines = timed_rows(tmp_path / "r")
     assert [100 / line["tokens_per_second"] for line in lines] == pytest.approx([4, 2, 4, 2])
     assert [line["data_wait_seconds"] for line in lines] == [1] * STEPS
-    actual = rows(tmp_path / "r")
-    assert [row["step"] for row in actual] == list(range(STEPS)), "each row once"
-    assert [row.get("validation_loss") for row in actual] == [None, 9, None, None]
+    assert [line["step"] for line in lines] == list(range(STEPS)), "each row once"
+    assert [line.get("validation_loss") for line in lines] == [None, 9, None, None]
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
@@ -112,23 +109,13 @@ def test_a_path_is_absolute_where_it_is_kept(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here/bpe.json").touch()
     monkeypatch.chdir(tmp_path / "here")
-    spelled = {
-        "own/tok/": "here/own/tok",
-        "./own/../own/tok": "here/own/tok",
-        "~/tok": "home/tok",
-        "bpe.json": "here/bpe.json",
-        str(tmp_path / "x.zarr"): "x.zarr",
-    }
+    spelled = {"own/tok/": "here/own/tok", "./own/../own/tok": "here/own/tok", "~/tok": "home/tok"}
+    spelled |= {"bpe.json": "here/bpe.json", str(tmp_path / "x.zarr"): "x.zarr"}
     wanted = {name: str(tmp_path / path) for name, path in spelled.items()}
-    for name in "org/tok", "bytes_utf8", "none.json":
-        wanted[name] = name
+    wanted |= {name: name for name in ("org/tok", "bytes_utf8", "none.json")}
     for name, path in wanted.items():
-        stream = compose_config(
-            "local_stream",
-            "paths.model_name=x",
-            "hf_dataset.path=x",
-            f"hf_dataset.tokenizer='{name}'",
-        )
+        given = "paths.model_name=x", "hf_dataset.path=x", f"hf_dataset.tokenizer='{name}'"
+        stream = compose_config("local_stream", *given)
         converted = compose_config(
             "text_files", "output=x", "load_dataset.data_files=x", f"tokenizer='{name}'",
             folder="configs/convert", schema=ConvertConfig,

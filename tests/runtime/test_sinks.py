@@ -1,6 +1,5 @@
 """Tests the sinks of metrics: files, TensorBoard, Weights & Biases."""
 
-import json
 import resource
 import sys
 import time
@@ -15,11 +14,10 @@ from runtime import sinks
 from runtime.checkpoint import named
 from runtime.run import open_folder
 from shardlib.errors import UserError
-from tests.files import rows
-from tests.helpers import SMALL, edited, mesh, small_config, take_step
+from tests.files import rows, timed_rows
+from tests.helpers import edited, mesh, small_config, small_run, take_step
 from tests.runtime.test_run import begun, metrics, take
 
-ARGUMENTS = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 1, t: 1}"]
 CONFIG = "model:\n  layers: 2\n"
 
 
@@ -75,7 +73,7 @@ def test_tensorboard_has_each_row_once(tmp_path):
     log(1, 4)
     events = accumulator.EventAccumulator(str(tmp_path / "r/tensorboard"))
     events.Reload()
-    logged = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    logged = timed_rows(tmp_path / "r")
     assert [row["loss"] for row in logged] == [30, 41, 42, 43]
     assert ["norm/x" in row for row in logged] == [False, True, False, True]
     for name in logged[-1]:
@@ -153,7 +151,7 @@ def test_a_destination_that_is_not_there_is_told_before_compiling(
     tmp_path, train_here, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
-    run = [*ARGUMENTS, f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
+    run = small_run(tmp_path)
     monkeypatch.setattr("checks.preflight.probe", None)  # nothing may be traced
     out, message = train_here(*run, "metrics.to=[mlflow]")
     assert (out, message) == ("", "error: metrics.to[0]=mlflow: choose from tensorboard, wandb")

@@ -2,6 +2,7 @@
 misuse."""
 
 import inspect
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from shardlib.types import (
     bf16,
     f32,
     i32,
+    make_shapes,
     pytree_dataclass,
     several,
     type_tree,
@@ -349,46 +351,28 @@ def test_einsums_of_bf16_round_only_their_result_and_its_gradient(function, same
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_sum_of_squares_counts_each_number_once(axes):
+def test_sums_of_squares_have_each_number_once_and_are_by_layer_also_if_layers_are_split(axes):
     @pytree_dataclass
     class Tree:
         whole: f32["L"]
-        split: f32["M/d F/t"]
-        split_once: f32["B/t"]
+        layers: f32["layers M/d F/t"]
+        split: f32["layers/t M/d"]
         half: bf16["V/t/d 1"]
 
     @typed_shard_map
-    def square(tree: Tree) -> f32[""]:
-        return ops.sum_of_squares(Tree, tree)
+    def squares(tree: Tree) -> tuple[f32[""], f32[""], f32["8"], f32["8"], f32[""]]:
+        by_name = ops.sums_of_squares(Tree, tree, "layers")
+        return ops.sum_of_squares(Tree, tree), *by_name.values()
 
     rng = np.random.default_rng(0)
-    shapes = [(3,), (16, 8), (8,), (24, 1)]
-    tree = Tree(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes))
-    tree = Tree(tree.whole, tree.split, tree.split_once, tree.half.astype(jnp.bfloat16))
+    arrays = [rng.normal(size=size).astype("f") for size in ((3,), (8, 16, 8), (8, 16), (24, 1))]
+    arrays[-1] = arrays[-1].astype(bf16.dtype)
     with jax.set_mesh(make_mesh(axes)):
-        actual = jax.jit(square)(jax.device_get(tree))
-    wanted = sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree))
-    np.testing.assert_allclose(actual, wanted, rtol=1e-5)
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_sums_of_squares_are_by_layer_also_if_the_layers_are_split(axes):
-    @pytree_dataclass
-    class Tree:
-        whole: f32["layers M/d"]
-        split: f32["layers/t M/d"]
-        other: f32["M/t/d"]
-
-    @typed_shard_map
-    def squares(tree: Tree) -> tuple[f32["8"], f32["8"], f32[""]]:
-        return tuple(ops.sums_of_squares(Tree, tree, "layers").values())
-
-    rng = np.random.default_rng(0)
-    tree = Tree(*(rng.normal(size=shape).astype("f") for shape in ((8, 16), (8, 16), (16,))))
-    with jax.set_mesh(make_mesh(axes)):
-        actual = jax.jit(squares)(tree)
-    for sums, array in zip(actual, jax.tree.leaves(tree), strict=True):
-        np.testing.assert_allclose(sums, np.square(array).sum(-1), rtol=1e-5)
+        total, *actual = jax.jit(squares)(Tree(*arrays))
+    wanted = [np.square(array.astype(np.float64)) for array in arrays]
+    np.testing.assert_allclose(total, sum(map(np.sum, wanted)), rtol=1e-5)
+    for sums, each in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(sums, each.reshape(*sums.shape, -1).sum(-1), rtol=1e-5)
 
 
 def test_the_scope_name_carries_the_string():
@@ -404,6 +388,7 @@ def test_the_scope_name_carries_the_string():
 
 # Each misuse is called with x: f32["B/d L M/t"], w: f32["M/d F/t"], ids: i32["B/d L"] and
 # owed: f32["B/d L M {U:t}"], at sizes that tell all dimensions apart.
+einsum, index, scatter = ops.einsum_unreduced, ops.index_unreduced, ops.psum_scatter
 MISUSES = {
     "all_gather of nothing": lambda a: ops.all_gather("B/d L M/t -> B/d L M/t", a.x),
     "all_gather with a wrong dimension": lambda a: ops.all_gather("M/d F/t -> M/d F", a.x[0]),
@@ -416,14 +401,12 @@ MISUSES = {
     "all_gather of a list": lambda a: ops.all_gather("M/d -> M", [1.0]),
     "all_gather with a bad string": lambda a: ops.all_gather("M/ F/t -> M F/t", a.w),
     "all_gather of two operands": lambda a: ops.all_gather("M/d F/t -> M F/t", a.w, a.w),
-    "psum_scatter of what owes nothing": lambda a: ops.psum_scatter(
+    "psum_scatter of what owes nothing": lambda a: scatter(
         "B/d L M {U:t} -> B/d L M/t", ops.all_gather("B/d L M/t -> B/d L M", a.x)
     ),
-    "psum_scatter that declares no sum": lambda a: ops.psum_scatter("B/d L M -> B/d L M/t", a.owed),
-    "psum_scatter that scatters nothing": lambda a: ops.psum_scatter(
-        "B/d L M {U:t} -> B/d L M", a.owed
-    ),
-    "psum_scatter of one axis, paying two": lambda a: ops.psum_scatter(
+    "psum_scatter that declares no sum": lambda a: scatter("B/d L M -> B/d L M/t", a.owed),
+    "psum_scatter that scatters nothing": lambda a: scatter("B/d L M {U:t} -> B/d L M", a.owed),
+    "psum_scatter of one axis, paying two": lambda a: scatter(
         "L M {U:d,t} -> L M/t", ops.reduce_sum("B/d L M {U:t} -> L M {U:d,t}", a.owed)
     ),
     "psum twice": lambda a: ops.psum(
@@ -437,40 +420,28 @@ MISUSES = {
     "reduce_sum that reorders": lambda a: ops.reduce_sum("B/d L M/t -> L B/d {U:t}", a.x),
     "reduce_sum that forgets a debt": lambda a: ops.reduce_sum("B/d L M {U:t} -> B/d M", a.owed),
     "reduce_max of a pending sum": lambda a: ops.reduce_max("B/d L M {U:t} -> B/d L", a.owed),
-    "einsum that hides the sum": lambda a: ops.einsum_unreduced(
-        "B/d L M/t, M/t -> B/d L", a.x, a.x[0, 0]
-    ),
-    "einsum of one name with two splits": lambda a: ops.einsum_unreduced(
+    "einsum that hides the sum": lambda a: einsum("B/d L M/t, M/t -> B/d L", a.x, a.x[0, 0]),
+    "einsum of one name with two splits": lambda a: einsum(
         "B/d L M/t, M/d F/t -> B/d L F/t", a.x, a.w
     ),
-    "einsum without the gather": lambda a: ops.einsum_unreduced(
-        "B/d L M, M F/t -> B/d L F/t", a.x, a.w
-    ),
-    "einsum of two dtypes": lambda a: ops.einsum_unreduced(
+    "einsum without the gather": lambda a: einsum("B/d L M, M F/t -> B/d L F/t", a.x, a.w),
+    "einsum of two dtypes": lambda a: einsum(
         "B/d L M/t, M/t -> B/d L M/t", a.x, a.x[0, 0].astype(jnp.bfloat16)
     ),
-    "einsum with a pending operand": lambda a: ops.einsum_unreduced(
+    "einsum with a pending operand": lambda a: einsum(
         "B/d L M {U:t}, L -> B/d M {U:t}", a.owed, a.x[0, :, 0]
     ),
-    "einsum that takes a debt for a value": lambda a: ops.einsum_unreduced(
+    "einsum that takes a debt for a value": lambda a: einsum(
         "B/d L M, L -> B/d M", a.owed, a.x[0, :, 0]
     ),
-    "einsum with a new name on the right": lambda a: ops.einsum_unreduced(
-        "B/d L M/t -> B/d L M/t N", a.x
-    ),
-    "index_unreduced without brackets": lambda a: ops.index_unreduced(
-        "M/d F/t, B/d L -> B/d L F/t", a.w, a.ids
-    ),
-    "index_unreduced that hides the sum": lambda a: ops.index_unreduced(
-        "[F/t], B/d L -> B/d L", a.w[0], a.ids
-    ),
-    "index_unreduced by floats": lambda a: ops.index_unreduced(
-        "[F/t], B/d -> B/d {U:t}", a.w[0], a.x[:, 0, 0]
-    ),
-    "index_unreduced with a shared dimension second": lambda a: ops.index_unreduced(
+    "einsum with a new name on the right": lambda a: einsum("B/d L M/t -> B/d L M/t N", a.x),
+    "index_unreduced without brackets": lambda a: index("M/d F/t, B/d L -> B/d L F/t", a.w, a.ids),
+    "index_unreduced that hides the sum": lambda a: index("[F/t], B/d L -> B/d L", a.w[0], a.ids),
+    "index_unreduced by floats": lambda a: index("[F/t], B/d -> B/d {U:t}", a.w[0], a.x[:, 0, 0]),
+    "index_unreduced with a shared dimension second": lambda a: index(
         "[M/t] L, B/d L -> B/d L {U:t}", a.x[0].T, a.ids
     ),
-    "einsum of two dimensions split over one axis": lambda a: ops.einsum_unreduced(
+    "einsum of two dimensions split over one axis": lambda a: einsum(
         "L M/t, L F/t -> L {U:t}", a.x[0], jnp.zeros_like(a.x[0, :, :1]) + a.w[0]
     ),
     "split of nothing": lambda a: ops.split("B/d L M/t -> B/d L M/t", a.x),
@@ -499,28 +470,16 @@ def run_misuse(misuse):
         w: f32["M/d F/t"]
         ids: i32["B/d L"]
 
-    class WithOwed:
-        def __init__(self, arrays):
-            vars(self).update(vars(arrays))
-            whole = jnp.ones_like(ops.all_gather("B/d L M/t -> B/d L M", arrays.x))
-            self.owed = ops.reduce_sum(
-                "B/d L M F/t -> B/d L M {U:t}",
-                whole[..., None] * jnp.ones_like(arrays.w[0]),
-            )
-
     @typed_shard_map
     def fn(arrays: Arrays) -> f32[""]:
-        return misuse(WithOwed(arrays))
+        whole = ops.all_gather("B/d L M/t -> B/d L M", arrays.x)
+        products = whole[..., None] * arrays.w[0]
+        owed = ops.reduce_sum("B/d L M F/t -> B/d L M {U:t}", products)
+        return misuse(types.SimpleNamespace(**vars(arrays), owed=owed))
 
     mesh, sizes = probe_mesh("dt", "BLMF")
-    shapes = {"x": "BLM", "w": "MF", "ids": "BL"}
-    types = type_tree(Arrays)
-    structs = {
-        name: jax.ShapeDtypeStruct([sizes[dim] for dim in dims], getattr(types, name).dtype)
-        for name, dims in shapes.items()
-    }
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(jax.jit(fn), Arrays(**structs))
+        jax.eval_shape(jax.jit(fn), make_shapes(Arrays, sizes))
 
 
 @pytest.mark.parametrize("case", MISUSES)

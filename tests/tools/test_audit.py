@@ -139,11 +139,10 @@ def test_the_page_shows_each_file_that_the_step_calls(tmp_path, train_here):
     model = "model.experts={count: 4, per_token: 2, d_ff: 64}", "training.optimizer=muon"
     options = "--config-name=local_test_synthetic", *model, f"audit.html={file}"
     train_here(*options, program=audit.main)
-    ids = rows_of(page := file.read_text())
-    files = {name.partition(":")[0] for name in ids}
-    assert (
-        files == {"train.py", "experts.py", "dropless.py", "muon.py"} and "variants/muon.py" in page
-    )
+    page = file.read_text()
+    files = {name.partition(":")[0] for name in rows_of(page)}
+    assert files == {"train.py", "experts.py", "dropless.py", "muon.py"}
+    assert "variants/muon.py" in page
 
 
 def test_the_page_and_the_text_say_which_counts_are_bounds(tmp_path, train_here, monkeypatch):
@@ -168,9 +167,8 @@ def test_rows_in_a_while_loop_count_once_and_say_so():
     (row,) = merged(rows, "bytes")
     assert (row["times"], row["bound"], row["total"]) == (5, "at least", 50)
     assert audit_text.show_total([row], "B") == "at least 50 B"
-    assert audit_text.show_total([row, *merged([rows[2] | {"times": 1}], "bytes")], "B") == (
-        "about 60 B"
-    )
+    once = merged([rows[2] | {"times": 1}], "bytes")
+    assert audit_text.show_total([row, *once], "B") == "about 60 B"
     assert merged(rows[2:], "bytes")[0]["times"] == 1
     text = audit_text.Table({"collective": "kind"}).text([row])
     assert text.splitlines()[1] == "all-gather  10 B  at least 5   50 B"
@@ -193,20 +191,14 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(train_here):
     assert rows[-1][-2:] == ["ib", "4%"], "the batch stays the same, so each device gets less"
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "audit.links={t: ici}",
-        "audit.rates={ib: 0}",
-        "audit.links.s=ib",
-        "audit.rates.ib=1e9",
-        "audit.json=no/such/folder",
-    ],
-)
+MISTAKES = "links={t: ici}", "rates={ib: 0}", "links.s=ib", "rates.ib=1e9", "json=no/such/folder"
+
+
+@pytest.mark.parametrize("option", MISTAKES)
 def test_a_chip_or_link_that_is_not_in_the_table(option, train_here):
     chip = ["audit.chip=a100"] if "{" in option else []
-    _, message = train_here(*CONFIG, *chip, option, program=audit.main)
-    golden.check("wrong_inputs.txt", f"audit: {option}", message)
+    _, message = train_here(*CONFIG, *chip, f"audit.{option}", program=audit.main)
+    golden.check("wrong_inputs.txt", f"audit: audit.{option}", message)
 
 
 def rows_of(page):
@@ -251,9 +243,8 @@ def test_the_tables_and_the_page(tmp_path, train_here):
 
 def figures_of(page):
     """The first screen's cells, by the label of their row."""
-    rows = re.findall(
-        r"<tr[^>]*><th>(.*?)</th>(.*?)</tr>", page.partition("<table class=source")[0]
-    )
+    figures = page.partition("<table class=source")[0]
+    rows = re.findall(r"<tr[^>]*><th>(.*?)</th>(.*?)</tr>", figures)
     return {text_of(name): [text_of(x) for x in re.split("<td.*?>", row)[1:]] for name, row in rows}
 
 
@@ -271,9 +262,8 @@ def test_the_figures_of_the_page_are_those_of_the_text():
     times = "compute", "memory bandwidth", "nvlink, over t", "ib, over s"
     one = held | dict(zip(times, least.cells()[1:], strict=False))
     assert {name: [amount] for name, amount in one.items()}.items() <= shown.items()
-    assert {k.replace(",", ", "): x for k, x in over.items()} == {
-        k: cells[-1] for k, cells in shown.items() if k.startswith("over")
-    }
+    on_page = {k: cells[-1] for k, cells in shown.items() if k.startswith("over")}
+    assert {k.replace(",", ", "): x for k, x in over.items()} == on_page
     for name, total, by_phase in ("received", *received[::2]), ("computed", *computed):
         cells = dict(zip([*PHASES, ""], shown[name], strict=True))
         phases = dict(x.split(" ", 1) for x in by_phase.split(", "))
@@ -337,17 +327,14 @@ def test_flops_of_the_model_that_the_step_does_not_compute_are_said():
     """This happens after an edit that leaves out a matmul."""
     _, result = audited(*CONFIG[1:])
     assert "The model needs" in audit_text.report(result)
-    more = result | {"model_flops": 2 * result["model_flops"]}
-    assert "\nstep_flops in configs/sizes.py says 402 TFLOP, which is more" in audit_text.report(
-        more
-    )
+    text = audit_text.report(result | {"model_flops": 2 * result["model_flops"]})
+    assert "\nstep_flops in configs/sizes.py says 402 TFLOP, which is more" in text
 
 
 def test_the_text_can_list_every_collective():
     _, result = audited(*CONFIG[1:])
     moving = [row for row in result["transfers"] if row["total"]]
-    listed = audit_text.report(result, least=0).partition("sent at")[2].partition("\n\n")[0]
+    text = audit_text.report(result, least=0)
+    listed = text.partition("sent at")[2].partition("\n\n")[0]
     assert len(listed.splitlines()) == 1 + len(moving)
-    assert "smaller" in audit_text.report(result) and "smaller" not in audit_text.report(
-        result, least=0
-    )
+    assert "smaller" in audit_text.report(result) and "smaller" not in text

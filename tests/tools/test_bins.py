@@ -81,39 +81,33 @@ def index(change):
     return write
 
 
+def both(folder):
+    write_zarr("x.zarr")
+    plain(folder)
+
+
 MISTAKES = {
     "no split": (plain, ["u2.bin", "x.zarr"]),
-    "a file that nothing would read": (lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x"]),
-    "no split of a source": (lambda folder: write_zarr("x.zarr"), ["x.zarr", "x.bin"]),
-    "a file that is there": (
-        lambda folder: (write_zarr("x.zarr"), plain(folder)), ["x.zarr/train", "u2.bin"],
-    ),
-    "a split that is there": (
-        lambda folder: (write_zarr("x.zarr"), plain(folder)), ["u2.bin", "x.zarr/train"],
-    ),
+    "a file that nothing would read": (both, ["x.zarr/train", "x"]),
+    "no split of a source": (both, ["x.zarr", "x.bin"]),
+    "a file that is there": (both, ["x.zarr/train", "u2.bin"]),
+    "a split that is there": (both, ["u2.bin", "x.zarr/train"]),
     "an end token inside a document": (
         lambda folder: write_zarr("x.zarr", [[1] * 48, [2, END, 3]]),
         ["x.zarr/train", "x.bin", f"--end-token={END}"],
     ),
     "no file": (lambda folder: None, ["x.bin", "x.zarr/train"]),
     "a header to read": (plain, ["u2.bin", "x.zarr/train", "--header"]),
-    "a type to write": (
-        lambda folder: write_zarr("x.zarr"), ["x.zarr/train", "x.bin", "--dtype=uint16"],
-    ),
-    "an end token beside an index": (
-        lambda folder: write_megatron(folder / "x.bin", DOCUMENTS),
-        ["x.bin", "x.zarr/train", "--end-token=0"],
-    ),
+    "a type to write": (both, ["x.zarr/train", "x.bin", "--dtype=uint16"]),
+    "an end token beside an index": (index(bytes), ["x.bin", "x.zarr/train", "--end-token=0"]),
     "an index that is cut off": (index(lambda x: x[:-30]), ["x.bin", "x.zarr/train"]),
     "an index of another format": (index(lambda x: b"x" + x), ["x.bin", "x.zarr/train"]),
-    "an index of floats": (
-        index(lambda x: x[:17] + b"\x07" + x[18:]), ["x.bin", "x.zarr/train"],
-    ),
+    "an index of floats": (index(lambda x: x[:17] + b"\x07" + x[18:]), ["x.bin", "x.zarr/train"]),
     "a file that doesn't fit its index": (
         lambda folder: cut(write_megatron(folder / "x.bin", DOCUMENTS), 100),
         ["x.bin", "x.zarr/train"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MISTAKES)

@@ -53,14 +53,14 @@ def folder(saved, tmp_path, monkeypatch):
     time.tzset()
 
 
-LAST = f"00000002.{START}"
+FIRST, LAST, OTHER = (f"0000000{step}.{START}" for step in (1, 2, 3))
 
 
 def one(how):
     """Makes a case that removes all but the last checkpoint, and applies `how` to that."""
 
     def change(folder):
-        shutil.rmtree(folder / f"00000001.{START}")
+        shutil.rmtree(folder / FIRST)
         how(folder / LAST)
 
     return change
@@ -76,26 +76,20 @@ def unfinished(path):
         shutil.rmtree(path / name)
 
 
-# How the folder is changed, the path given to the tool, and the expected exit code.
+# How the folder is changed, the expected exit code, and the path given to the tool.
 CASES = {
-    "whole": (lambda folder: None, "some", 0),
-    "one, by its own path": (lambda folder: None, f"some/{LAST}/", 0),
-    "two damaged arrays": (one(two_arrays), "some", 1),
-    "without its description": (one(lambda path: (path / "zarr.json").unlink()), "some", 1),
-    "a record lost": (lambda folder: shutil.rmtree(folder / LAST / "records/0"), "some", 1),
-    "an older one damaged": (
-        lambda folder: flip(folder / f"00000001.{START}" / "w/c/0/0"), "some", 1,
-    ),
-    "another step's attributes": (
-        one(lambda path: path.rename(path.with_name(f"00000003.{START}"))), "some", 1,
-    ),
-    "unfinished, beside a whole one": (
-        lambda folder: unfinished(folder / LAST), "some", 0,
-    ),
-    "an unfinished one alone": (one(unfinished), "some", 1),
-    "a folder that isn't there": (lambda folder: None, "none", 1),
-    "a checkpoint that isn't there": (lambda folder: None, f"some/00000009.{START}", 1),
-}  # fmt: skip
+    "whole": (str, 0, "some"),
+    "one, by its own path": (str, 0, f"some/{LAST}/"),
+    "two damaged arrays": (one(two_arrays), 1, "some"),
+    "without its description": (one(lambda path: (path / "zarr.json").unlink()), 1, "some"),
+    "a record lost": (lambda folder: shutil.rmtree(folder / LAST / "records/0"), 1, "some"),
+    "an older one damaged": (lambda folder: flip(folder / FIRST / "w/c/0/0"), 1, "some"),
+    "another step's attributes": (one(lambda path: path.rename(f"some/{OTHER}")), 1, "some"),
+    "unfinished, beside a whole one": (lambda folder: unfinished(folder / LAST), 0, "some"),
+    "an unfinished one alone": (one(unfinished), 1, "some"),
+    "a folder that isn't there": (str, 1, "none"),
+    "a checkpoint that isn't there": (str, 1, f"some/00000009.{START}"),
+}
 
 
 def test_one_that_is_removed_meanwhile_is_not_damaged(folder, ended, monkeypatch):
@@ -103,7 +97,7 @@ def test_one_that_is_removed_meanwhile_is_not_damaged(folder, ended, monkeypatch
     check = storage.check
 
     def removing(array):
-        shutil.rmtree(folder / f"00000001.{START}", ignore_errors=True)
+        shutil.rmtree(folder / FIRST, ignore_errors=True)
         check(array)
 
     monkeypatch.setattr(storage, "check", removing)
@@ -115,7 +109,7 @@ def test_one_that_is_removed_meanwhile_is_not_damaged(folder, ended, monkeypatch
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_it_says(case, folder, ended):
-    prepare, path, wanted = CASES[case]
+    prepare, wanted, path = CASES[case]
     prepare(folder)
     out, errors, code = ended(checkpoint_info.main, path)
     if isinstance(code, str):  # which the interpreter prints

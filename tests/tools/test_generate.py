@@ -111,10 +111,8 @@ def cached_logits(tool, config, weights, inputs, on, start=0):
         cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
         parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
         for count in 4, 1, 1, 1, 1, 4:
-            here = inputs[:, first : first + count]
-            where = np.int32(first), start
-            given = placed(used, weights), cache, here, *where
-            actual, cache = step(*given, count=count)
+            given = placed(used, weights), cache, inputs[:, first : first + count]
+            actual, cache = step(*given, np.int32(first), start, count=count)
             parts.append(actual)
             first += count
         return np.concatenate(parts, axis=1)
@@ -277,8 +275,7 @@ def test_ids_come_as_often_as_they_are_likely():
     above 86 once in 3,000 times."""
     config = small_config()
     weights = jax.tree.map(np.zeros_like, random_weights(config))
-    how = steps.Sampling(1, None, 1, IDS)
-    given = [[]] * 16, [*range(16)], 16, how, 120
+    given = [[]] * 16, [*range(16)], 16, steps.Sampling(1, None, 1, IDS), 120
     actual = continued(steps, config, weights, mesh(1, 1), *given)
     counts = np.bincount(actual.ravel(), minlength=48)
     expected = actual.size / 47
@@ -394,9 +391,8 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
 ):
     """Rows of the training's length, and longer ones than the training's, which had microbatches
     and chunks."""
-    config = small_config()
-    if length == 17:
-        config = small_config("training.microbatches=2", "training.loss_chunks=3", "mesh.c=2")
+    parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
+    config = small_config(*(parts if length == 17 else ()))
     weights, codec = random_weights(config), Text(save_tokenizer(tmp_path))
     data = FlatTokens(write_dataset(tmp_path / "x.zarr", top=12), "validation")
     ids, starts = data.read(0, 222)
@@ -414,9 +410,10 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     assert f", {of_one} tokens: " in part
 
 
-@pytest.mark.parametrize(
-    ("rows", "length"), [(16, 512), (1, 8192), (8, 1024), (13, 600), (1024, 8)]
-)
+BATCHES = (16, 512), (1, 8192), (8, 1024), (13, 600), (1024, 8)
+
+
+@pytest.mark.parametrize(("rows", "length"), BATCHES)
 def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, rows, length):
     """Logits of 1,024 tokens, from a vocabulary of 128,256, and what is made of them are two arrays
     of 0.53 GB."""
@@ -476,14 +473,11 @@ def test_prompts_in_a_file(call, tmp_path, monkeypatch):
     def echo(_, prompts, numbers, tokens, rows, *others):
         asked.append((numbers, rows))
         new = [[prompt[-1], 49 + n] for prompt, n in zip(prompts, numbers, strict=True)]
-        new += [[1, 1]] * (rows - len(new))
-        return list(np.array(new).T)
+        return list(np.array(new + [[1, 1]] * (rows - len(new))).T)
 
     monkeypatch.setattr(steps, "generate", echo)
-    options = f"--prompts={tmp_path}/prompts.txt", "--samples=2", "--batch=4"
-    out, _, code = call("bytes", *options)
-    assert not code
-    assert asked == [([0, 1, 0, 1], 4), ([2, 3], 4)]
+    out, _, code = call("bytes", f"--prompts={tmp_path}/prompts.txt", "--samples=2", "--batch=4")
+    assert not code and asked == [([0, 1, 0, 1], 4), ([2, 3], 4)]
     text = "é\u2028\N{REPLACEMENT CHARACTER}"
     made = ("abb0", "abb1"), (f"{text}0", f"{text}1"), (f"{text}2", f"{text}3")
     assert out == "".join(
@@ -496,13 +490,11 @@ def test_prompts_in_a_file(call, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_a_text_comes_as_soon_as_it_is_certain(kind, call, tmp_path, monkeypatch):
     """An incomplete character is held back, and a word comes with the space before it."""
-    if kind == "bytes":
-        name, text, waiting = "bytes_utf8", "the snow ☃ 😀, man", 5
-    else:
+    name, text, waiting = "bytes_utf8", "the snow ☃ 😀, man", 5
+    if kind == "words":
         name, text, waiting = save_tokenizer(tmp_path), "the snow man", 0
     config = small_config("model.vocab=264")
-    ids = Text(name).encode(text, config)
-    prompt = Text(name).encode("the", config)
+    ids, prompt = (Text(name).encode(each, config) for each in (text, "the"))
     new = [np.array([i]) for i in ids[len(prompt) :]]
     monkeypatch.setattr(steps, "generate", lambda *_: new)
     pieces = []

@@ -35,8 +35,6 @@ from tests.processes import python_at_work
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import ConvertConfig, python_stdlib
 
-PROGRAM = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "--config-name=json_files"]
-
 
 @functools.cache
 def defaults():
@@ -313,7 +311,8 @@ def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
 def test_a_full_disk(shards, whole, tmp_path, run_here):
     """Simulates a full disk by a limit on the size of files."""
     wanted = [*arguments(shards, tmp_path / "x.zarr"), "validation_share=0.2"]
-    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *PROGRAM, *wanted]  # KiB
+    program = sys.executable, "-m", tool.__name__, "--config-name=json_files"
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *program, *wanted]  # KiB
     full = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True)
     assert full.returncode == 1 and full.stderr.startswith("error: ")
     assert "File too large" in full.stderr and "Traceback" not in full.stderr
@@ -347,10 +346,8 @@ def test_max_tokens_and_a_kill_at_any_write(shards, tmp_path, monkeypatch):
 
 def test_a_validation_split_of_its_own(shards, whole, tmp_path):
     """Applies max_tokens to it too, and reads all of it without max_tokens."""
-    load = {
-        "path": "json",
-        "data_files": {"train": str(shards), "held": str(shards.parent / "00.jsonl")},
-    }
+    files = {"train": str(shards), "held": str(shards.parent / "00.jsonl")}
+    load = {"path": "json", "data_files": files}
     changes = {"load_dataset": load, "validation_split": "held"}
     tool.convert(settings(shards, tmp_path / "x.zarr", **changes))
     train, validation = (texts_of(tmp_path / "x.zarr", s) for s in ("train", "validation"))
@@ -499,10 +496,8 @@ def test_nulls_first_and_columns_that_vary(folder, converted):
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_any_type_that_holds_strings(folder, converted, kind):
     of = pyarrow.dictionary("int32", "string") if kind == "dictionary" else getattr(pyarrow, kind)()
-    for i in range(2):  # of different types in the other column
-        table = pyarrow.table(
-            {"text": pyarrow.array([HI, None, f"{i}"], of), "x": [[1], "a"][i] * 3}
-        )
+    for i, x in enumerate([1, "a"]):  # of different types in the other column
+        table = pyarrow.table({"text": pyarrow.array([HI, None, f"{i}"], of), "x": [x] * 3})
         pyarrow.parquet.write_table(table, folder / f"{i}.parquet")
     assert converted(config="parquet_files")[1] == ["0", "1", HI, HI]
 

@@ -46,25 +46,14 @@ from tools.generate import model as models
 from tools.generate import steps
 
 LLAMA_2 = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 48,
-    "rope_theta": 10000.0,
-    "bos_token_id": 1,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "vocab_size": 48, "rope_theta": 10000.0, "bos_token_id": 1,
+}  # fmt: skip
 SCALED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 LLAMA_3 = LLAMA_2 | {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -73,12 +62,8 @@ LLAMA_3 = LLAMA_2 | {
     "rope_scaling": SCALED,
     "bos_token_id": 40,
 }
-MISTRAL = LLAMA_2 | {
-    "model_type": "mistral",
-    "num_key_value_heads": 2,
-    "rope_theta": 1000000.0,
-    "sliding_window": 9,
-}
+MISTRAL = LLAMA_2 | {"model_type": "mistral", "num_key_value_heads": 2, "rope_theta": 1000000.0}
+MISTRAL |= {"sliding_window": 9}
 SMOLLM_2 = LLAMA_2 | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": 0}
 QWEN_2 = LLAMA_3 | {"model_type": "qwen2", "rope_scaling": None, "bos_token_id": 3}
 del QWEN_2["head_dim"]
@@ -88,23 +73,13 @@ QWEN_3 |= {"bos_token_id": 0}
 OLMO_2 = LLAMA_2 | {"model_type": "olmo2", "num_key_value_heads": 2, "eos_token_id": 7}
 OLMO_2 |= {"bos_token_id": None}
 MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
-OLMOE = OLMO_2 | {
-    "model_type": "olmoe",
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": False,
-    "clip_qkv": None,
-}
+OLMOE = OLMO_2 | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3}
+OLMOE |= {"norm_topk_prob": False, "clip_qkv": None}
 QWEN_3_MOE = QWEN_3 | {
-    "model_type": "qwen3_moe",
-    "tie_word_embeddings": False,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
+    "model_type": "qwen3_moe", "tie_word_embeddings": False, "moe_intermediate_size": 24,
+    "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-}
+}  # fmt: skip
 del QWEN_3_MOE["intermediate_size"]  # of layers without experts
 
 
@@ -113,15 +88,9 @@ def experts_in(config):
 
 
 FAMILIES = {
-    "Llama 3.1": LLAMA_3,
-    "Mistral": MISTRAL,
-    "Qwen2": QWEN_2,
-    "Qwen3": QWEN_3,
-    "OLMo 2": OLMO_2,
-    "Mixtral": MIXTRAL,
-    "OLMoE": OLMOE,
-    "Qwen3 with experts": QWEN_3_MOE,
-}
+    "Llama 3.1": LLAMA_3, "Mistral": MISTRAL, "Qwen2": QWEN_2, "Qwen3": QWEN_3, "OLMo 2": OLMO_2,
+    "Mixtral": MIXTRAL, "OLMoE": OLMOE, "Qwen3 with experts": QWEN_3_MOE,
+}  # fmt: skip
 WITH_EXPERTS = {name: config for name, config in FAMILIES.items() if experts_in(config)}
 
 
@@ -149,24 +118,16 @@ def random_tensors(config, dtype=np.float32, seed=0):
         tensors[f"{name}.{bias or 'weight'}"] = values.astype(dtype)
 
     kind = config["model_type"]
-
     draw("model.embed_tokens", config["vocab_size"], M)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         draw(f"{layer}.{'post_feedforward' if kind == 'olmo2' else 'input'}_layernorm", M)
-        if kind in ("olmo2", "olmoe"):
-            draw(f"{layer}.self_attn.q_norm", heads * D)
-            draw(f"{layer}.self_attn.k_norm", keys * D)
-        if kind in ("qwen3", "qwen3_moe"):
-            draw(f"{layer}.self_attn.q_norm", D)
-            draw(f"{layer}.self_attn.k_norm", D)
-        if kind == "qwen2":
-            draw(f"{layer}.self_attn.q_proj bias", heads * D)
-            draw(f"{layer}.self_attn.k_proj bias", keys * D)
-            draw(f"{layer}.self_attn.v_proj bias", keys * D)
-        draw(f"{layer}.self_attn.q_proj", heads * D, M)
-        draw(f"{layer}.self_attn.k_proj", keys * D, M)
-        draw(f"{layer}.self_attn.v_proj", keys * D, M)
+        for name, size in {"q": heads * D, "k": keys * D, "v": keys * D}.items():
+            if name != "v" and kind in ("olmo2", "olmoe", "qwen3", "qwen3_moe"):
+                draw(f"{layer}.self_attn.{name}_norm", size if "olmo" in kind else D)
+            if kind == "qwen2":
+                draw(f"{layer}.self_attn.{name}_proj bias", size)
+            draw(f"{layer}.self_attn.{name}_proj", size, M)
         draw(f"{layer}.self_attn.o_proj", M, heads * D)
         draw(f"{layer}.post_attention_layernorm", M)
         block, names = block_of(config, layer)
@@ -425,7 +386,7 @@ def test_an_exported_model_is_the_papers_and_is_imported_with_the_same_bits(laye
     layer = 2 * 48 + 2 * 48 * 8 * 16 + 2 * 48 * 4 * 16 + 4 * (48 + 3 * 48 * 24)
     count = 2 * 48 * 48 + 48 + layers * layer
     assert not message and f"step 7: {4 * count:,} bytes of float32 in " in out
-    targets = np.random.default_rng(1).integers(0, 48, (4, 24))
+    targets = draw_targets(LLAMA_2)
     actual = train_logits(trained, targets)
     assert_close(actual, paper_logits(folder, inputs(targets, 9)), 1e-5)
 
@@ -631,20 +592,12 @@ def test_what_can_not_be_exported_is_refused(case, trained, tmp_path, run, monke
     assert not (tmp_path / "hf/config.json").exists()
 
 
+VALUES = '    w_v: compute["M'
 EDITS = {
-    "a weight that no Llama has": (
-        '    w_v: compute["M',
-        '    scale: compute["M/t/c/s", gain]\n    w_v: compute["M',
-    ),
+    "a weight that no Llama has": (VALUES, f'    scale: compute["M/t/c/s", gain]\n{VALUES}'),
     "a weight that is no more": ('    final_norm: compute["M/t/c/s", gain]\n', ""),
-    "a weight of other dimensions": (
-        '    w_v: compute["M/c/s K/t D"',
-        '    w_v: compute["M/c/s Q K/t D"',
-    ),
-    "a weight of another dtype": (
-        "return array_type(f32, over_replicas",
-        "return array_type(compute, over_replicas",
-    ),
+    "a weight of other dimensions": (f"{VALUES}/c/s K", f"{VALUES}/c/s Q K"),
+    "a weight of another dtype": ("array_type(f32, over_r", "array_type(compute, over_r"),
 }
 
 
@@ -793,11 +746,11 @@ def test_experts_generate_what_transformers_does(family, tmp_path, run):
 
 def test_a_tokenizer_has_the_ids_of_its_file(tmp_path):
     """transformers' class for Qwen2 adds tokens that neither the file nor the model has."""
-    vocabulary = trained_tokenizer(["two and two is four"], ["<|end|>"]).get_vocab_size()
-    trained_tokenizer(["two and two is four"], ["<|end|>"]).save(str(tmp_path / "tokenizer.json"))
+    inner = trained_tokenizer(["two and two is four"], ["<|end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = small_config(f"model.vocab={vocabulary}").model
+    model = small_config(f"model.vocab={inner.get_vocab_size()}").model
     ids = tool.copy_tokenizer(str(tmp_path), tmp_path / "out", model)
     assert ids == {"eos_token_id": 0, "pad_token_id": None}
     assert (tmp_path / "out/tokenizer.json").exists()
@@ -838,9 +791,8 @@ def test_a_tokenizer_goes_with_the_model_whose_texts_it_starts(name, of_words, t
     out, message = run("export", of_words / "start0", tmp_path / "no", tokenizer)
     assert not out and not [*(tmp_path / "no").iterdir()]
     case = "a tokenizer that starts texts with another id"
-    golden.check(
-        "huggingface_weights.txt", case, re.sub(r"tokenizer /.*/words[^,]*", "...", message)
-    )
+    message = re.sub(r"tokenizer /.*/words[^,]*", "...", message)
+    golden.check("huggingface_weights.txt", case, message)
 
 
 def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):

@@ -73,11 +73,8 @@ def test_logits_are_held_where_they_need_more_than_a_layer(chip, each):
     mesh = "mesh={d: 4, t: 2}"
     chunks = [held(mesh, f"training.loss_chunks={n}", chip=chip) for n in (1, 2, 16)]
     tokens = B * L // 4
-    assert [terms.get(memory.LOGITS) for terms in chunks] == [
-        each * tokens * V // 2,
-        each * tokens // 2 * V // 2,
-        None,
-    ]
+    whole = each * tokens * V // 2
+    assert [terms.get(memory.LOGITS) for terms in chunks] == [whole, whole // 2, None]
     assert chunks[0]["gathered weights"] == 2 * V * M // 2, "the unembedding"
     assert memory.ARRAYS not in chunks[0] and memory.ARRAYS in chunks[2]
 
