@@ -197,7 +197,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             for dim in parts(length):
                 problems.append(
                     f"{at}: {what} over {dim}, of which each device has only a part: "
-                    + CURES.get(what, "ops.all_gather it before")
+                    + CURES.get(f"{what} of {dim.name}", CURES.get(what, GATHER))
                 )
         if name in COLLECTIVES or name == "axis_index":
             over = ", ".join(axes_of(eqn))
@@ -209,10 +209,12 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
 
 
+GATHER = "ops.all_gather it before"
 CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
-    "iota": "use ops.indices or, for L, whose order c changes, batch.position",
+    "iota": "use ops.indices",
+    "iota of L": "use batch.position, as c changes the order of a row",
     "axis_index": "use ops.indices, ops.split of a replicated value, or an op of your own",
     "constant": "use ops.indices, or ops.split of a constant as long as the whole",
 }

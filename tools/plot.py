@@ -59,7 +59,8 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
     try:
         text = (folder / "config.yaml").read_text()
         config = flat(plain(text))
-        names = map(tokenizer_of, re.findall("filespec: ([^:\n]+)$", text, re.MULTILINE))
+        paths = re.findall("filespec: ([^:\n]+)$", text, re.MULTILINE)
+        names = (used.name for used in map(tokenizer_of, paths) if used)
         unknown = f"unknown, {config.get('model.vocab')} ids"
         named = config.get("hf_dataset.tokenizer"), *names
         config["tokenizer"] = next(filter(None, named), unknown)
