@@ -134,7 +134,8 @@ def traced(function: Any, shapes: tuple[Any, ...], *static: Any) -> Any:
         closed = jitted.trace(*shapes, *static).jaxpr
     # JAX takes a leaked tracer for a constant until something reads it.
     jax.tree.map(jnp.copy, made.consts)
-    constants[closed.jaxpr] = closed.consts
+    keys = jax.dtypes.extended  # PRNG keys, which aren't numbers
+    constants[closed.jaxpr] = [None if jnp.issubdtype(x.dtype, keys) else x for x in closed.consts]
     return closed.jaxpr
 
 
@@ -338,7 +339,8 @@ def _same_share(part: Taken, whole: Taken) -> bool:
     return not split or (part.share == whole.share and part.share.numerator == 1)
 
 
-COUNTS = "k", "y"  # parameters of top_k and integer_pow
+# Parameters that are numbers, such as those of top_k and integer_pow.
+COUNTS = "k", "y"
 
 
 def _shown(x: np.ndarray) -> str:
@@ -347,8 +349,9 @@ def _shown(x: np.ndarray) -> str:
 
 def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Computed]:
     """Yields the ops of the forward pass, and the primitives between ops, `with_numbers` with
-    these, `with_entries` with the entries taken at fixed indices. Skips primitives that
-    only cast or shape arrays: JAX chooses others where an axis or a length is one."""
+    numbers that don't depend on the arguments, `with_entries` with the entries taken at fixed
+    indices. Skips primitives that only cast or shape arrays: JAX chooses others where an axis or a
+    length is one."""
     indices = _indices(jaxpr, _variables(jaxpr.outvars), bool)  # JAX adds a length to negative ones
     op = ""
     for eqn, path, line, _, operands in equations(jaxpr):

@@ -15,7 +15,6 @@ from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode
 from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
-NOT_READ = {"int64": "np.int64", "uint8 or text": "np.uint8"}  # what a file may have by mistake
 
 
 def bin_files(path: str) -> list[str]:
@@ -54,9 +53,11 @@ def mapped(file: str, kind: str) -> np.ndarray:
             if raw.min() >= 9 and raw.max() < 127:
                 other = "uint8 or text"
         cure = f"set flat_tokens.bin_dtype={other}"
-        if other in NOT_READ:
-            old = f"np.fromfile(old, {NOT_READ[other]})"
-            cure = f"write them as uint32, by {old}.astype(np.uint32).tofile(new)"
+        if other == "uint8 or text":
+            cure = "convert the text with tools.huggingface_to_flat_tokens"
+        elif other == "int64":
+            new = "np.fromfile(old, np.int64).astype(np.uint32).tofile(new)"
+            cure = f"write them as uint32, by {new}, and set flat_tokens.bin_dtype=uint32"
         if other != kind:
             raise ValueError(f"its ids look like {other}: {cure}")
         count = -(-whole // np.dtype(kind).itemsize)
@@ -66,13 +67,16 @@ def mapped(file: str, kind: str) -> np.ndarray:
     return np.asarray(np.memmap(file, kind, "r", begin))
 
 
+# In the name of a file.
+FOR_VALIDATION = r"(?<![a-z])(e?val(id\w*|uation)?|tests?|dev|held_?out|holdout)(?![a-z])"
+
+
 class Bins:
     """The ids of `.bin` files, where a document starts after each `end_token`. A loader packs rows
     from it as from FlatTokens: `read_encoded` and all attributes but `files` are those it needs.
 
-    Raises FlatTokensError for a file that can't be read or is malformed, and for an end token that
-    no file has. No file records its largest id, so `read_encoded` raises FlatTokensError for an id
-    of `vocab` or more.
+    Raises FlatTokensError for a file that can't be read or is malformed. No file records its
+    largest id, so `read_encoded` raises FlatTokensError for an id of `vocab` or more.
     """
 
     bytes_per_token = 0.0  # unknown
@@ -90,15 +94,16 @@ class Bins:
             self.firsts.append(self.firsts[-1] + len(ids))
             self.files.append(f"{os.path.basename(file)}, {len(ids):,} ids of {ids.dtype}")
         others = [file for file in self.files if "train" not in file]
-        if len(others) < len(self.files) and re.search(
-            "(?<![a-z])(val|test|dev|holdout)", str(others)
-        ):
+        if len(others) < len(self.files) and re.search(FOR_VALIDATION, str(others)):
             raise FlatTokensError(f"{path} has files for validation, too: choose 'x/*train*.bin'")
         self.token_count, self.rows_from = self.firsts[-1], digest(self.files)
+
+    def check_end_token(self) -> None:
+        """Raises FlatTokensError if no document ends with the end token."""
         blocks = (ids[i : i + CHUNK] for ids in self.parts for i in range(0, len(ids), CHUNK))
-        if end_token is not None and not any(end_token in block for block in blocks):
+        if self.end_token >= 0 and not any(self.end_token in block for block in blocks):
             cure = "choose the id that ends its documents, or leave the end token out"
-            raise FlatTokensError(f"{path} doesn't have end_token={end_token}: {cure}")
+            raise FlatTokensError(f"{self.name} doesn't have end_token={self.end_token}: {cure}")
 
     @checked
     def read_encoded(self, start: int, stop: int) -> UInt32[np.ndarray, " {stop-start}"]:

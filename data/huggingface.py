@@ -38,12 +38,10 @@ class HuggingFaceConfig(Section, key="hf_dataset"):
     end_token: bool = False
     skip_not_text: bool = False
 
-    def __post_init__(self) -> None:
-        different = self.validation_split != self.train_split
-        self.require(different, "validation_split", "training has it, too: name another one")
-
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Returns the batches of a split, train or validation, for the mesh in context."""
+        different = self.validation_split != self.train_split
+        self.require(different, "validation_split", "training has it, too: name another one")
         return StreamLoader(self, spec, split)
 
     def tokenizer_used(self, remote: bool = False) -> Named:
@@ -77,6 +75,8 @@ class StreamLoader(Batches):
         few = config.sequences_packed_per_batch
         self.source = text.Source(load, name, *settings, few, section=config.prefix)
         found, hosts = self.source.check(), jax.process_count()
+        for note in self.source.notes if split == "train" else ():
+            say(f"note: {note}")
         say(f"{self.name} has {text.counted(found['files'], 'file')}")
         if (fewest := found["shards"] // hosts) and found["shards"] % hosts:
             uneven = f"{found['shards']} shards on {hosts} hosts, which take equally many tokens"

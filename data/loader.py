@@ -428,15 +428,20 @@ class Mixture(Batches):
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
         paths = *(x.filespec for x in config.datasets), *config.validation.values()
-        first, *others = sorted({*filter(None, map(tokenizer_of, paths))}) or [Named("")]
+        recorded = {*filter(None, map(tokenizer_of, paths))}
+        # One whose vocabulary is known comes first: the others are compared with it.
+        first, *others = sorted(recorded, key=lambda x: (not x.vocabulary, x)) or [Named("")]
         for other in others:
             if problem := difference(first, other):
-                both = f"different tokenizers, {first.name} and {other.name}"
-                both = f"flat_tokens has datasets of {both}"
-                raise FlatTokensError(f"{both}: {problem}. Convert them with the same one")
+                both = f"{first.name} and {other.name}: {problem}"
+                both = f"flat_tokens has datasets of different tokenizers, {both}"
+                raise FlatTokensError(f"{both}. Convert them with the same one")
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None
+        bins = [x for x in data if isinstance(x, Bins)]
+        if len(bins) == 1 and split == "train":  # of several, some may be one document
+            bins[0].check_end_token()
         self.made_of = {
             "tokens": [x.rows_from for x in data],
             "samples": [*map(sample, data)],

@@ -131,7 +131,8 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
     before, now = rows(checkpoint.settings), rows(plain(config.to_yaml()))
     made_of = made_of_flat_tokens(checkpoint) if data.made_of else {}
     for name, there in made_of.get("validation", {}).items():
-        if data.made_of.get("validation", {}).get(name, there) != there:
+        here = data.made_of.get("validation", {}).get(name, there)
+        if any(here[part] != there[part] for part in ("tokens", "samples")):
             which = f"set {name}" if name else "split"
             say(f"note: the validation {which} has changed: its losses are others now")
     for part in filter(made_of.get, ("tokens", "samples")):  # earlier versions had no samples

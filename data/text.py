@@ -33,7 +33,6 @@ from jaxtyping import Int64, UInt32
 
 from data.flat_tokens import Named, checked, decode, encode
 from runtime.config import flat
-from runtime.run import say
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -54,7 +53,7 @@ class Unit(NamedTuple):
 
     tokens: UInt32[np.ndarray, " tokens"]  # encoded as in flat_tokens.py, end to end
     lengths: Int64[np.ndarray, " documents"]  # in tokens; an empty document has 0
-    sizes: Int64[np.ndarray, " documents"]  # of their texts in UTF-8, in bytes; 0 if not known
+    sizes: Int64[np.ndarray, " documents"]  # of their texts in UTF-8, in bytes
     position: dict[str, Any]  # after this unit
 
 
@@ -390,6 +389,7 @@ class Source:
     output: str = ""  # the folder to convert to, which may not be among the files read
     section: str = ""  # prefix of the keys of the config, if not the converter's
     lossy: bool = False  # the tokenizer loses text, so tokens per byte mean nothing
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in {*NOT_READ.split()} & {*self.load_dataset}:
@@ -405,9 +405,9 @@ class Source:
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
     def check(self) -> dict[str, Any]:
-        """Returns the fingerprint. Says so if the tokenizer loses a part of the first documents,
-        and sets `lossy`. Raises UserError or OSError if the split, these documents or the tokenizer
-        can't be opened."""
+        """Returns the fingerprint. Adds to `notes` what is read twice, and that the tokenizer loses
+        a part of the first documents, for which it also sets `lossy`. Raises UserError or OSError
+        if the split, these documents or the tokenizer can't be opened."""
         for texts, position in self.read({}):
             if any(texts):
                 lost = tokenizer(self.tokenizer).lost(texts)
@@ -415,7 +415,7 @@ class Source:
                 if share > 0.001:
                     self.lossy = True
                     such = f"{share:.1%} of the characters, such as {lost.most_common(1)[0][0]!r}"
-                    say(f"note: the tokenizer loses or changes {such}")
+                    self.notes.append(f"the tokenizer {self.tokenizer} loses or changes {such}")
                 return position["source"]
         raise UserError(f"the split {self.split} has no text")
 
@@ -496,8 +496,8 @@ class Source:
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         for name, times in Counter(name for name, _ in pairs).items():
-            if times > 1:
-                raise UserError(f"{name} is read {times} times: name it once in data_files")
+            if times > 1 and not self.names:
+                self.notes.append(f"{name} is read {times} times")
         self.names = {name for name, _ in pairs}
         return pairs
 
@@ -599,7 +599,7 @@ def units(
     opened = tokenizer(source.tokenizer, source.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
-        sizes = np.array([0 if source.lossy else len(text.encode()) for text in texts], np.int64)
+        sizes = np.array([len(text.encode()) for text in texts], np.int64)
         return Unit(*opened(texts), sizes, after)
 
     upcoming: deque[Future[Unit]] = deque()

@@ -143,9 +143,8 @@ class MeshConfig(Section, key="mesh"):
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
-    if config.num_hosts == 1:
-        for key in "coordinator", "process_id":  # with which each host would train alone
-            config.require(not getattr(config, key), key, "set num_hosts, too; it is 1")
+    first = config.num_hosts > 1 or config.process_id == 0
+    config.require(first, "process_id", "num_hosts is 1, with which each host trains alone")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
@@ -255,7 +254,8 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     model."""
     checkpoints.check_model()
     before, now = flat(checkpoints.newest.settings), flat(plain(config.to_yaml()))
-    other = [f"{x}={before[x]}" for x in now if before.get(x, now[x]) != now[x]]
+    trained = [x for x in now if x.startswith(("model.", "training.", "dtype"))]
+    other = [f"{x}={before[x]}" for x in trained if before.get(x, now[x]) != now[x]]
     say(
         f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
         "continue it, or choose another paths.model_name to start a new run"

@@ -702,7 +702,7 @@ def typed_shard_map(fn: F) -> F:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.shape or mesh.manual_axes or set(mesh.axis_types) != {AxisType.Auto}:
             raise ShardTypeError(
-                f"call {fn.__name__} under jax.set_mesh(mesh_over(...)), and not inside "
+                f"call {fn.__name__} under jax.set_mesh(mesh), whose axes are Auto, and not inside "
                 "another shard_map"
             )
         with scope():

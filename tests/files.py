@@ -40,9 +40,10 @@ def write_tokens(
     return str(path)
 
 
-def name_tokenizer(path: pathlib.Path | str, name: str) -> None:
+def name_tokenizer(path: pathlib.Path | str, name: str, vocabulary: str = "") -> None:
     """Records in a dataset by which tokenizer it was made."""
-    zarr.open_group(path).attrs["conversion"] = {"settings": {"tokenizer": name}}
+    made = {"settings": {"tokenizer": name}, "vocabulary": vocabulary}
+    zarr.open_group(path).attrs["conversion"] = made
 
 
 def save_state(folder: pathlib.Path | str, config: "train.Config", weights: Any, step: int) -> None:

@@ -65,7 +65,6 @@ CASES = {
     "options among overrides": ["training.seed=0", "--multirun", "training.steps=1,0"],
     "a config group as a number": ["model=84"],
     "a coordinator without a port": ["num_hosts=2", "coordinator=10.0.0.1"],
-    "a coordinator of one host": ["coordinator=10.0.0.1:8476"],
     "a second host of one": ["process_id=1"],
     "a group that no config has": ["x/y=1"],
     "several values": ["training.seed=1,2"],

@@ -115,6 +115,7 @@ def from_bins(source: str, output: str, end_token: int | None, kind: str | None)
         parts = megatron_parts(source)
     else:
         data = Bins(source, end_token, kind or "uint16")
+        data.check_end_token()
         bounds = range(0, data.token_count, PART)
         parts = (data.read_encoded(low, min(low + PART, data.token_count)) for low in bounds)
     with Writer(*split_of(output)) as writer:

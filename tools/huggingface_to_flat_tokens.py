@@ -150,7 +150,12 @@ def convert(config: ConvertConfig) -> None:
     files = sum(source.check()["files"] for source in sources)
     if both := set.intersection(*(source.names for source in sources)) if sources[1:] else ():
         raise UserError(f"{min(both)} is in both splits: leave it out of one")
+    for note in dict.fromkeys(note for source in sources for note in source.notes):
+        print(f"note: {note}")
     conversion = Conversion(config)
+    if any(source.lossy for source in sources):
+        for writer in conversion.writers.values():
+            writer.text_bytes = None
     for i, source in enumerate(sources):
         bar = tqdm(
             desc=names[i],

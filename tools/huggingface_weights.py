@@ -295,7 +295,7 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         found |= {"d_ff": 0, "experts": {"bias": False} | experts}
     model, length = load(train.ModelConfig, found), config.max_position_embeddings
     # The models compute the same if exporting ours would give the same config.json.
-    wanted = described(model, length, family) | {"quantization_config": None, "auto_map": None}
+    wanted = described(model, length, family) | {"quantization_config": None}
     kind = "sliding_attention" if model.sliding_window else "full_attention"
     wanted["layer_types"] = [kind] * model.layers
     if family not in WITH_WINDOW:
@@ -430,7 +430,7 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
         length = max(length, model.rope_scaling.original_len)
     config: dict[str, Any] = {"eos_token_id": None}
     recorded = tokenizer_of_model(source)
-    if tokenizer and recorded:
+    if tokenizer and recorded and recorded.vocabulary:
         used = Named(tokenizer, opened(tokenizer).vocabulary)
         if problem := difference(recorded, used):
             problem = f"the model's tokenizer is {recorded.name}, not {tokenizer}: {problem}"
@@ -522,13 +522,15 @@ def import_weights(path: str, output: str) -> str:
         cure = "merge it into the model with PEFT's merge_and_unload, and save_pretrained that"
         raise UserError(f"{adapter} is of an adapter, which would be left out: {cure}")
     model, length = model_in(folder)
+    theirs = json.loads((folder / "config.json").read_text())
+    if own := [key for key in theirs.get("auto_map") or {} if key.startswith("AutoModel")]:
+        raise UserError(f"config.json's auto_map has {own[0]}: the model has code of its own")
     opened = open_tensors(folder)
     if model.tied_embeddings and EMBED in opened and UNEMBED in opened:
         if np.array_equal(opened[EMBED][:], opened[UNEMBED][:]):
             del opened[UNEMBED]
         else:  # transformers uses both, whatever config.json says
             model = dataclasses.replace(model, tied_embeddings=False)
-    theirs = json.loads((folder / "config.json").read_text())
     wanted = tensors(model, theirs["model_type"])
     check_tensors(opened, wanted, folder)
     arrays = {}

@@ -9,7 +9,7 @@ the tasks' datasets. --model_args are those of CheckpointLM: d, t, dtype and tok
 options of tools.generate, and weights are held as there. In Python:
 
     from tools.lm_eval import CheckpointLM
-    results = lm_eval.simple_evaluate(CheckpointLM("runs/stdlib/checkpoints"), tasks=["hellaswag"])
+    results = lm_eval.simple_evaluate(CheckpointLM("runs/stdlib"), tasks=["hellaswag"])
 
 Once this module is imported, lm-eval also knows the model as "shardlight".
 

@@ -218,6 +218,13 @@ def test_a_number_that_is_no_operand_is_named_if_it_depends_on_the_mesh(limit, n
     assert f", in loss: a number depends on the mesh: {named}" in untried(module, config)
 
 
+def test_a_key_made_outside_of_the_step_is_no_number():
+    noise = f"{NATS}\n        nats += jax.random.uniform(KEY, ())"
+    top = "# --- Loss"
+    module = edited("train.py", (NATS, noise), (top, f"KEY = jax.random.key(7)\n{top}"))
+    assert untried(module, config_of(module)) == ""
+
+
 STEP = '@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")'
 LOOPS = """
 @jax.jit

@@ -399,7 +399,7 @@ def test_shapes_and_layouts_need_sizes_and_axes():
 
 
 def test_a_mesh_is_needed():
-    message = r"jax.set_mesh\(mesh_over"
+    message = r"jax.set_mesh\(mesh\)"
     with pytest.raises(ShardTypeError, match=message):
         use(model(), X)
     explicit = jax.make_mesh((4, 2), ("d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)

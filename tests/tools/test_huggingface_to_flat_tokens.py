@@ -20,6 +20,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
+import tokenizers
 import zarr
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -402,7 +403,6 @@ MISTAKES = {
     "validation_split=missing": "no split missing: train has ['texts.jsonl']. Choose one of these",
     "+load_dataset.nonsense=1": "nonsense",
     "validation_split=train": "validation_split=train: training has it, too",
-    "load_dataset.data_files=[*.jsonl,texts.jsonl]": "texts.jsonl is read 2 times",
     "load_dataset.data_files={train: texts.jsonl, validation: '*.jsonl'}": "is in both splits",
     "load_dataset.data_files=2024": "load_dataset.data_files=2024 matches no file",
     "load_dataset.data_files=[*.jsonl,x/*]": "data_files=x/* matches no file in FOLDER",
@@ -596,6 +596,22 @@ def test_a_long_document_in_the_validation_split(folder, converted):
     for first, noted in ("x" * 40, False), ("x" * 4000, True):
         write_texts(folder / "a.jsonl", [first] + ["x" * 40] * 19)
         assert ("note: 84.03% of the tokens are" in converted("column=body")[0]) == noted
+
+
+def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
+    """The second tokenizer knows two letters, so bits per byte would mean nothing."""
+    write_texts(folder / "a.jsonl", ["abba", "ba ä"])
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    inner.save(name := str(folder.parent / "ab.json"))
+    files = f"load_dataset.data_files=[{folder}/a.jsonl,{folder}/*]"
+    for tokenizer, lost in ("bytes_utf8", False), (name, True):
+        output = f"{folder.parent}/{lost}.zarr"
+        wanted = files, "column=body", f"tokenizer={tokenizer}", f"output={output}"
+        out, _ = run_here("--config-name=json_files", *wanted)
+        assert f"note: {folder}/a.jsonl is read 2 times\n" in out
+        note = f"note: the tokenizer {name} loses or changes 12.5% of the characters, such as 'ä'\n"
+        known = zarr.open_group(f"{output}/train").attrs
+        assert (note in out, "bytes" not in known) == (lost, lost)
 
 
 def compressed(kind, content):
