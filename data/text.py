@@ -153,10 +153,10 @@ class Tokenizer:
         options = {"skip_special_tokens": without_special, "clean_up_tokenization_spaces": False}
         return str(self.slow.decode(ids.tolist(), **options))
 
-    def lost(self, texts: list[str]) -> Counter[str]:
-        """Counts the characters of texts, except white space, that their tokens don't give back."""
-        back = self.decode(decode(self(texts)[0])[0])
-        before, after = (Counter("".join(x.split())) for x in ("".join(texts), back))
+    def lost(self, text: str) -> Counter[str]:
+        """Counts the characters of a text, except white space, that its tokens don't give back."""
+        back = self.decode(decode(self([text])[0])[0])
+        before, after = (Counter("".join(x.split())) for x in (text, back))
         return before - after
 
     @functools.cached_property
@@ -410,8 +410,9 @@ class Source:
         if the split, these documents or the tokenizer can't be opened."""
         for texts, position in self.read({}):
             if any(texts):
-                lost = tokenizer(self.tokenizer).lost(texts)
-                share = lost.total() / sum(map(len, texts))
+                text = "".join(texts)[: 2**16]  # a tokenizer in Python takes seconds for more
+                lost = tokenizer(self.tokenizer).lost(text)
+                share = lost.total() / len(text)
                 if share > 0.001:
                     self.lossy = True
                     such = f"{share:.1%} of the characters, such as {lost.most_common(1)[0][0]!r}"

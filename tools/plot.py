@@ -60,7 +60,7 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], pandas.DataFrame]:
         text = (folder / "config.yaml").read_text()
         config = flat(plain(text))
         paths = re.findall("filespec: ([^:\n]+)$", text, re.MULTILINE)
-        names = (used.name for used in map(tokenizer_of, paths) if used)
+        names = (recorded.name for recorded in map(tokenizer_of, paths) if recorded)
         unknown = f"unknown, {config.get('model.vocab')} ids"
         named = config.get("hf_dataset.tokenizer"), *names
         config["tokenizer"] = next(filter(None, named), unknown)

@@ -211,7 +211,7 @@ ROWS = "nats.shape[0] % 7 + 1"  # 64 in all, 16 on a device
     ],
 )
 def test_a_number_that_is_no_operand_is_named_if_it_depends_on_the_mesh(limit, named):
-    """Of a primitive's parameters, or in an array made by NumPy. Tiny sizes hide both."""
+    """Tries a primitive's parameter and an array made by NumPy. Tiny sizes hide both."""
     edit = (NATS, f"import numpy\n        {NATS}\n        nats = jnp.minimum(nats, {limit})")
     module = edited("train.py", edit)
     config = config_of(module, "training.tokens={batch: 64, len: 64}")
