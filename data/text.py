@@ -8,6 +8,7 @@ source, because a position means nothing in a source that has changed.
 
 import array
 import contextlib
+import csv
 import dataclasses
 import functools
 import gzip
@@ -18,7 +19,7 @@ import json
 import os
 import re
 import reprlib
-import warnings
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +42,9 @@ DOCUMENTS = 256  # in a unit, at most
 ROWS = 16  # of a parquet file that are in memory as objects
 # The output's folder, and a file at each depth in it.
 IN_OUTPUT = " /zarr.json /train/zarr.json /train/seq_starts/zarr.json /train/seq_starts/c/0"
-CSV_ROWS = 128  # pandas takes as long for a chunk of a few rows as for one of a hundred
+# Arguments of `datasets` for CSV files: those that csv.reader has, too, and the others that apply.
+CSV_DIALECT = {"quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace"}
+CSV_SETTINGS = {"sep", "names", "encoding", "encoding_errors"}
 UNIT_CHARACTERS = 2**21  # after which a unit ends: several units are in memory
 FILE_FORMATS = ("arrow", "csv", "json", "pandas", "parquet", "text", "xml")  # of local files
 ARCHIVES = re.compile(r"\.(7z|rar|tar(\.\w+)?|t[bgx]z2?|tzst)$", re.IGNORECASE)  # but not zip
@@ -305,18 +308,29 @@ def arrow_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
 
 
 def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
-    import pandas
-
-    # If the first row has too many fields, pandas by default takes one for an index, or warns.
-    warnings.filterwarnings("error", "Length of header", pandas.errors.ParserWarning)
-    as_typed = {"dtype": object, "na_filter": False, "chunksize": CSV_ROWS}  # 007, NA are texts
-    as_typed["index_col"] = False if config.index_col is None else config.index_col
-    try:
-        for rows in pandas.read_csv(file, **config.pd_read_csv_kwargs | as_typed):
-            yield from rows.to_dict("records")
-    except pandas.errors.ParserWarning:
-        problem = f"it, or one of the next {CSV_ROWS - 1}, has more fields than there are columns"
-        raise ValueError(problem) from None
+    settings, default = config.pd_read_csv_kwargs, type(config)()
+    for name in settings.keys() - CSV_SETTINGS - CSV_DIALECT:
+        if settings[name] != getattr(default, name):
+            problem = "isn't among the settings with which CSV files are read here"
+            raise UserError(f"load_dataset.{name} {problem}: leave it out")
+    dialect = {name: settings[name] for name in CSV_DIALECT} | {"delimiter": config.sep}
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(
+        file, config.encoding or "utf-8-sig", config.encoding_errors, newline=""
+    ) as lines:
+        rows = filter(None, csv.reader(lines, strict=True, **dialect))
+        try:
+            names = config.names or next(rows, [])
+            if names.count(column) > 1:
+                raise ValueError(f"two columns are named {column}")
+            for row in rows:
+                if len(row) < len(names) or any(row[len(names) :]):
+                    found, wanted = counted(len(row), "field"), counted(len(names), "column")
+                    raise ValueError(f"it has {found} for {wanted}")
+                yield dict(zip(names, row, strict=False))
+        except csv.Error as error:
+            cure = """if its quotes are written \\", set '+load_dataset.escapechar="\\\\"'"""
+            raise ValueError(f"{error}; {cure}") from None
 
 
 def text_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -335,7 +349,7 @@ READERS = {
 READ_BY_DATASETS = {"filters", "on_bad_files"}  # arguments that these readers don't implement
 # Arguments that would have no effect: for any dataset, and for CSV and parquet files.
 NOT_READ = "split streaming num_proc keep_in_memory verification_mode save_infos trust_remote_code"
-NOT_READ += " na_values keep_default_na na_filter usecols columns"
+NOT_READ += " na_values keep_default_na na_filter usecols columns chunksize"
 
 
 def decompressed(kind: str, file: Any, **_: Any) -> Any:
@@ -490,10 +504,12 @@ class Source:
         listing = card.is_file() and "data_files:" in card.read_text()  # of each split's files
         by_name = folder.is_dir() and not listing and not self.load_dataset["data_files"]
         files = resolve_pattern("**", str(folder)) if by_name else []
-        texts = {file for file in files if SUFFIXES & {*Path(file.lower()).suffixes}}
-        if left := texts.difference(*splits.values()):
-            problem = f"{folder} has files in no split, {listed(left)}: by their names, {found}"
+        left = {*files}.difference([str(card)], *splits.values())
+        if texts := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
+            problem = f"{folder} has files in no split, {listed(texts)}: by their names, {found}"
             raise UserError(f"{problem}. Move them elsewhere, or {cure}")
+        if left and not self.names:
+            self.notes.append(f"{folder} has files that aren't read: {listed(left)}")
         parts = [splits[name] for name in wanted]
         pairs = [x for part in parts for x in zip(part, part.origin_metadata, strict=False)]
         for name, times in Counter(name for name, _ in pairs).items():
