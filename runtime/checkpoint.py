@@ -240,15 +240,17 @@ class Checkpoint:
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:
-    """Returns the checkpoints, complete or not, in a run's folder or bucket, or in its folder
-    `checkpoints`, sorted by step and start. If the path itself names a checkpoint, returns that
-    one, even if it doesn't exist. Raises OSError if the store can't be reached."""
+    """Returns the checkpoints, complete or not, in a folder or bucket, sorted by step and start. A
+    folder without any may be a run's: then those in its folder `checkpoints`. If the path itself
+    names a checkpoint, returns that one, even if it doesn't exist. Raises OSError if the store
+    can't be reached."""
     path = path.rstrip("/")
     if re.fullmatch(NAME, path.rpartition("/")[2]):
         return [Checkpoint(path)]
-    if "checkpoints" in (found := storage.names(path)):
-        return list_checkpoints(f"{path}/checkpoints")
+    found = storage.names(path)
     names = [name for name in found if re.fullmatch(NAME, name)]
+    if not names and "checkpoints" in found:
+        return list_checkpoints(f"{path}/checkpoints")
     return sorted((Checkpoint(f"{path}/{name}") for name in names), key=lambda one: one.order)
 
 

@@ -325,6 +325,9 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
             assert runtime.checkpoint.newest(path).order == newest.order
         assert_same_bits(opened(first.name).restore(), values())
         shutil.copytree(".", "run/checkpoints")
+        shutil.copytree(
+            first, f"checkpoints/{first.name}"
+        )  # as `cp -r` does if the target is there
         for folder in ".", "run":
             assert [one.step for one in runtime.checkpoint.list_checkpoints(folder)] == [5, 6]
 
