@@ -71,7 +71,7 @@ from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
 from runtime.run import Run, complete, due, make_mesh, reserved, say
-from runtime.schedule import Hyper, hyper_at, note_of_rise
+from runtime.schedule import Hyper, hyper_at, note_of_peak, note_of_rise
 from shardlib import ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -657,9 +657,8 @@ def train(
         say(muon.note(kinds.weights))
     if kernel := described(sizes, config.mesh.c):
         say(kernel)
-    if training.warmup_steps > training.steps:
-        of = f"training.warmup_steps={training.warmup_steps} of {training.steps} steps"
-        say(f"note: the learning rate doesn't reach its peak: {of}")
+    if note := note_of_peak(training):
+        say(note)
     with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)

@@ -59,7 +59,7 @@ class TrainingConfig(Section, key="training"):
     learning_rate: F32
     schedule: Annotated[str, one_of("cosine linear wsd constant")]
     cooldown_steps: NonNegativeInt
-    cosine_learning_rate_final_fraction: F32  # of linear and wsd, too
+    cosine_learning_rate_final_fraction: Fraction  # of linear and wsd, too
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
     no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import time
 import typing
@@ -132,9 +133,9 @@ class Checkpoint:
         storage.write_group(f"{self.path}/complete", {})
 
     def remove(self) -> None:
-        """Removes the checkpoint. An interrupted removal leaves an incomplete one, not a damaged
-        one."""
-        for part in "complete", "records", "":
+        """Removes the checkpoint, or a link to one. An interrupted removal leaves an incomplete
+        one, not a damaged one."""
+        for part in [""] if os.path.islink(self.path) else ["complete", "records", ""]:
             storage.remove(f"{self.path}/{part}")
 
     def records(self) -> list[dict[str, Any]]:

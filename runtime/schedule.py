@@ -70,19 +70,33 @@ OF_RATES = (
 )
 
 
+def decay_start(training: Any) -> int:
+    """Returns the step after which the learning rate may fall."""
+    stable = training.steps_for_lr - training.cooldown_steps
+    start = stable if training.schedule == "wsd" else training.warmup_steps
+    return int(min(start, training.steps_for_lr))
+
+
 def learning_rate(step: int, training: Any) -> float:
     """Returns the rate of a step, counted from 1: linear warmup to the peak at `warmup_steps`, then
     a decay to the final fraction at `steps_for_lr`. The decay is a half cosine, linear, linear over
     only the last `cooldown_steps` (warmup-stable-decay: Hu et al. 2024,
     https://arxiv.org/abs/2404.06395, section 4), or none."""
-    warmup = step / max(training.warmup_steps, 1)
-    stable = training.steps_for_lr - training.cooldown_steps
-    start = stable if training.schedule == "wsd" else training.warmup_steps
+    warmup, start = step / max(training.warmup_steps, 1), decay_start(training)
     done = min(max((step - start) / max(training.steps_for_lr - start, 1), 0), 1)
     left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1}
     final = training.cosine_learning_rate_final_fraction
     decay = final + (1 - final) * left.get(training.schedule, 1 - done)
     return training.learning_rate * min(warmup, decay)
+
+
+def note_of_peak(training: Any) -> str:
+    """Returns a note if the learning rate doesn't reach its peak, else ""."""
+    rising = min(training.steps, decay_start(training))
+    if training.warmup_steps <= rising:
+        return ""
+    why = f"training.warmup_steps={training.warmup_steps}, but it rises for only {rising} steps"
+    return f"note: the learning rate doesn't reach its peak: {why}"
 
 
 def note_of_rise(step: int, training: Any, before: Any) -> str:

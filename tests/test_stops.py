@@ -161,7 +161,8 @@ def test_a_batch_that_is_left_out(runs, start):
     start("skips", "training.steps=3")
     out, message = start("skips", "training.skip_steps=[3, 5]")
     assert not message and "\nresumed at step 3" in out
-    note = "note: the learning rate doesn't reach its peak: training.warmup_steps=10 of 6 steps"
+    note = "note: the learning rate doesn't reach its peak: training.warmup_steps=10, "
+    note += "but it rises for only 6 steps"
     assert note in out.splitlines()
     assert rows(runs / "skips")[:3] == rows(runs / "whole")[:3]
     assert rows(runs / "skips")[3]["loss"] != rows(runs / "whole")[3]["loss"]

@@ -17,7 +17,7 @@ from kernels.attention import balanced
 from runtime.checkpoint import named
 from runtime.initial import initial_weights
 from runtime.run import Run
-from runtime.schedule import learning_rate
+from runtime.schedule import learning_rate, note_of_peak
 from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
 from shardlib.types import computing_in, make_shapes, make_shardings, type_tree, typed_shard_map
@@ -243,6 +243,20 @@ def test_the_schedule_agrees_with_optax_to_its_end_and_beyond(schedule, final, s
     rates = [learning_rate(step, config.training) for step in range(1, 150)]
     wanted = jax.vmap(optax_schedule(config.training))(jnp.arange(1, 150))
     np.testing.assert_allclose(rates, wanted, rtol=1e-5, atol=1e-9)
+
+
+def test_a_warmup_longer_than_the_decay_ends_with_it():
+    """At the schedule's end, the rate is the final fraction, and it stays there."""
+    for schedule, warmup, rising in ("cosine", 200, 100), ("wsd", 90, 80):
+        training = small_config(
+            f"training.schedule={schedule}", f"training.warmup_steps={warmup}",
+            "training.cooldown_steps=20", "training.steps_for_lr=100", "training.steps=250",
+            "training.cosine_learning_rate_final_fraction=0.1",
+        ).training  # fmt: skip
+        rates = [learning_rate(step, training) / training.learning_rate for step in range(250)]
+        assert rates[rising] == max(rates[: rising + 1]) and max(rates) < 0.95
+        assert rates[101:] == pytest.approx([0.1] * 149)
+        assert note_of_peak(training).endswith(f"but it rises for only {rising} steps")
 
 
 def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):

@@ -336,6 +336,19 @@ def test_what_is_kept_and_what_is_never_removed(keep_last, keep_every, one_devic
         assert_same_bits(restore(tmp_path / name, Tiny, TINY), tiny(step))
 
 
+def test_a_link_to_another_runs_checkpoint_is_removed_alone(one_device, tmp_path):
+    for run in "one", "two":
+        checkpoints = opened_tiny(tmp_path / run, keeping(keep_last=1))
+        checkpoints.save(5, tiny_on_mesh(5))
+        checkpoints.close()
+        if run == "one":
+            (linked,) = (tmp_path / "one").iterdir()
+            (tmp_path / "two").mkdir()
+            (tmp_path / "two/00000004.1").symlink_to(linked)
+    assert len([*(tmp_path / "two").iterdir()]) == 1
+    assert_same_bits(restore(linked, Tiny, TINY), tiny(5))
+
+
 # Errors of the kinds that stores raise: some are no OSError, some have no text.
 UNANSWERED = [TimeoutError(), RuntimeError("Session is closed"), KeyError("ETag")]
 
