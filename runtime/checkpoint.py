@@ -293,6 +293,8 @@ class Checkpoints:
         # it is, because a shared file system may show files to other hosts later.
         name, now = f"{self.path}/{0:08d}.0", time.time_ns() // 10**6  # step 0: there is none
         if jax.process_index() == 0:
+            # After the starts before, whatever their clocks said.
+            now = max([now, *(one.start + 1 for one in list_checkpoints(self.path))])
             with contextlib.suppress(CheckpointError):
                 name = newest(self.path).path
         name, now = json.loads(of_all_hosts(json.dumps([name, now]))[0])
@@ -348,6 +350,10 @@ class Checkpoints:
         host, hosts = jax.process_index(), jax.process_count()
         try:
             if host == 0:
+                for one in list_checkpoints(self.path):
+                    if one.start > self.start:  # each would remove what the other is writing
+                        problem = f"a later start of this run has written {one.path}: end this one"
+                        raise CheckpointError(f"{problem}, or give each its own {self.key}")
                 self._tidy(target)
                 target.create(arrays, self.config)
             opened, submit = target.writable(arrays), self.threads.submit

@@ -117,7 +117,7 @@ class RunConfig(Section):
     @property
     def checkpoints_path(self) -> str:
         """The folder or bucket that holds the run's checkpoints."""
-        root, name = self.checkpoints.root, self.paths.model_name
+        root, name = self.checkpoints.root, pathlib.PurePath(self.paths.model_name).as_posix()
         return f"{root}/{name}/checkpoints" if root else f"{self.paths.folder}/checkpoints"
 
 

@@ -79,6 +79,11 @@ CASES = {
     "one expert for a token, with scores that add up to 1": [EXPERTS, "model.experts.per_token=1"],
     "a cooldown of no steps": ["training.schedule=wsd"],
     "a cooldown before the first step": ["training.schedule=wsd", "training.cooldown_steps=999"],
+    "a decay that rises": ["training.cosine_learning_rate_final_fraction=10"],
+    "RoPE scaling with its factors exchanged": [
+        "model.rope_scaling={factor: 8, low_frequency_factor: 4, high_frequency_factor: 1, "
+        "original_len: 64}"
+    ],
     "no feed-forward and no experts": ["model.d_ff=0"],
     "a balance of microbatches": [EXPERTS, BALANCE, "training.microbatches=2"],
     "a dataset and a mixture": ["flat_tokens.mixture=[{filespec: x, weight: 1}]"],

@@ -27,6 +27,11 @@ class RopeScalingConfig(Section, key="model.rope_scaling"):
     high_frequency_factor: F32
     original_len: PositiveInt  # tokens in a row of the original training
 
+    def __post_init__(self) -> None:
+        self.require(self.factor >= 1, "factor", "it must be at least 1")
+        above = self.low_frequency_factor < self.high_frequency_factor
+        self.require(above, "high_frequency_factor", "it must be above low_frequency_factor")
+
     def slowed(self, timescale: jax.Array) -> jax.Array:
         """The timescale of each pair. Pairs that turn only a few times within the original length
         are slowed by `factor`: Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783, as

@@ -282,7 +282,7 @@ def test_a_part_of_a_tree_needs_no_more_than_itself(tmp_path):
             opened(tmp_path).restore("layers")
 
 
-def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path):
+def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_path, monkeypatch):
     with jax.set_mesh(mesh(1, 1)):
         assert opened(tmp_path / "none").newest.step == 0
         tree = on_mesh(values())
@@ -304,11 +304,15 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
             pass
         third = opened(tmp_path)
         assert pathlib.Path(second.newest.path) == ten and second.newest.step == 10
-        # Two starts write to different groups, and the one of the later start is the newest.
+        # Two starts write to different groups, the one of the later start is the newest, and the
+        # earlier one, which may still run on another machine, ends at its next save.
         assert len({first.start, second.start, third.start}) == 3
-        written(third, 10, tree)
-        written(second, 10, tree)
-        assert opened(tmp_path).newest.path == f"{tmp_path}/00000010.{third.start}"
+        later = written(third, 10, tree)
+        with pytest.raises(CheckpointError, match=f"has written {later}: end this one"):
+            written(second, 15, tree)
+        monkeypatch.setattr(time, "time_ns", lambda: 0)  # on a machine whose clock is wrong
+        fourth = opened(tmp_path)
+        assert fourth.newest.path == str(later) and fourth.start > third.start
 
 
 def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch):
