@@ -13,7 +13,14 @@ from typing import Annotated, Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from shardlib.errors import UserError
 
@@ -61,15 +68,22 @@ def _normal(value: float) -> float:
     return value
 
 
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("it takes a number")
+    return value
+
+
 UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of this error
 NOT_EMPTY = Field(min_length=1)
-PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+NUMBER = BeforeValidator(_no_boolean)  # pydantic takes booleans for 0 and 1
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31), NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31), NUMBER]
 # Numbers that a step computes with.
-F32OrInf = Annotated[float, AfterValidator(_normal)]
-F32 = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_normal)]
-Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal)]
-Seconds = Annotated[float, Field(ge=0, lt=2**31)]  # what a timer can wait for
+F32OrInf = Annotated[float, AfterValidator(_normal), NUMBER]
+F32 = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_normal), NUMBER]
+Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal), NUMBER]
+Seconds = Annotated[float, Field(ge=0, lt=2**31), NUMBER]  # what a timer can wait for
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]
 # If it exists, made absolute, so that it is found from other folders.
