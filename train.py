@@ -659,7 +659,8 @@ def train(
         say(kernel)
     if note := note_of_peak(training):
         say(note)
-    with Run(config, first, training.steps, tokens, flops, training.max_skipped_updates) as run:
+    saved, skippable = checkpoints.newest.step, training.max_skipped_updates
+    with Run(config, saved, first, training.steps, tokens, flops, skippable) as run:
         step_once = run.compile(lower_step(config))
         state = starting_state(config, source, first, data)
         if wait_for_check(run.interrupted) is None:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Annotated
 
+from pydantic import Field
+
 from data.sources import DataConfig
 from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.initial import ROLES
@@ -59,7 +61,7 @@ class TrainingConfig(Section, key="training"):
     learning_rate: F32
     schedule: Annotated[str, one_of("cosine linear wsd constant")]
     cooldown_steps: NonNegativeInt
-    cosine_learning_rate_final_fraction: Fraction  # of linear and wsd, too
+    cosine_learning_rate_final_fraction: Annotated[F32, Field(le=1)]  # of linear and wsd, too
     optimizer: Annotated[str, one_of("adamw muon")]
     muon_momentum: Fraction
     no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]

@@ -291,20 +291,20 @@ def rows_before(metrics: pathlib.Path, step: float) -> tuple[list[bytes], int]:
 
 
 def open_folder(
-    folder: pathlib.Path, to: tuple[str, ...], config: str, first_step: int
+    folder: pathlib.Path, to: tuple[str, ...], config: str, first_step: int, saved: int
 ) -> list[Callable[[Row], None]]:
     """Writes config.yaml and appends to starts.jsonl in the run's folder. Returns the functions
     that log a row of metrics: one for metrics.jsonl and one for each sink that `to` names. Called
     on the first host only.
 
-    Keeps only the rows of metrics.jsonl before `first_step`: an earlier start may have run further
-    than its last checkpoint. A run from step 0 renames existing metrics to
-    `metrics.<time>.jsonl`."""
+    Keeps only the rows of metrics.jsonl before `saved`, the step of the run's own last checkpoint:
+    an earlier start may have run further. If the run has none, renames existing metrics to
+    `metrics.<time>.jsonl`, as those of another attempt, even if a clone starts at a later step."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        if first_step:
-            replace(metrics, b"".join(rows_before(metrics, first_step)[0]))
+        if saved:
+            replace(metrics, b"".join(rows_before(metrics, saved)[0]))
         else:
             renamed = folder / f"metrics.{metrics.stat().st_mtime_ns}.jsonl"
             metrics.rename(renamed)
@@ -313,14 +313,14 @@ def open_folder(
     with (folder / "starts.jsonl").open("a") as starts:
         starts.write(json.dumps({"first_step": first_step, "config": config} | origin()) + "\n")
     sinks = [json_lines, *(SINKS[name] for name in to)]
-    return [make(folder, first_step, config) for make in sinks]
+    return [make(folder, saved, config) for make in sinks]
 
 
 @dataclasses.dataclass
 class Run:
     """One start of a run: its metrics, its clock, and the ways it can stop.
 
-        with Run(config, first, steps, ...) as run:
+        with Run(config, saved, first, steps, ...) as run:
             step_once = run.compile(...)
             for step in range(first, steps):
                 with run.step(step, waited):
@@ -338,6 +338,7 @@ class Run:
     """
 
     config: RunConfig
+    saved: int  # the step of the run's own last checkpoint, 0 if it has none
     first: int  # the first step of this start, of `steps` in all
     steps: int
     tokens: int  # of a step
@@ -355,7 +356,7 @@ class Run:
         problem, to = "", self.config.metrics.to
         try:
             if self.first_host:
-                logs = open_folder(self.folder, to, self.config.to_yaml(), self.first)
+                logs = open_folder(self.folder, to, self.config.to_yaml(), self.first, self.saved)
                 self.loggers = [(log, []) for log in logs]
         except OSError as error:  # such as a full disk
             problem = f"{error.filename or self.folder} can't be written: {error.strerror}"

@@ -71,7 +71,9 @@ OF_RATES = (
 
 
 def decay_start(training: Any) -> int:
-    """Returns the step after which the learning rate may fall."""
+    """Returns the step after which the learning rate may fall, or the last one."""
+    if training.schedule == "constant":
+        return int(training.steps)
     stable = training.steps_for_lr - training.cooldown_steps
     start = stable if training.schedule == "wsd" else training.warmup_steps
     return int(min(start, training.steps_for_lr))

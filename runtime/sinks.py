@@ -1,5 +1,6 @@
-"""Sinks for a run's metrics. A sink is `make(folder, first_step, config) -> log(row)`: `folder` is
-the run's, `config` is YAML text, and a row maps names to numbers."""
+"""Sinks for a run's metrics. A sink is `make(folder, saved, config) -> log(row)`: `folder` is the
+run's, `saved` the step of its last checkpoint or 0, `config` YAML text, and a row maps names to
+numbers."""
 
 import contextlib
 import errno
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 Row = dict[str, float]
 
 
-def json_lines(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
+def json_lines(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None]:
     """Appends each row to metrics.jsonl. NaN and infinity, which JSON lacks, become null."""
 
     def log(row: Row) -> None:
@@ -32,8 +33,8 @@ def json_lines(folder: pathlib.Path, first_step: int, config: str) -> Callable[[
     return log
 
 
-def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
-    """Writes events to tensorboard/, and discards those of earlier starts from `first_step` on."""
+def tensorboard(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None]:
+    """Writes events to tensorboard/, and discards those of earlier starts from `saved` on."""
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.summary import scalar, text
@@ -45,8 +46,8 @@ def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[
     def write(step: float, **content: Any) -> None:
         writer.write_event(Event(wall_time=time.time(), step=int(step), **content))
 
-    write(first_step, session_log=SessionLog(status=SessionLog.START))
-    write(first_step, summary=text("config", f"```\n{config}\n```"))
+    write(saved, session_log=SessionLog(status=SessionLog.START))
+    write(saved, summary=text("config", f"```\n{config}\n```"))
 
     def log(row: Row) -> None:
         for name, value in row.items():
@@ -61,13 +62,13 @@ def tensorboard(folder: pathlib.Path, first_step: int, config: str) -> Callable[
     return log
 
 
-def wandb(folder: pathlib.Path, first_step: int, config: str) -> Callable[[Row], None]:
+def wandb(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None]:
     """Logs to Weights & Biases, which reads settings such as WANDB_PROJECT from the environment. A
     resumed run continues its W&B run; all curves have `step` as their x axis."""
     import wandb
 
     name = folder / "wandb.id"
-    if first_step == 0 or not name.exists():
+    if saved == 0 or not name.exists():
         name.write_text(secrets.token_hex(8))  # not the folder's name: an id has no `,` or `:`
     settings: Any = OmegaConf.to_container(OmegaConf.create(config))
     run = wandb.init(

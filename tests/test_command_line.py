@@ -400,7 +400,7 @@ def test_importing_train_leaves_out_what_a_run_does_not_need():
 
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for config in "a", "b":
-        (write,) = open_folder(tmp_path / "run", (), config, 0)
+        (write,) = open_folder(tmp_path / "run", (), config, 0, 0)
         write({"step": 0, "loss": float("nan")})
     assert (tmp_path / "run/config.yaml").read_text() == "b"
     kept = sorted((tmp_path / "run").glob("metrics*.jsonl"))

@@ -206,7 +206,7 @@ def test_what_is_kept_of_the_metrics(case, tmp_path, monkeypatch):
     folder = pathlib.Path("runs/run")
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(text)
-    (write,) = open_folder(folder, (), "", 2)
+    (write,) = open_folder(folder, (), "", 2, 2)
     assert [row["step"] for row in rows(folder)] == kept
     write({"step": 2, "loss": 1.5})
     assert rows(folder)[-1] == {"step": 2, "loss": 1.5}
@@ -220,9 +220,9 @@ def test_a_start_killed_while_it_writes_the_config_harms_no_later_one(tmp_path, 
         raise KeyboardInterrupt
 
     config = "model:\n  d_model: 32\n  n_q_per_kv: 2\n"
-    open_folder(tmp_path / "run", (), config, 0)
+    open_folder(tmp_path / "run", (), config, 0, 0)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "write_bytes", killed)
-        open_folder(tmp_path / "run", (), config, 2)
-    open_folder(tmp_path / "run", (), config, 2)
+        open_folder(tmp_path / "run", (), config, 2, 2)
+    open_folder(tmp_path / "run", (), config, 2, 2)
     assert (tmp_path / "run/config.yaml").read_text() == config

@@ -179,7 +179,10 @@ def test_a_batch_that_is_left_out(runs, start):
 
 @pytest.mark.slow
 def test_a_clone_starts_from_anothers_whole_state(runs, start):
+    """Its metrics are its own: those of an attempt under the same name are put aside."""
     third = checkpoint(runs / "whole", 3)
+    (runs / "state").mkdir()
+    (runs / "state/metrics.jsonl").write_text('{"step": 0}\n')
     clone = f"paths.clone_from={third}", "paths.clone_weights_only=false"
     out, message = start("state", *clone)
     assert not message and f"\nresumed at step 3 from {third}\n" in out

@@ -42,7 +42,7 @@ def begun(tmp_path, *overrides, first=0, steps=STEPS, max_skipped=0):
     config = small_config(f"paths.root_working_dir={tmp_path}", "paths.model_name=r", *overrides)
     with (
         jax.set_mesh(mesh(1, 1)),
-        Run(config, first, steps, tokens=100, flops=1, max_skipped=max_skipped) as run,
+        Run(config, first, first, steps, tokens=100, flops=1, max_skipped=max_skipped) as run,
     ):
         yield run
 

@@ -137,7 +137,7 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     folder = tmp_path / "training.seed=1,mesh={d:1,t:1}"  # as a sweep names one
     for first_step in 0, 3, 0:
-        for write in open_folder(folder, ("wandb",), CONFIG, first_step):
+        for write in open_folder(folder, ("wandb",), CONFIG, first_step, first_step):
             write({"step": first_step, "loss": 1.5})
     one, resumed, anew = (settings["id"] for settings in asked)
     assert one == resumed != anew
@@ -169,6 +169,6 @@ def test_another_destination_is_a_function(tmp_path, capsys, monkeypatch):
     )
     module = edited("runtime/sinks.py", (line, mine + line + '    "printed": printed,\n'))
     monkeypatch.setattr("runtime.run.SINKS", module.SINKS)
-    for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0):
+    for write in open_folder(tmp_path / "run", ("printed",), CONFIG, 0, 0):
         write({"step": 0, "loss": 1.5})
     assert capsys.readouterr().out == "1.5\n" and rows(tmp_path / "run")[0]["loss"] == 1.5
