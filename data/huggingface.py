@@ -68,7 +68,7 @@ class StreamLoader(Batches):
         self.config = config
         splits = {"train": config.train_split, "validation": config.validation_split}
         if not (name := splits[split]):
-            raise UserError("training.validation_interval needs hf_dataset.validation_split")
+            raise UserError("to validate, a run needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
         settings = config.column, config.tokenizer, config.end_token, config.skip_not_text

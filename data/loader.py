@@ -451,7 +451,8 @@ class Mixture(Batches):
         # Fractions of the decimals as written, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]
         sizes = [x.bytes_per_token * w for x, w in zip(data, weights, strict=True)]
-        self.bytes_per_token = float(sum(sizes) / sum(weights)) if all(sizes) else None
+        known = all(sizes) and config.sequence_packing  # else rows have less than all tokens
+        self.bytes_per_token = float(sum(sizes) / sum(weights)) if known else None
         self.shares = [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
     def counts(self, rows: int) -> list[int]:

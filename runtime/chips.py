@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardlib.errors import UserError
+from shardlib.types import compute
 
 GIB = 2**30
 
@@ -135,9 +136,10 @@ def find_chip(kind: str) -> Chip | None:
 
 def mfu(kind: str, count: int, flops: float) -> str:
     """Model FLOPs utilization as text: `flops` per second on `count` devices, as a fraction of
-    their peak. `kind` is JAX's `device.device_kind`."""
+    their peak in bf16. Empty if that isn't known, or if the step computes in f32. `kind` is JAX's
+    `device.device_kind`."""
     chip = find_chip(kind)
-    return f"{flops / chip.flops / count:.1%}" if chip else f"unknown on {kind}"
+    return f"{flops / chip.flops / count:.1%}" if chip and compute.dtype.itemsize == 2 else ""
 
 
 def compiler_options(kind: str) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def user_errors() -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
+            if not __debug__:
+                raise UserError("run Python without -O and PYTHONOPTIMIZE: zarr needs its asserts")
             yield
         except BrokenPipeError:
             _flush("\n")  # ends the program if the pipe is standard output

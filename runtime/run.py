@@ -48,7 +48,7 @@ from runtime.sinks import PACKAGES, SINKS, Row, json_lines
 from runtime.supervise import Stop, locked, of_all_hosts
 from shardlib.errors import UserError
 from shardlib.mesh import axis_group
-from shardlib.types import compute, named
+from shardlib.types import named
 
 IMPORTED = time.perf_counter()
 SECONDS_BETWEEN_LINES = 10  # of progress
@@ -425,13 +425,16 @@ class Run:
         self, loss: float | None, bytes_per_token: float | None, name: str = "", when: str = ""
     ) -> None:
         """Adds a validation set's loss to the next row that is written: in nats per token, and in
-        bits per byte if the set's bytes are known. A loss of None isn't added."""
+        bits per byte if the set's bytes are known. None, of a validation that a signal has
+        interrupted, isn't added."""
         ends = when + (name and f"/{name}")
-        if loss is not None:
-            self.extra[f"validation_loss{ends}"] = loss
-            if bytes_per_token:
-                bits = loss / math.log(2) / bytes_per_token
-                self.extra[f"validation_bits_per_byte{ends}"] = bits
+        if loss is None:
+            say(f"note: a signal interrupted the validation: it has no validation_loss{ends}")
+            return
+        self.extra[f"validation_loss{ends}"] = loss
+        if bytes_per_token:
+            bits = loss / math.log(2) / bytes_per_token
+            self.extra[f"validation_bits_per_byte{ends}"] = bits
 
     def pause(self) -> None:
         """Blocks until the last step is done. The time from here to the next step belongs to no
@@ -556,10 +559,8 @@ class Run:
     def _speed(self, seconds: float) -> str:
         """Returns tokens per second, and MFU if it is known, for a step of so many seconds."""
         speed, kind = f"{self.tokens / seconds:,.0f} tokens/s", jax.devices()[0].device_kind
-        if not chips.find_chip(kind) or compute.dtype.itemsize > 2:  # rates are bf16's
-            return speed
-        count = jax.sharding.get_mesh().size
-        return f"{speed}, MFU {chips.mfu(kind, count, self.flops / seconds)}"
+        mfu = chips.mfu(kind, jax.sharding.get_mesh().size, self.flops / seconds)
+        return f"{speed}, MFU {mfu}" if mfu else speed
 
 
 def origin() -> dict[str, Any]:

@@ -398,6 +398,11 @@ def test_importing_train_leaves_out_what_a_run_does_not_need():
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
+def test_python_without_asserts_is_refused(tmp_path):
+    done = python("-O", "-m", "tools.flat_tokens_info", tmp_path)
+    assert done.stderr.startswith("error: run Python without -O") and done.returncode == 1
+
+
 def test_an_earlier_runs_metrics_are_kept(tmp_path):
     for config in "a", "b":
         (write,) = open_folder(tmp_path / "run", (), config, 0, 0)

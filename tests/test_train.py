@@ -257,8 +257,8 @@ def test_a_warmup_longer_than_the_decay_ends_with_it():
         assert rates[rising] == max(rates[: rising + 1]) and max(rates) < 0.95
         assert rates[101:] == pytest.approx([0.1] * 149)
         assert note_of_peak(training).endswith(f"but it rises for only {rising} steps")
-    constant = training.changed({"training.schedule": "constant", "training.steps_for_lr": 50})
-    assert not note_of_peak(constant)
+    constant = "training.schedule=constant", "training.steps=250", "training.steps_for_lr=50"
+    assert not note_of_peak(small_config("training.warmup_steps=200", *constant).training)
 
 
 def test_validation_is_the_oracles_mean_over_the_validation_split(in_f32):

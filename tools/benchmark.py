@@ -95,7 +95,7 @@ def show(
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
     low, median, high = np.percentile(steps, (10, 50, 90))
-    both = (projections + attention) / median
+    both, unknown = (projections + attention) / median, f"unknown in {config.dtype} on {kind}"
     spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
     source = f"commit {commit() or 'unknown'}", f"Python {platform.python_version()}"
     versions = ", ".join([*source, *(f"{package} {version(package)}" for package in packages)])
@@ -107,8 +107,8 @@ def show(
         "step": f"{median:.4f} s ({spread})",
         "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": chips.mfu(kind, count, both),
-        "MFU, projections only": chips.mfu(kind, count, projections / median),
+        "MFU, causal attention included": chips.mfu(kind, count, both) or unknown,
+        "MFU, projections only": chips.mfu(kind, count, projections / median) or unknown,
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
     if start:
@@ -123,7 +123,9 @@ def show(
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
     # No step here needs the validation split.
-    training = dataclasses.replace(config.training, validation_interval=0)
+    training = dataclasses.replace(
+        config.training, validation_interval=0, validation_at_start=False
+    )
     config = dataclasses.replace(config, training=training)
     mesh = make_mesh(config, config.mesh.axes)
     preflight.check_types(train, config)

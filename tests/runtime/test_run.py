@@ -58,7 +58,7 @@ def take(run, step, values):
     run.log(step, values)
 
 
-def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock):
+def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_path, clock, capsys):
     """Each step waits 1 s for its batch and takes 2 s. The validation after step 1 takes 50 s, and
     the save after it takes 1,000 s. A wait while a step is running counts for that step, and a wait
     after a save for the next step."""
@@ -76,6 +76,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
                 run.pause()
                 advance(50)
                 run.add_validation(9.0, None)
+                run.add_validation(None, None, "web")
                 run.flush()
             if run.saves_after(step):
                 run.flush()
@@ -86,6 +87,8 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
     assert [line["data_wait_seconds"] for line in lines] == [1] * STEPS
     assert [line["step"] for line in lines] == list(range(STEPS)), "each row once"
     assert [line.get("validation_loss") for line in lines] == [None, 9, None, None]
+    note = "note: a signal interrupted the validation: it has no validation_loss/web\n"
+    assert note in capsys.readouterr().out and not any("validation_loss/web" in x for x in lines)
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
