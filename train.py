@@ -52,7 +52,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -70,8 +69,8 @@ from kernels.attention import attention, described
 from runtime.checkpoint import Checkpoints
 from runtime.initial import declared, embedding, gain, initial_weights, into_residual, matrix
 from runtime.program import program
-from runtime.run import Run, complete, due, make_mesh, reserved, say
-from runtime.schedule import Hyper, hyper_at, note_of_peak, note_of_rise
+from runtime.run import Run, complete, due, make_mesh, reserved, say, trained_with
+from runtime.schedule import Hyper, hyper_at, note_of_peak
 from shardlib import ops
 from shardlib.activations import (
     explicit_activation_checkpointing,
@@ -628,9 +627,8 @@ def starting_state(config: Config, source: Checkpoints, first: int, data: Batche
     state = source.restore()
     data.resume(source.position)
     say(f"resumed at step {first} from {source.newest.path}")
-    before: Any = SimpleNamespace(**vars(config.training) | source.newest.settings["training"])
-    if note := note_of_rise(first, config.training, before):
-        say(note)
+    if other := trained_with(config, source.newest):
+        say(f"note: the steps before were trained with {other}")
     return state
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from checks import layout, numbers, trials
 from checks.blame import explain
 from configs.schema import Config
-from configs.sizes import DIMENSIONS, dimensions, settings_for
+from configs.sizes import DIMENSIONS, dimensions
 from runtime.config import sources
 from runtime.devices import QUICK_COMPILES, have_cpu_devices, make_mesh
 from runtime.run import SECONDS_BETWEEN_LINES, replace, say
@@ -90,9 +90,15 @@ def resized(
     """Returns the config with these sizes of dimensions and mesh axes, and `others`, values by key.
     With `sizes`, it has at most two microbatches and two loss chunks. Raises UserError if they
     don't fit."""
-    values = settings_for(config, sizes, axes)
+    values: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
+    values["mesh.d"] = axes["r"] * axes["s"]
+    # Other dimensions follow from these.
+    values |= {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
     if sizes:
         values |= {key: min(operator.attrgetter(key)(config), 2) for key in PARTS}
+        values["model.start_token"] = 0  # in a vocabulary of any size
+        if config.model.experts:
+            values["model.experts.per_token"] = 3
     try:
         return config.changed(values | others)
     except UserError as error:
@@ -267,8 +273,8 @@ def results(given: list[trials.Trial], recorded: str = "") -> Iterator[tuple[str
 def run_tiny(
     sender: Any, folder: str | None, program: str, config: Any, recorded: str, order: int
 ) -> None:
-    """Sends the number of results and each result, or an error message. Runs in a process of its
-    own, whose only devices are the mesh's CPUs."""
+    """Sends the results by name, or an error message. Runs in a process of its own, whose only
+    devices are the mesh's CPUs."""
     gc.disable()  # it ends soon, and collecting garbage would take a tenth of its time
     os.environ["XLA_FLAGS"] = QUICK_COMPILES
     jax.config.update("jax_platforms", "cpu")
@@ -281,9 +287,7 @@ def run_tiny(
     with jax.set_mesh(mesh), computing_in(config.dtype), layout.ON_ANY_MACHINE:
         try:
             found = tried(importlib.import_module(program), config, order)
-            sender.send(1 if recorded else len(found))
-            for made in results(found, recorded):
-                sender.send(made)
+            sender.send(dict(results(found, recorded)))
         except Exception as error:  # any error of JAX or Python in an edited step
             sender.send(explain(error))
 
@@ -326,30 +330,25 @@ class TinyRuns:
     def results(self, interrupted: Callable[[], bool]) -> list[dict[str, Any]] | None:
         """Returns each process's results by name, or None if it is interrupted. Prints progress now
         and then. Raises UserError if a process fails."""
-        made: dict[Any, dict[str, Any]] = {receiver: {} for receiver in self.running}
-        counts = dict.fromkeys(made, 1)  # of results; 1 until the process has sent it
-        told = time.monotonic()
-        while left := [each for each in made if len(made[each]) < counts[each]]:
+        made, told = dict[Any, Any](), time.monotonic()
+        while left := self.running.keys() - made.keys():
             if interrupted():
                 return None
             if (now := time.monotonic()) - told > SECONDS_BETWEEN_LINES:
-                told, done = now, sum(map(len, made.values()))
-                say(f"comparing the numbers: {done} of {sum(counts.values())} results are there")
+                told = now
+                say(f"comparing the numbers: {len(made)} of {len(self.running)} results are there")
             ready: list[Any] = multiprocessing.connection.wait(left, timeout=1)
             for receiver in ready:
                 try:
-                    message = receiver.recv()
+                    made[receiver] = receiver.recv()
                 except EOFError:
                     self.running[receiver].join()
-                    message = f"its process ended with exit code {self.running[receiver].exitcode}"
-                if isinstance(message, str):
+                    code = self.running[receiver].exitcode
+                    made[receiver] = f"its process ended with exit code {code}"
+                if isinstance(made[receiver], str):
                     problem = "the step doesn't run at tiny sizes, at which two meshes are compared"
-                    raise UserError(f"{problem}\n{message}")
-                if isinstance(message, int):
-                    counts[receiver] = message
-                else:
-                    made[receiver] |= [message]
-        return [*made.values()]
+                    raise UserError(f"{problem}\n{made[receiver]}")
+        return [made[receiver] for receiver in self.running]
 
     def verdict(self, interrupted: Callable[[], bool]) -> str | None:
         """Blocks until the results are there. Returns a warning, or "", or None if it is

@@ -1,7 +1,6 @@
 """Derives the sizes of dimensions, and the model's FLOPs, from a config."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from configs.schema import Config
@@ -29,22 +28,6 @@ def dimensions(config: Config) -> dict[str, int]:
         return functools.reduce(lambda x, name: x and getattr(x, name), key.split("."), config)
 
     return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
-
-
-def settings_for(
-    config: Config, sizes: Mapping[str, int], axes: Mapping[str, int]
-) -> dict[str, Any]:
-    """Returns the settings, by key, with which the config's model has these sizes of dimensions,
-    and its mesh these axes."""
-    settings: dict[str, Any] = {f"mesh.{name}": size for name, size in axes.items() if name != "s"}
-    settings["mesh.d"] = axes["r"] * axes["s"]
-    # Other dimensions follow from these.
-    settings |= {DIMENSIONS[name]: size for name, size in sizes.items() if name in DIMENSIONS}
-    if sizes:
-        settings["model.start_token"] = 0  # in a vocabulary of any size
-        if config.model.experts:
-            settings["model.experts.per_token"] = 3
-    return settings
 
 
 def step_flops(config: Config) -> tuple[int, int]:

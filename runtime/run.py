@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from runtime import chips, devices, hlo
-from runtime.checkpoint import Checkpoints, CheckpointsConfig
+from runtime.checkpoint import Checkpoint, Checkpoints, CheckpointsConfig
 from runtime.config import (
     ROOT,
     Kept,
@@ -249,17 +249,22 @@ def reserved(config: RunConfig) -> Iterator[None]:
         yield
 
 
+def trained_with(config: RunConfig, checkpoint: Checkpoint) -> str:
+    """Lists the settings of training with which a checkpoint was written and that differ now."""
+    before, now = flat(checkpoint.settings), flat(plain(config.to_yaml()))
+    trained = [x for x in now if x.startswith(("model.", "training.", "dtype"))]
+    return ", ".join(f"{x}={before[x]}" for x in trained if before.get(x, now[x]) != now[x])
+
+
 def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     """Says that all steps are done. Returns the exit code. Raises CheckpointError for another
     model."""
     checkpoints.check_model()
-    before, now = flat(checkpoints.newest.settings), flat(plain(config.to_yaml()))
-    trained = [x for x in now if x.startswith(("model.", "training.", "dtype"))]
-    other = [f"{x}={before[x]}" for x in trained if before.get(x, now[x]) != now[x]]
+    other = trained_with(config, checkpoints.newest)
     say(
         f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
         "continue it, or choose another paths.model_name to start a new run"
-        + (f". It was trained with {', '.join(other)}" if other else "")
+        + (f". It was trained with {other}" if other else "")
     )
     return 0
 

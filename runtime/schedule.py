@@ -63,13 +63,6 @@ def hyper_at(step: int, training: Any) -> Hyper:
     return jax.tree.map(np.float32, hyper)
 
 
-# The settings that rates depend on.
-OF_RATES = (
-    *("learning_rate", "schedule", "warmup_steps", "cooldown_steps", "steps_for_lr"),
-    "cosine_learning_rate_final_fraction",
-)
-
-
 def decay_start(training: Any) -> int:
     """Returns the step after which the learning rate may fall, or the last one."""
     if training.schedule == "constant":
@@ -99,15 +92,3 @@ def note_of_peak(training: Any) -> str:
         return ""
     why = f"training.warmup_steps={training.warmup_steps}, but it rises for only {rising} steps"
     return f"note: the learning rate doesn't reach its peak: {why}"
-
-
-def note_of_rise(step: int, training: Any, before: Any) -> str:
-    """Returns a note if the learning rate rises because a run continues at `step` with other
-    settings than `before`, else ""."""
-    rate, last = learning_rate(step + 1, training), learning_rate(step, before)
-    if rate <= max(last, learning_rate(step + 1, before)):
-        return ""
-    then = {key: getattr(before, key) for key in OF_RATES}
-    differ = [f"training.{key}={x}" for key, x in then.items() if x != getattr(training, key)]
-    why = f"the checkpoint has {', '.join(differ)}"
-    return f"note: the learning rate rises from {last:.3g} to {rate:.3g}; {why}"

@@ -48,6 +48,7 @@ UNUSED = {
     "training.schedule=cosine": ("training.cooldown_",),
     "training.schedule=linear": ("training.cooldown_",),
     "training.schedule=constant": ("training.co", "training.steps_for_lr"),
+    "training.steps": ("training.steps_for_lr",),  # as many as these
     "model.experts=null": ("training.routing.",),
     "paths.clone_from=": ("paths.clone_",),
 }  # fmt: skip
@@ -104,18 +105,19 @@ def used(config: dict[str, Any]) -> dict[str, str]:
     """Returns the settings that a loss can depend on, as text; "-" if this run doesn't use one."""
     texts = {key: as_text(value) for key, value in config.items()}
     given = {"", *(f"{key}={text}" for key, text in texts.items())}
+    if texts.get("training.steps_for_lr") == texts.get("training.steps"):
+        given.add("training.steps")
     unused = sum((UNUSED[setting] for setting in UNUSED.keys() & given), ())
     seen = (key for begin in SEEN for key in texts if key.startswith(begin))
     return {key: "-" if key.startswith(unused) else texts[key] for key in seen}
 
 
 def differences(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> pandas.DataFrame:
-    """Returns the settings that differ between runs, by run; "-" where a run doesn't use one. Of
-    settings with equal values in all runs, such as steps and steps_for_lr, keeps only the first."""
+    """Returns the settings that differ between runs, by run; "-" where a run doesn't use one."""
     table = pandas.DataFrame(map(used, configs), index=names).fillna("-")
     sections = {key.rpartition(".")[0] for key in table}  # a section that a run lacks is null
     differ = [key for key in table if table[key].nunique() > 1 and key not in sections]
-    return table[[*table[differ].T.drop_duplicates().index]]
+    return table[differ]
 
 
 def smooth(values: pandas.Series, steps: float) -> pandas.Series:
@@ -144,6 +146,7 @@ def draw(
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
+    names = ["\N{NO-BREAK SPACE}" * name.startswith("_") + name for name in names]  # else no label
     steps = max(map(len, runs)) // 100 if smoothing is None else smoothing
     for run, config in zip(runs, configs, strict=True):
         run["each"], run["loss"] = run["loss"], smooth(run["loss"], steps)

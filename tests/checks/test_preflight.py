@@ -58,8 +58,7 @@ def checked(tmp_path, monkeypatch):
 
 def of_the_host(sender, *_):
     """Takes the place of run_tiny, in the processes that it runs in."""
-    sender.send(1)
-    sender.send(("read", [os.environ["SLURM_PROCID"], hash("text")]))
+    sender.send({"read": [os.environ["SLURM_PROCID"], hash("text")]})
 
 
 def test_what_hosts_read_of_their_environment_differs_between_the_processes(monkeypatch):

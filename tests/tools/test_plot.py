@@ -196,12 +196,21 @@ def test_a_section_that_a_run_lacks():
 
 
 def test_a_value_that_follows_another_is_not_repeated():
+    """One that is equal by chance, as the seed's, is."""
     configs = [
-        {"training.steps": steps, "training.steps_for_lr": steps, "training.warmup_steps": warmup}
+        {"training.steps": steps, "training.steps_for_lr": steps, "training.warmup_steps": warmup,
+         "training.seed": steps}
         for steps, warmup in [(100, 10), (200, 10), (200, 20)]
-    ]
+    ]  # fmt: skip
     table = plot.differences(["a", "b", "c"], configs)
-    assert [*table] == ["training.steps", "training.warmup_steps"]
+    assert {*table} == {"training.steps", "training.warmup_steps", "training.seed"}
+
+
+def test_any_name_is_in_the_legend(tmp_path, drawn):
+    """Matplotlib leaves out labels that begin with `_`."""
+    panel, *_ = drawn(*(make_run(tmp_path, name, 0.1, [4.0, 3.0]) for name in ("_a", "b")))
+    (legend,) = panel.figure.legends
+    assert [text.get_text().strip() for text in legend.get_texts()] == ["_a", "b"]
 
 
 DIFFER = ["bytes_utf8", "gpt2"], ["llama", "gpt2"], ["gpt2", None]
