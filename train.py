@@ -674,7 +674,7 @@ def train(
                 loss = validate(config, state.weights, each, run.interrupted)
                 run.add_validation(loss, each.bytes_per_token, name, when)
 
-        if training.validation_at_start and first == 0:
+        if training.validation_at_start and not saved:
             add_validation("_at_start")
         run.pause()
 

@@ -356,6 +356,7 @@ class Run:
             raise UserError(f"{clone} is at step {self.first}; set training.steps above that")
         self.folder = self.config.paths.folder
         self.first_host = jax.process_index() == 0
+        self.lock = self._lock()
         # On the first host: each sink's function, and the rows that it hasn't taken yet.
         self.loggers: list[tuple[Callable[[Row], None], list[Row]]] = []
         problem, to = "", self.config.metrics.to
@@ -447,11 +448,24 @@ class Run:
         self._settle()
         faulthandler.cancel_dump_traceback_later()
 
+    def _lock(self) -> int:
+        """Returns the lock's inode, 0 if it is missing. It changes if the folder was removed or
+        moved away, and a new run has begun under its name."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "lock").stat().st_ino
+        return 0
+
     def flush(self, saved: Any = None) -> None:
         """Pauses, and writes the pending row. Raises UserError after too many consecutive skipped
-        updates, or if an array of the tree `saved`, which is to be saved, isn't finite."""
+        updates, if an array of the tree `saved`, which is to be saved, isn't finite, or if the
+        run's folder, where it is to be saved, is no longer there."""
         self.pause()
         self._write()
+        if saved is None:
+            return
+        gone = f"{self.folder} was removed or replaced" if self._lock() != self.lock else ""
+        if gone := of_all_hosts(gone)[0]:
+            raise UserError(f"{gone} while this run was writing to it; stopped without saving")
         if bad := [name for name, finite in named(all_finite(saved)).items() if not finite]:
             problem = f"after step {self.first + len(self.seconds) - 1} these are NaN or infinite"
             cure = "Lower training.learning_rate"  # gradients were finite
@@ -511,6 +525,8 @@ class Run:
             rows.extend(row)
             try:
                 while rows:
+                    if self._lock() != self.lock:
+                        raise OSError(f"{self.folder} was removed or replaced")
                     log(rows[0])
                     rows.pop(0)
             except Exception as error:  # sinks raise errors of many types

@@ -67,13 +67,13 @@ def wandb(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None
     resumed run continues its W&B run; all curves have `step` as their x axis."""
     import wandb
 
-    name = folder / "wandb.id"
-    if saved == 0 or not name.exists():
-        name.write_text(secrets.token_hex(8))  # not the folder's name: an id has no `,` or `:`
+    # The folder's name isn't the id, which has no `,` or `:`, but tells whether it is a copy.
+    file, run_id = folder / "wandb.id", secrets.token_hex(8)
+    if saved and file.exists() and (known := file.read_text().split(maxsplit=1)):
+        run_id = known[0] if known[1:] in ([], [folder.name]) else run_id
+    file.write_text(f"{run_id} {folder.name}")
     settings: Any = OmegaConf.to_container(OmegaConf.create(config))
-    run = wandb.init(
-        id=name.read_text(), name=folder.name, dir=str(folder), config=settings, resume="allow"
-    )
+    run = wandb.init(id=run_id, name=folder.name, dir=str(folder), config=settings, resume="allow")
     run.define_metric("*", step_metric="step")
     return run.log
 

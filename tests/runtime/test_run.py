@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import shutil
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import yaml
 
 from runtime import run as module
 from runtime.run import Run
+from runtime.supervise import locked
 from shardlib.errors import UserError
 from tests.files import rows, timed_rows
 from tests.helpers import compose_config, mesh, small_config
@@ -89,6 +91,21 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
     assert [line.get("validation_loss") for line in lines] == [None, 9, None, None]
     note = "note: a signal interrupted the validation: it has no validation_loss/web\n"
     assert note in capsys.readouterr().out and not any("validation_loss/web" in x for x in lines)
+
+
+def test_a_run_whose_folder_was_replaced_writes_nothing_into_it(tmp_path):
+    """As by rm -rf and a new start, while a process of the old run still ends."""
+    folder = tmp_path / "r"
+    with locked(folder), begun(tmp_path) as run:
+        take(run, 0, metrics())
+        shutil.rmtree(folder)
+        with locked(folder):
+            (folder / "metrics.jsonl").touch()
+            take(run, 1, metrics())
+            assert run.saves_after(1) and not rows(folder)
+            with pytest.raises(UserError, match="was removed or replaced while this run"):
+                run.flush({"x": np.zeros(1)})
+            assert not rows(folder)
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):

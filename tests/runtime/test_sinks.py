@@ -1,6 +1,7 @@
 """Tests the sinks of metrics: files, TensorBoard, Weights & Biases."""
 
 import resource
+import shutil
 import sys
 import time
 import types
@@ -139,8 +140,10 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
     for first_step in 0, 3, 0:
         for write in open_folder(folder, ("wandb",), CONFIG, first_step, first_step):
             write({"step": first_step, "loss": 1.5})
-    one, resumed, anew = (settings["id"] for settings in asked)
-    assert one == resumed != anew
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    open_folder(copied, ("wandb",), CONFIG, 3, 3)
+    one, resumed, anew, copy = (settings["id"] for settings in asked)
+    assert one == resumed != anew != copy
     assert one.isalnum(), "W&B refuses ids with any of :;,#?/'"
     assert asked[0]["name"] == folder.name
     assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"
