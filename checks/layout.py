@@ -316,7 +316,7 @@ def parting(
     None if they agree. Compares ops, and the primitives between them; with `numbers` also numbers
     that don't depend on the arguments. With `entries`, slices, gathers and scatters at fixed
     indices along a dimension that is split in `jaxpr` but not in `other` must take the same share,
-    1/k, of an array's entries."""
+    1/k, of an array's entries: `x[::2]` takes half of a part and of the whole, `x[:4]` doesn't."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries

@@ -45,7 +45,8 @@ def tiny_sizes(hint: Any, sizes: dict[str, int], axes: dict[str, int]) -> dict[s
     gets a prime factor of its own, and splits over its axes and over each axis alone. In float
     arrays it also keeps a factor of 2 or 4 of the given size. Dimensions with the most parts get
     the smallest primes, so that a longer one may have shorter parts. Other dimensions have at most
-    8."""
+    8. On a mesh s=2, t=3, weights M/s F/t of 1024 by 4096 get M=60 and F=84: 2 * 3 parts, a factor
+    of 4, and the primes 5 and 7."""
     units, groups = dict[str, int](), dict[str, int]()
     for kind in jax.tree.leaves(type_tree(hint)):
         for dim in kind.spec.dims:

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from data.sources import DataConfig
-from runtime.config import F32, F32OrInf, Fraction, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import BelowOne, F32, F32OrInf, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
 from shardlib.types import COMPUTE
@@ -63,10 +63,10 @@ class TrainingConfig(Section, key="training"):
     cooldown_steps: NonNegativeInt
     cosine_learning_rate_final_fraction: Annotated[F32, Field(le=1)]  # of linear and wsd, too
     optimizer: Annotated[str, one_of("adamw muon")]
-    muon_momentum: Fraction
+    muon_momentum: BelowOne
     no_decay: tuple[Annotated[str, one_of(" ".join(ROLES))], ...]
-    adam_b1: Fraction
-    adam_b2: Fraction
+    adam_b1: BelowOne
+    adam_b2: BelowOne
     adam_eps: F32
     adam_eps_root: F32
     weight_decay: F32

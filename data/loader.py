@@ -421,8 +421,8 @@ class Mixture(Batches):
     """Batches whose rows come from several datasets, in the order of `config.mixture`, or all from
     `config.filespec`.
 
-    Of the first n rows of a run, a dataset has its share to within (datasets - 1) / 2 rows. Raises
-    FlatTokensError as Shuffled does, and for datasets of different tokenizers.
+    Of the first n rows of a run, a dataset has its share, give or take (datasets - 1) / 2 rows.
+    Raises FlatTokensError as Shuffled does, and for datasets of different tokenizers.
     """
 
     def __init__(self, config: FlatTokensConfig, spec: BatchSpec, split: str):

@@ -100,8 +100,8 @@ def swiglu(
 
 def grouped(inputs: tuple[jax.Array, ...], grad: jax.Array | None = None) -> Any:
     """Returns the result of `experts` for x [T, M], chosen and score [T, k] and weights [E, M, G],
-    or given its gradient the gradients of all. On CPUs and GPUs, and on TPUs if the number of
-    choices isn't a multiple of 8, `lax.ragged_dot_general` multiplies all rows by all experts."""
+    or given its gradient the gradients of all. TPUs need a multiple of 8 choices: with others, and
+    on other devices, `lax.ragged_dot_general` would multiply all rows by all experts."""
     x, chosen, score, *weights = inputs
     order, place, load = sorted_by_expert(chosen, len(weights[0]))
     total, token = load.sum(), order // chosen.shape[1]

@@ -82,7 +82,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31), NUMBER]
 # Numbers that a step computes with.
 F32OrInf = Annotated[float, AfterValidator(_normal), NUMBER]
 F32 = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_normal), NUMBER]
-Fraction = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal), NUMBER]
+BelowOne = Annotated[float, Field(ge=0, lt=1), AfterValidator(_normal), NUMBER]
 Seconds = Annotated[float, Field(ge=0, lt=2**31), NUMBER]  # what a timer can wait for
 Name = Annotated[str, NOT_EMPTY]
 Path = Annotated[str, AfterValidator(_plain_path)]
