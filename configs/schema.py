@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from data.sources import DataConfig
-from runtime.config import BelowOne, F32, F32OrInf, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.config import F32, BelowOne, F32OrInf, NonNegativeInt, PositiveInt, Section, one_of
 from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
 from shardlib.types import COMPUTE

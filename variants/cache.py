@@ -36,8 +36,8 @@ def extend(
 ) -> tuple[f32["B/d l/c V/t"], Stacked["layers", Cache]]:
     """Returns the logits after the last `count` inputs, and the extended cache. The inputs are at
     indices from `first` on; the cache holds the indices before. A token sees at most as many tokens
-    as a row had in training. A row's text begins at its `start`, with position 0. The padding before
-    it would have negative positions, which as u32 are the largest: the text doesn't see it.
+    as a row had in training. A row's text begins at its `start`, with position 0. The padding
+    before it has negative positions, which as u32 are the largest, so the text doesn't see it.
 
     `model` is the module that defines the model, train.py or a copy; `weights` are its Weights.
     """
