@@ -11,8 +11,6 @@ import functools
 import inspect
 import itertools
 import math
-import os
-import traceback
 import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax import lax
+from jax.extend import source_info_util
 
 from checks.layout import PRIMES
 from shardlib import ops
-from shardlib.errors import BEHIND_OPS, is_users
+from shardlib.errors import BEHIND_OPS, source_line
 from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_shape, type_tree
 
 BEHIND_OPS.append(__file__)  # an op's line is its caller's
@@ -140,14 +139,6 @@ class Event(NamedTuple):
     values: np.ndarray  # global arrays, one for each time that the op runs; NaN where copies differ
 
 
-def caller() -> str:
-    """The user's innermost line of the call stack, like `source_line`."""
-    for frame in reversed(traceback.extract_stack()):
-        if is_users(frame.filename):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
-    return ""
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[list[Event]]:
     """Records the operands and results of ops, and their gradients, in functions that are traced
@@ -173,7 +164,7 @@ def recording() -> Iterator[list[Event]]:
 
     def watch(x: jax.Array, spec: Spec, what: str) -> jax.Array:
         number = len(names)
-        names.append((f"{what} at {caller()}", spec))
+        names.append((f"{what} at {source_line(source_info_util.current().traceback)}", spec))
 
         @jax.custom_vjp
         def same(x: jax.Array) -> jax.Array:
