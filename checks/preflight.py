@@ -363,8 +363,8 @@ class TinyRuns:
         if differ := numbers.differences(first.get("forward", {}), first.get("generation", {})):
             return (
                 f"logits of tools.generate differ from training's ({differ[0]}). It computes a "
-                "prompt, then one position at a time: only attention may mix positions, and "
-                "nothing may depend on their number, as the shape of a random mask does"
+                "prompt, then one position at a time: only attention, once in a layer, may mix "
+                "positions, and nothing may depend on their number, as a random mask's shape does"
             )
         # Both steps begin with the same mu, and then differ by their batches' gradients.
         a, b = (first[f"training_step {n}"] for n in (3, 999))
