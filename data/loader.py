@@ -23,6 +23,7 @@ import math
 import os
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -436,6 +437,12 @@ class Mixture(Batches):
                 both = f"{first.name} and {other.name}: {problem}"
                 both = f"flat_tokens has datasets of different tokenizers, {both}"
                 raise FlatTokensError(f"{both}. Convert them with the same one")
+        places = (x.filespec for x in config.datasets)
+        places = (x if "://" in x else os.path.realpath(x) for x in places)
+        for path, times in Counter(places).items():
+            if times > 1:  # shuffled alike, a batch would have its rows several times
+                problem = f"{path} is in flat_tokens.mixture {times} times"
+                raise FlatTokensError(f"{problem}: name it once, with the sum of the weights")
         self.datasets = [Shuffled(x.filespec, config, spec, split) for x in config.datasets]
         data = [dataset.data for dataset in self.datasets]
         self.count = self.datasets[0].count if len(data) == 1 else None

@@ -246,9 +246,9 @@ def list_checkpoints(path: str) -> list[Checkpoint]:
     names a checkpoint, returns that one, even if it doesn't exist. Raises OSError if the store
     can't be reached."""
     path = path.rstrip("/")
-    if re.fullmatch(NAME, path.rpartition("/")[2]):
-        return [Checkpoint(path)]
     found = storage.names(path)
+    if re.fullmatch(NAME, path.rpartition("/")[2]) and "checkpoints" not in found:
+        return [Checkpoint(path)]
     names = [name for name in found if re.fullmatch(NAME, name)]
     if not names and "checkpoints" in found:
         return list_checkpoints(f"{path}/checkpoints")

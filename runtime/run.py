@@ -4,6 +4,7 @@ step timing, profiling, and the ways a run can stop."""
 import contextlib
 import dataclasses
 import datetime
+import errno
 import faulthandler
 import hashlib
 import importlib.metadata
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from runtime import chips, devices, hlo
@@ -170,6 +172,8 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
                 ". Set coordinator=ADDRESS:PORT and process_id, unless Slurm, Open MPI or a TPU pod"
             )
             cure = "" if where else f"{cure} starts the hosts"
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                cure = "; another process here has the port, perhaps a host without its process_id"
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}{cure}") from None
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
@@ -181,7 +185,9 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
 def check_hosts_agree(config: RunConfig) -> None:
     """Raises UserError on all hosts if their settings or their source differ. Otherwise each would
     train with its own, or wait for the others forever."""
-    own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__}
+    own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    for name in "XLA_FLAGS", "LIBTPU_INIT_ARGS":  # dumps may have other places
+        own[name] = " ".join(x for x in os.environ.get(name, "").split() if "dump" not in x)
     own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     for file in sources():
         own[str(file.relative_to(ROOT))] = hashlib.sha256(file.read_bytes()).hexdigest()

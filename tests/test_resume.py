@@ -10,7 +10,7 @@ import pytest
 from data import text
 from runtime.run import open_folder
 from tests.files import arrays, name_tokenizer, rows, write_tokens
-from tests.helpers import SMALL
+from tests.helpers import ROOT, SMALL
 from tests.processes import python
 from tests.torture import Kill, Torture
 
@@ -94,8 +94,9 @@ def test_other_rows_are_refused(tmp_path, train_here):
     train_here(*run, "training.steps=2")
     before = arrays(*(tmp_path / "run/checkpoints").glob("*"))
     config = (tmp_path / "run/config.yaml").read_text()
-    one = "{filespec: data/synthetic.zarr, weight: "
-    mixed = f"flat_tokens.mixture=[{one}3}}, {one}1}}]", "flat_tokens.filespec=null"
+    copy = shutil.copytree(ROOT / "data/synthetic.zarr", tmp_path / "copy.zarr")
+    one, other = (f"{{filespec: {x}, weight: " for x in ("data/synthetic.zarr", copy))
+    mixed = f"flat_tokens.mixture=[{one}3}}, {other}1}}]", "flat_tokens.filespec=null"
     for key, value, *change in (
         ("training.tokens.batch", 16), ("training.tokens.len", 24), ("flat_tokens.seed", 7),
         ("flat_tokens.mixture", [0.75, 0.25], *mixed),

@@ -90,6 +90,11 @@ CASES = {
     "a mixture of paths": ["flat_tokens.mixture=[x.zarr]"],
     "a mixture without a weight": ["flat_tokens.mixture=[{filespec: x}]"],
     "a mixture with a weight of 0": ["flat_tokens.mixture=[{filespec: x, weight: 0}]"],
+    "a mixture of a dataset and itself": [
+        "flat_tokens.filespec=null",
+        "flat_tokens.mixture=[{filespec: tokens.zarr, weight: 1}, "
+        "{filespec: ./tokens.zarr, weight: 1}]",
+    ],
     "a mixture with an unknown key": ["flat_tokens.mixture=[{path: x, weight: 1}]"],
     "a validation set without a name": ["flat_tokens.validation=x.zarr"],
     "a validation set without a path": ["flat_tokens.validation={web: null}"],

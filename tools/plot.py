@@ -10,6 +10,7 @@ per byte if tokenizers differ and all runs recorded it. Time counts training ste
 validation or saving. --log starts at a tenth of the shortest run, to tell close losses apart.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -91,7 +92,10 @@ def starts_of_steps(
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Returns the configs of a run's starts, and for each step the index of its start's."""
     file, found = folder / "starts.jsonl", np.zeros(steps, int)
-    starts = [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
+    starts = list[Any]()
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):  # a full disk has cut it off
+            starts.append(json.loads(line))
     for number, start in enumerate(starts):  # the first also covers steps that a clone skips
         found[start["first_step"] if number else 0 :] = number
     return [flat(plain(start["config"])) for start in starts] or [config], found

@@ -332,7 +332,8 @@ def test_one_is_named_by_its_path_wherever_it_is_copied_to(tmp_path, monkeypatch
         shutil.copytree(
             first, f"checkpoints/{first.name}"
         )  # as `cp -r` does if the target is there
-        for folder in ".", "run":
+        shutil.copytree("run", "runs/20261129.1430")
+        for folder in ".", "run", "runs/20261129.1430":
             assert [one.step for one in runtime.checkpoint.list_checkpoints(folder)] == [5, 6]
 
 

@@ -189,6 +189,12 @@ def test_a_setting_that_no_run_uses_is_not_in_the_table(both, setting, shown):
     assert [*table] == [setting] * shown
 
 
+def test_a_line_of_the_starts_that_was_cut_off(tmp_path, drawn):
+    folder = make_run(tmp_path, "one", 0.1, [4.0, 3.0])
+    (folder / "starts.jsonl").write_text('{"first_step": 0, "conf')
+    assert lines_of(drawn(folder)[0])
+
+
 def test_a_section_that_a_run_lacks():
     configs = {"model.experts": None}, {"model.experts.count": 8}
     table = plot.differences(["dense", "experts"], configs)
