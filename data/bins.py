@@ -19,6 +19,8 @@ HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic nu
 
 def bin_files(path: str) -> list[str]:
     """Returns the `.bin` files that a path names, sorted; none if it names a zarr dataset."""
+    if os.path.exists(f"{path}/zarr.json"):
+        return []
     if os.path.isdir(path):
         return sorted(glob.glob(f"{glob.escape(path)}/*.bin"))
     if not path.endswith(".bin"):

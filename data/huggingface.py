@@ -17,9 +17,10 @@ from jaxtyping import UInt32
 
 from data import text
 from data.flat_tokens import FILL, Named, checked, decode
-from data.loader import Batches, BatchSpec
+from data.loader import SAME_FILES, Batches, BatchSpec
 from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
 from runtime.run import say
+from runtime.supervise import check_hosts_agree
 from shardlib.errors import UserError
 
 
@@ -75,6 +76,8 @@ class StreamLoader(Batches):
         few = config.sequences_packed_per_batch
         self.source = text.Source(load, name, *settings, few, section=config.prefix)
         found, hosts = self.source.check(), jax.process_count()
+        check_hosts_agree({"a dataset": found}, SAME_FILES)
+        self.files = frozenset(self.source.names)
         for note in self.source.notes if split == "train" else ():
             say(f"note: {note}")
         say(f"{self.name} has {text.counted(found['files'], 'file')}")

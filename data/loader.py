@@ -48,6 +48,7 @@ from data.flat_tokens import (
 from data.text import ahead, difference
 from kernels.attention import balanced
 from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, Section, one_of
+from runtime.supervise import check_hosts_agree
 from shardlib.errors import UserError
 from shardlib.types import bool_, make_shardings, mesh_shape, pytree_dataclass, typechecked, u32
 
@@ -266,6 +267,9 @@ class Stream:
                 self.buffer(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
 
 
+SAME_FILES = "Each reads its own rows: give all the same files"
+
+
 class Batches(abc.ABC):
     """Base class: the batches of a split, sharded over the mesh in context at construction. Each
     batch is read in a thread while the previous one is in use."""
@@ -275,6 +279,7 @@ class Batches(abc.ABC):
     # JSON, for a checkpoint: where a stream continues after the last batch, or else `made_of`.
     position: Any = None
     made_of: Any = None  # of flat tokens: what tells each dataset from others, and their tokenizer
+    files: frozenset[str] = frozenset()  # of a stream
     bytes_per_token: float | None = None  # the mean in the split's text as UTF-8, if known
 
     def __init__(self, spec: BatchSpec):
@@ -455,6 +460,7 @@ class Mixture(Batches):
             "tokenizer": first.name or None,
             "vocabulary": first.vocabulary,
         }
+        check_hosts_agree({"a dataset": self.made_of}, SAME_FILES)
         # Fractions of the decimals as written, so that the counts of a long run are exact.
         weights = [Fraction(str(dataset.weight)) for dataset in config.datasets]
         sizes = [x.bytes_per_token * w for x, w in zip(data, weights, strict=True)]

@@ -180,6 +180,8 @@ def open_batches(config: Any, sizes: dict[str, int]) -> tuple[Batches, dict[str,
     if train.made_of:
         train.made_of["validation"] = {name: data.made_of for name, data in sets.items()}
     for name, data in sets.items():
+        if both := train.files & data.files:
+            raise UserError(f"{min(both)} is in both splits: leave it out of one")
         if data.count and taken > data.count:
             number, times = f"{data.count} rows" + (name and f" of {name}"), taken / data.count
             key = "training.validation_batches"

@@ -261,7 +261,7 @@ def field_rows(whole: Any, field: str) -> list[Any]:
 
 def json_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
     with io.TextIOWrapper(file, config.encoding, config.encoding_errors) as lines:
-        first = next(lines, "").removeprefix("\ufeff")
+        first = next((x for line in lines if (x := line.removeprefix("\ufeff")).strip()), "")
         if config.field or first.lstrip().startswith("["):
             whole = json.loads(first + lines.read())
             rows = field_rows(whole, config.field) if config.field else whole
@@ -581,14 +581,7 @@ class Source:
         dataset, found = self._open()
         found |= {"hosts": hosts}
         if position:
-            before = position.get("source", {})
-            pairs = [(key, before.get(key), found.get(key)) for key in {**found, **before}]
-            if differ := [f"{key} {then}, now {now}" for key, then, now in pairs if then != now]:
-                problem = f"has changed since the part before was read: {'; '.join(differ)}"
-                cure = "delete an unfinished conversion, or clone a run's weights into a new one"
-                raise UserError(
-                    f"the split {self.split} {problem}. Restore it, or start over: {cure}"
-                )
+            check_source(self.split, position.get("source", {}), found)
         # Each host reads its own shards if there are enough. Else it reads all rows and skips some.
         by = "shards" if dataset.num_shards >= hosts else "examples"
         dataset = split_dataset_by_node(dataset, host, hosts, by)
@@ -603,6 +596,15 @@ class Source:
                 texts, size = [], 0
         if texts:
             yield texts, {"state": dataset.state_dict(), "source": found}
+
+
+def check_source(split: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError if a split's fingerprint has changed."""
+    pairs = [(key, before.get(key), now.get(key)) for key in {**now, **before}]
+    if differ := [f"{key} {then}, now {here}" for key, then, here in pairs if then != here]:
+        problem = f"has changed since the part before was read: {'; '.join(differ)}"
+        cure = "delete an unfinished conversion, or clone a run's weights into a new one"
+        raise UserError(f"the split {split} {problem}. Restore it, or start over: {cure}")
 
 
 def units(

@@ -317,14 +317,28 @@ class Checkpoints:
         return source, 0 if prefix else source.newest.step
 
     def _try_store(self) -> None:
-        """Writes, reads, lists and removes a group: saves do this with two libraries."""
-        name = f"try.{jax.process_index()}"
+        """Writes, reads, lists and removes a group: saves do this with two libraries. Waits until
+        the groups of all hosts are there."""
+        host, others = jax.process_index(), range(jax.process_count())
+        own = f"try.{host}"
+
+        def missing() -> list[int]:
+            tried = {i: storage.attributes(f"{self.path}/try.{i}").get("start") for i in others}
+            return [i for i, start in tried.items() if start != self.start]
+
         with storage.opening(self.path, "used for checkpoints"):
-            storage.remove(f"{self.path}/{name}")
-            storage.write_group(f"{self.path}/{name}", {})
-            listed = name in storage.names(self.path)
-            storage.remove(f"{self.path}/{name}")
-            if not listed or name in storage.names(self.path):
+            storage.remove(f"{self.path}/{own}")
+            storage.write_group(f"{self.path}/{own}", {"start": self.start})
+            of_all_hosts("")  # has written its own
+            deadline = time.monotonic() + 30  # a shared file system may show it later
+            while (absent := missing()) and time.monotonic() < deadline:
+                time.sleep(1)
+            unseen = f"host {host} doesn't see what host {absent[0]} writes" if absent else ""
+            if unseen := next(filter(None, of_all_hosts(unseen)), ""):
+                raise OSError(f"{unseen}: all hosts need one folder, or a bucket")
+            listed = own in storage.names(self.path)
+            storage.remove(f"{self.path}/{own}")
+            if not listed or own in storage.names(self.path):
                 raise OSError("what is written there can't be listed or removed")
 
     def save(self, step: int, tree: Any, position: Any = None) -> None:

@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import pathlib
+import re
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -51,6 +52,8 @@ def one_of(names: str) -> AfterValidator:
 
 
 def _plain_path(path: str) -> str:
+    if scheme := re.match(r"(gs|s3|hf|abfs|https?|file):/(?!/)", path):
+        raise ValueError(f"write {scheme[1]}://, else it is a local folder")
     path = os.path.expanduser(path)  # which only some of the libraries below do
     return path.rstrip("/") or path  # in a bucket `x//y` is another place than `x/y`
 

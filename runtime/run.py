@@ -47,7 +47,7 @@ from runtime.config import (
 )
 from runtime.errors import tell
 from runtime.sinks import PACKAGES, SINKS, Row, json_lines
-from runtime.supervise import Stop, locked, of_all_hosts
+from runtime.supervise import Stop, check_hosts_agree, locked, of_all_hosts
 from shardlib.errors import UserError
 from shardlib.mesh import axis_group
 from shardlib.types import named
@@ -178,28 +178,20 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     if jax.process_count() != config.num_hosts:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     if config.num_hosts > 1:
-        check_hosts_agree(config)
+        check_settings_agree(config)
     return devices.make_mesh(axes)
 
 
-def check_hosts_agree(config: RunConfig) -> None:
+def check_settings_agree(config: RunConfig) -> None:
     """Raises UserError on all hosts if their settings or their source differ. Otherwise each would
     train with its own, or wait for the others forever."""
     own = flat(dataclasses.asdict(config)) | {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     for name in "XLA_FLAGS", "LIBTPU_INIT_ARGS":  # dumps may have other places
         own[name] = " ".join(x for x in os.environ.get(name, "").split() if "dump" not in x)
-    own |= dict.fromkeys(("process_id", "coordinator"), "")  # in which they may differ
     for file in sources():
         own[str(file.relative_to(ROOT))] = hashlib.sha256(file.read_bytes()).hexdigest()
-    hosts = [*map(json.loads, of_all_hosts(json.dumps(own)))]
-    for name in sorted(set().union(*hosts)):
-        each = [str(host.get(name)) for host in hosts]
-        other = next((i for i, value in enumerate(each) if value != each[0]), 0)
-        if other:
-            raise UserError(
-                f"hosts differ in {name}: {each[0]} on host 0, {each[other]} on host {other}. "
-                "Start all with the same settings and the same source"
-            )
+    check_hosts_agree(own, "Start all with the same settings and the same source")
 
 
 def check_programs_agree(lowered: jax.stages.Lowered) -> None:

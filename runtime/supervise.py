@@ -3,6 +3,7 @@ each other."""
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import signal
@@ -135,3 +136,14 @@ def of_all_hosts(own: str) -> list[str]:
     lengths = process_allgather(np.array(len(text)))
     texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
     return [bytes(row[:n]).decode() for row, n in zip(texts, lengths, strict=True)]
+
+
+def check_hosts_agree(own: dict[str, Any], cure: str) -> None:
+    """Raises UserError on all hosts, with the cure, if one of these values, JSON by name, differs
+    between them."""
+    hosts = [*map(json.loads, of_all_hosts(json.dumps(own)))]
+    for name in sorted(set().union(*hosts)):
+        each = [str(host.get(name)) for host in hosts]
+        if other := next((i for i, value in enumerate(each) if value != each[0]), 0):
+            both = f"{each[0]} on host 0, {each[other]} on host {other}"
+            raise UserError(f"hosts differ in {name}: {both}. {cure}")

@@ -116,6 +116,36 @@ def test_hosts_that_trace_different_programs_stop(factor):
     assert [found in out for out, _ in printed] == ["jax" in factor] * 2, printed
 
 
+APART = """
+import os, sys
+import jax
+from runtime.run import make_mesh
+from tests.helpers import small_config
+from tests.runtime.test_faults import opened_tiny
+config = small_config("mesh={d: 2, t: 1}", "num_hosts=2")
+os.chdir(sys.argv[1])
+with jax.set_mesh(make_mesh(config, config.mesh.axes)):
+    try:
+        print("starts at", opened_tiny("run").starting_point("", True)[1])
+    except OSError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["aa", "ab"])
+def test_hosts_that_do_not_share_the_folder_of_checkpoints_stop(tmp_path, names):
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+    processes = start_hosts(2, 1, lambda i: ["-c", APART, str(tmp_path / names[i])], cluster=slurm)
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    apart = "run can't be used for checkpoints: host 0 doesn't see what host 1 writes: all hosts "
+    apart += "need one folder, or a bucket"
+    wanted = apart if names == "ab" else "starts at 0"
+    assert [wanted in out.splitlines() for out in printed] == [True] * 2, printed
+    assert not [*tmp_path.glob("a/run/try.*")] or names == "ab"
+
+
 @pytest.fixture
 def run(tmp_path, tmp_path_factory):
     return Run(tmp_path, tmp_path_factory.getbasetemp() / "compiled", "run")

@@ -129,6 +129,7 @@ CASES = {
     "an empty name": ["paths.model_name="],
     "a name outside the root": ["paths.model_name=../other"],
     "an absolute path as name": ["paths.model_name=/run"],
+    "a bucket with one slash": ["checkpoints.root=gs:/bucket/x"],
     "a run on a remote store": ["paths.root_working_dir=gs://bucket/runs"],
     "more devices than there are": ["mesh={d: 8, t: 2}"],
     "a batch that doesn't split": ["training.tokens.batch=6"],

@@ -75,8 +75,8 @@ class Conversion:
     """The output and the progress of a conversion. From the first commit on, the output's attribute
     `conversion` records the progress and, once complete, how the output was made."""
 
-    def __init__(self, config: ConvertConfig):
-        self.config = config
+    def __init__(self, config: ConvertConfig, sources: dict[str, Any]):
+        self.config, self.sources = config, sources  # fingerprints by split
         settings = {k: v for k, v in config.values().items() if k != "output"}
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         vocabulary = text.tokenizer(config.tokenizer).vocabulary
@@ -92,6 +92,9 @@ class Conversion:
                 )
         # In train_split and validation_split; after null nothing more is read.
         self.positions: list[Any] = saved.get("positions", [{}, {}])
+        for (split, now), position in zip(sources.items(), self.positions, strict=False):
+            if position != {}:  # a part was read, or all
+                text.check_source(split, saved.get("sources", sources)[split], now)
         self.empty = saved.get("empty", 0)  # documents
         written = saved.get("written", {})
         self.writers = {split: Writer(config.output, split, written.get(split)) for split in SPLITS}
@@ -126,7 +129,7 @@ class Conversion:
         continues from here."""
         written = {split: writer.flush() for split, writer in self.writers.items()}
         progress = {"positions": self.positions, "empty": self.empty, "written": written}
-        self.record(progress)
+        self.record(progress | {"sources": self.sources})
         self.committed = time.monotonic()
 
     def record(self, progress: dict[str, Any]) -> None:
@@ -147,12 +150,13 @@ def convert(config: ConvertConfig) -> None:
     settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
     sources = [Source(config.load_dataset, name, *settings, output=config.output) for name in names]
     # Finds most mistakes before anything is written.
-    files = sum(source.check()["files"] for source in sources)
+    found = {source.split: source.check() for source in sources}
+    files = sum(each["files"] for each in found.values())
     if both := set.intersection(*(source.names for source in sources)) if sources[1:] else ():
         raise UserError(f"{min(both)} is in both splits: leave it out of one")
     for note in dict.fromkeys(note for source in sources for note in source.notes):
         print(f"note: {note}")
-    conversion = Conversion(config)
+    conversion = Conversion(config, found)
     if any(source.lossy for source in sources):
         for writer in conversion.writers.values():
             writer.text_bytes = None

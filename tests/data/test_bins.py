@@ -217,6 +217,7 @@ def test_a_checkpoint_records_the_files_and_their_order(tmp_path):
 
 def test_a_validation_set_in_zarr_beside_bin_files(tmp_path):
     write_zarr(f"{tmp_path}/x.zarr", split="validation")
+    (tmp_path / "x.zarr/a.bin").touch()  # what is in it doesn't matter
     validation = f"validation: {{a: {tmp_path}/x.zarr}}"
     files = f"flat_tokens={{filespec: {plain(tmp_path)}, end_token: {END}, {validation}}}"
     config = small_config(files, "training.validation_interval=1", "model.vocab=1000")

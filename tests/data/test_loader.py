@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 import pathlib
 import re
 import shutil
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from data.flat_tokens import NO_TOKEN, FlatTokens, FlatTokensError, Named
 from data.loader import BatchSpec, FlatTokensConfig, Mixture, WeightedDataset, permutation
+from runtime import supervise
 from runtime.devices import make_mesh
+from shardlib.errors import UserError
 from tests import golden
 from tests.files import name_tokenizer, write_tokens
 from tests.helpers import axes, starts_of
@@ -247,6 +250,18 @@ def paths(tmp_path_factory):
         write_tokens(folder / f"{i}.zarr", [1000 * i + 1 + np.arange(rows * LENGTH)])
         for i, rows in enumerate([40, 17, 9])
     ]
+
+
+def test_hosts_with_other_copies_of_a_dataset(path, monkeypatch):
+    def sent(own):
+        other = json.loads(own)
+        other["a dataset"]["tokens"] = [7]
+        return [own, json.dumps(other)]
+
+    monkeypatch.setattr(supervise, "of_all_hosts", sent)
+    message = "hosts differ in a dataset: {.*403.* on host 0, {.*7.* on host 1. Each reads its own"
+    with pytest.raises(UserError, match=message):
+        open_loader(path)
 
 
 def open_mixture(paths, weights=WEIGHTS, **changes):

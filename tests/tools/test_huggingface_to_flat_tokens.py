@@ -490,7 +490,7 @@ def test_a_value_that_is_not_text(folder, converted, value):
 def test_nulls_first_and_columns_that_vary(folder, converted):
     rows = [{"text": None}] * 300 + [{"text": HI, "x": x} for x in (1, "a", [2], None, {"b": 3})]
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"y": 1}])))
-    (folder / "b.jsonl").write_text("\ufeff" + json.dumps([{"text": "last", "z": 1}], indent=1))
+    (folder / "b.jsonl").write_text("\ufeff\n" + json.dumps([{"text": "last", "z": 1}], indent=1))
     assert converted()[1] == ["last", *[HI] * 5]
 
 
@@ -586,6 +586,21 @@ def test_an_output_among_the_files_is_refused(folder, run_here, monkeypatch, pat
     outside = f"output={folder.parent}.zarr"
     _, message = run_here("--config-name=text_files", wanted[0], outside)
     assert not message or message.startswith("error: one document is too few")
+
+
+def test_a_split_that_is_done_may_not_change(folder, run_here):
+    """A file of the other split, of which nothing is written, may be corrected."""
+    files = f"load_dataset.data_files={{train: {folder}/a.jsonl, held: {folder}/b.jsonl}}"
+    wanted = files, "validation_split=held", "column=body", f"output={folder.parent}/x.zarr"
+    write_texts(folder / "a.jsonl", TEXTS)
+    (folder / "b.jsonl").write_text('{"body": "a text"}\n' * 300 + '{"body": 5}')
+    assert "b.jsonl, row 301: column=body is 5" in run_here("--config-name=json_files", *wanted)[1]
+    write_texts(folder / "a.jsonl", [*TEXTS, "more"])
+    write_texts(folder / "b.jsonl", TEXTS)
+    problem = "the split train has changed since the part before was read: bytes "
+    assert problem in run_here("--config-name=json_files", *wanted)[1]
+    write_texts(folder / "a.jsonl", TEXTS)
+    assert "documents with text" in run_here("--config-name=json_files", *wanted)[0]
 
 
 def test_files_in_the_home_folder(folder, converted, monkeypatch):
