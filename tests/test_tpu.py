@@ -58,7 +58,7 @@ def error_of(program):
     return sum(predicted(program).values()) / peak_of(program) - 1
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str, scope="module")
 def test_the_arguments_are_as_predicted(program):
     """TPUs pad arrays: a row of 4,096 gains takes as much memory as eight."""
     terms, stats = predicted(program), built(program)[2]
@@ -66,7 +66,7 @@ def test_the_arguments_are_as_predicted(program):
     assert 0.999 < arguments / stats.argument_size_in_bytes <= 1
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str, scope="module")
 def test_no_prediction_is_more_than_a_tenth_too_low(program):
     assert error_of(program) > -0.1
 
@@ -106,7 +106,7 @@ def collectives_of(program):
     return transfers, actual, axes
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str, scope="module")
 def test_the_collectives_are_those_of_the_ledger(program):
     transfers, actual, axes = collectives_of(program)
     assert len(actual) > 30
