@@ -69,8 +69,9 @@ SHARD_BYTES = 4 * 10**9  # limit for a file of weights, unless one tensor is lar
 # The files of a tokenizer and of the settings for generation.
 SETTINGS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "generation_config.json"),
+    *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
+SAMPLE = "The cats'\n\n  3,456 caf\u00e9s,\tI'LL be \u4f60\u597d."  # to compare tokenizers
 OTHERS = {".bin", ".safetensors", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}  # weights
 UNFINISHED = "config.json.unfinished"  # its name until the export is complete
 STEP = 1  # of an imported checkpoint; 0 would mean that there is none
@@ -294,7 +295,8 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
         found |= {"d_ff": 0, "experts": {"bias": False} | experts}
     model, length = load(train.ModelConfig, found), config.max_position_embeddings
     # The models compute the same if exporting ours would give the same config.json.
-    wanted = described(model, length, family) | {"quantization_config": None}
+    wanted = described(model, length, family)
+    wanted |= {"quantization_config": None, "is_causal": True}
     kind = "sliding_attention" if model.sliding_window else "full_attention"
     wanted["layer_types"] = [kind] * model.layers
     if family not in WITH_WINDOW:
@@ -310,9 +312,10 @@ def model_from(values: dict[str, Any]) -> tuple[train.ModelConfig, int]:
 
 def config_of(model: train.ModelConfig, length: int, more: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json, with the entries `more`, of the first family from which an import
-    gives this model back. Raises UserError if there is none."""
+    gives this model back; its own is tried first. Raises UserError if there is none."""
     problems = []
-    for family in (name for name in FAMILIES if (name in MIXTURES) == bool(model.experts)):
+    families = [name for name in FAMILIES if (name in MIXTURES) == bool(model.experts)]
+    for family in sorted(families, key=lambda name: name != more.get("model_type")):
         config = more | described(model, length, family)
         config |= {"model_type": family, "bos_token_id": model.start_token}
         try:
@@ -332,10 +335,24 @@ def check_empty(path: str) -> None:
 
 
 def copy_settings(source: str, folder: pathlib.Path) -> None:
-    """Copies the tokenizer's files, chat template and generation_config.json of a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Copies the tokenizer's files, chat templates and generation_config.json of a folder."""
     for file in {file for pattern in SETTINGS for file in pathlib.Path(source).glob(pattern)}:
-        shutil.copyfile(file, folder / file.name)
+        copied = folder / file.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)
+
+
+def say_if_opened_otherwise(folder: pathlib.Path) -> None:
+    """Prints a warning if transformers' AutoTokenizer, which goes by the family of the model, gives
+    a text other ids than the exported tokenizer.json, with which the data was tokenized."""
+    from transformers import AutoTokenizer
+
+    auto, used = AutoTokenizer.from_pretrained(folder), Text(str(folder)).slow
+    one, other = (x(SAMPLE, add_special_tokens=False)["input_ids"] for x in (auto, used))
+    if one != other:
+        problem = f"AutoTokenizer opens {folder} as {type(auto).__name__}, with other ids"
+        cure = "use transformers.PreTrainedTokenizerFast.from_pretrained"
+        print(f"warning: {problem} than in training: {cure}")
 
 
 # --- Export ---------------------------------------------------------------------------------------
@@ -459,7 +476,9 @@ def export_weights(path: str, output: str, dtype: str, tokenizer: str | None = N
     print(f"exported {source.path}, step {step:,}: {total:,} bytes of {dtype} in {output}")
     if (tokenizer or (recorded and recorded.name)) == "bytes_utf8":
         print(f"no tokenizer: ids are bytes plus 1, a text starts with the id {model.start_token}")
-    elif not has_tokenizer(folder):
+    elif has_tokenizer(folder):
+        say_if_opened_otherwise(folder)
+    else:
         print("the export has no tokenizer: --tokenizer adds one, and the ids that end a text")
 
 
@@ -524,6 +543,8 @@ def import_weights(path: str, output: str) -> str:
     theirs = json.loads((folder / "config.json").read_text())
     if own := [key for key in theirs.get("auto_map") or {} if key.startswith("AutoModel")]:
         raise UserError(f"config.json's auto_map has {own[0]}: the model has code of its own")
+    # Opens the tokenizer before it writes anything.
+    problem = has_tokenizer(folder) and problem_of_start(Text(path), model.start_token)
     opened = open_tensors(folder)
     if model.tied_embeddings and EMBED in opened and UNEMBED in opened:
         if np.array_equal(opened[EMBED][:], opened[UNEMBED][:]):
@@ -549,11 +570,11 @@ def import_weights(path: str, output: str) -> str:
         target.mark()
     if "://" not in output:
         kept = pathlib.Path(output, "huggingface")
+        kept.mkdir()
         copy_settings(path, kept)
         shutil.copyfile(folder / "config.json", kept / "config.json")
-        problem = has_tokenizer(kept) and problem_of_start(Text(str(kept)), model.start_token)
-        if problem:
-            print(f"warning: {problem}", file=sys.stderr)
+    if problem:
+        print(f"warning: {problem}", file=sys.stderr)
     return HOW_TO_START + OmegaConf.to_yaml(run_config(model, length, output))
 
 
@@ -597,10 +618,11 @@ def main() -> None:
             export_weights(args.checkpoint, args.output, args.dtype, args.tokenizer)
         elif args.config and os.path.exists(args.config):
             raise UserError(f"{args.config} exists; choose another --config")
+        elif args.config and not os.access(os.path.dirname(args.config) or ".", os.W_OK):
+            raise UserError(f"--config={args.config}: name a folder that exists and is writable")
         else:
             config = import_weights(args.folder, args.output)
             if args.config:
-                os.makedirs(os.path.dirname(args.config) or ".", exist_ok=True)
                 pathlib.Path(args.config).write_text(config)
                 print(f"{args.output} and {args.config} written")
             else:

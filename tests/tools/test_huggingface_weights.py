@@ -495,6 +495,7 @@ IMPORTS = {
     "partial RoPE": config_with(partial_rotary_factor=0.5),
     "a base of RoPE that isn't whole": config_with(rope_theta=10000.5),
     "two bases of RoPE": config_with(rope_parameters={"rope_theta": 500.0}),
+    "attention in both directions": config_with(is_causal=False),
     "code of its own": config_with(auto_map={"AutoModelForCausalLM": "modeling_x.XForCausalLM"}),
     "an adapter": lambda folder: (folder / "adapter_config.json").touch(),
     "no start token": config_with(bos_token_id=None, eos_token_id=None),
@@ -793,6 +794,32 @@ def test_a_tokenizer_goes_with_the_model_whose_texts_it_starts(name, of_words, t
     case = "a tokenizer that starts texts with another id"
     message = re.sub(r"tokenizer /.*/words[^,]*", "...", message)
     golden.check("huggingface_weights.txt", case, message)
+
+
+def test_an_export_that_opens_another_tokenizer_says_so(of_words, tmp_path, run):
+    """transformers opens any tokenizer beside a Qwen2 as Qwen2's, which splits numbers."""
+    inner = trained_tokenizer(["3,456 is 456"] * 9, ["<unk>", "<s>", "</s>"])
+    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    inner.save(str(tmp_path / "numbers.json"))
+    save_trained(tmp_path / "ours", "model.vocab=320", "model.start_token=1", "model.qkv_bias=true")
+    for path, opened in (of_words / "start1", ""), (tmp_path / "ours", "Qwen2Tokenizer"):
+        folder, tokenizer = tmp_path / f"hf {opened}", f"--tokenizer={tmp_path / 'numbers.json'}"
+        out, message = run("export", path, folder, tokenizer)
+        warning = f"warning: AutoTokenizer opens {folder} as {opened}, with other ids"
+        assert not message and (warning in out) == (opened != "")
+
+
+def test_an_imported_model_keeps_its_family_and_its_chat_templates(of_words, tmp_path, run):
+    config = MISTRAL | {"sliding_window": None, "vocab_size": 320}
+    folder = write_folder(tmp_path / "hf", config, random_tensors(config))
+    shutil.copytree(of_words / "words", folder, dirs_exist_ok=True)
+    template = "additional_chat_templates/tools.jinja"
+    (folder / template).parent.mkdir()
+    (folder / template).write_text("{{ x }}")
+    assert not run("import", folder, tmp_path / "ours")[1]
+    assert not run("export", tmp_path / "ours", tmp_path / "again")[1]
+    assert config_in(tmp_path / "again")["model_type"] == "mistral"
+    assert (tmp_path / "again" / template).read_text() == "{{ x }}"
 
 
 def test_all_ids_that_end_a_text_are_exported(of_words, tmp_path, run):
