@@ -1,11 +1,14 @@
 """A table of accelerators: speeds, memory, links, and the compiler's options for them."""
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardlib.errors import UserError
 from shardlib.types import compute
@@ -59,6 +62,27 @@ class Chip(NamedTuple):
             among_neighbors = size <= self.near and (count <= self.near or self.near % size == 0)
             kinds[axis] = fast if among_neighbors else slow[-1]
         return {**kinds, **self.chosen}
+
+    def share_from_afar(self, kind: str, over: tuple[str, ...], axes: Mapping[str, int]) -> float:
+        """Returns the share of the bytes received in a collective of this kind over mesh axes that
+        comes over a device's own slow link. What all of a group's devices in one host need enters
+        it once, over all of their links; only an all-to-all sends each device something else."""
+        if {*over} & {*self.chosen} or kind == "permute":
+            return 1
+        count, here = _neighbors(self.near, over, tuple(axes.items()))
+        from_afar = (count - here) / (count - 1)
+        return from_afar if kind == "all-to-all" else from_afar / here
+
+
+@functools.cache
+def _neighbors(near: float, over: tuple[str, ...], axes: tuple[tuple[str, int], ...]) -> Any:
+    """Returns how many devices communicate over these axes, and the fewest of them in one host."""
+    names, sizes = zip(*axes, strict=True)
+    host = np.arange(math.prod(sizes)).reshape(sizes) // near
+    count = math.prod(size for name, size in axes if name in over)
+    groups = np.moveaxis(host, [names.index(x) for x in over], range(-len(over), 0))
+    counts = (np.unique(group, return_counts=True)[1] for group in groups.reshape(-1, count))
+    return count, min(int(each.min()) for each in counts)
 
 
 # A device that isn't named here exactly is unknown: an H100 NVL isn't an H100.

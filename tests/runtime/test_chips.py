@@ -25,6 +25,23 @@ def test_axes_within_a_host_have_fast_links(axes, links):
 
 
 @pytest.mark.parametrize(
+    "axes, over, share",
+    [
+        ({"r": 1, "s": 16, "t": 1}, "s", 8 / 15 / 8),  # 8 parts enter each host, over 8 links
+        ({"r": 1, "s": 64, "t": 1}, "s", 56 / 63 / 8),
+        ({"r": 1, "s": 16, "t": 2}, "s", 12 / 15 / 4),
+        ({"r": 2, "s": 8, "t": 1}, "r", 1),
+        ({"r": 2, "s": 4, "t": 2}, "rs", 4 / 7 / 4),
+        ({"r": 1, "s": 8, "t": 3}, "t", 1),  # two devices on one host, one on another
+    ],
+)
+def test_what_a_group_receives_enters_a_host_once(axes, over, share):
+    h100 = chips.CHIPS["h100"]
+    assert h100.share_from_afar("all-gather", tuple(over), axes) == pytest.approx(share)
+    assert h100.share_from_afar("permute", tuple(over), axes) == 1
+
+
+@pytest.mark.parametrize(
     "kind, peak",
     [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
      ("NVIDIA A100-SXM4-40GB", 312e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12),

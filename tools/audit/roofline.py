@@ -38,7 +38,7 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
 
 def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dict[str, float]:
     """Returns the least time that rows of an audit's tables need on each resource. A collective
-    over several axes takes their slowest link."""
+    over several axes takes their slowest link, for what comes from another host."""
     products, links = rows.get("products", ()), chip.links_of(mesh)
     moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
     spent = {
@@ -47,8 +47,13 @@ def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dic
         **dict.fromkeys(chip.links, 0.0),
     }
     for row in rows.get("transfers", ()):
-        link = min((links[axis] for axis in row["axes"]), key=chip.links.__getitem__)
-        spent[link] += row["at_least"] * row["bytes"] / chip.links[link]
+        (fast, *_), link = (
+            chip.links,
+            min((links[x] for x in row["axes"]), key=chip.links.__getitem__),
+        )
+        far = 1 if link == fast else chip.share_from_afar(row["kind"], tuple(row["axes"]), mesh)
+        for each, share in (link, far), (fast, 1 - far):
+            spent[each] += row["at_least"] * row["bytes"] * share / chip.links[each]
     return spent
 
 
