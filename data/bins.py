@@ -16,6 +16,12 @@ from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
 
+# How files of other kinds begin.
+OTHERS = {
+    b"\x93NUMPY": "it is NumPy's .npy: write np.load(old).tofile(new)",
+    b"version https://git-lfs": "it is a pointer of Git LFS: get the file with git lfs pull",
+}
+
 
 def bin_files(path: str) -> list[str]:
     """Returns the `.bin` files that a path names, sorted; none if it names a zarr dataset."""
@@ -35,6 +41,9 @@ def mapped(file: str, kind: str) -> np.ndarray:
         cure = "copy it, or convert a copy with tools.bins to zarr, which may be in a bucket"
         raise ValueError(f".bin files are read from local disks only: {cure}")
     whole, header, begin = os.path.getsize(file), np.fromfile(file, "<i4", 256), 0
+    for magic, problem in OTHERS.items():
+        if header.tobytes().startswith(magic):
+            raise ValueError(problem)
     if os.path.exists(file.removesuffix("bin") + "idx"):
         raise ValueError("it is Megatron-LM's, with an .idx file: convert it with tools.bins")
     if len(header) == 256 and not header[3:].any():  # no text has id 0 506 times in a row

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import glob
 import gzip
 import hashlib
 import io
@@ -157,9 +158,10 @@ class Tokenizer:
         return str(self.slow.decode(ids.tolist(), **options))
 
     def lost(self, text: str) -> Counter[str]:
-        """Counts the characters of a text, except white space, that its tokens don't give back."""
+        """Counts the characters of a text, of white space only line ends, that its tokens don't
+        give back."""
         back = self.decode(decode(self([text])[0])[0])
-        before, after = (Counter("".join(x.split())) for x in (text, back))
+        before, after = (Counter(re.sub(r"[^\S\n]", "", x)) for x in (text, back))
         return before - after
 
     @functools.cached_property
@@ -435,10 +437,16 @@ class Source:
         raise UserError(f"the split {self.split} has no text")
 
     def _check_patterns(self) -> None:
-        """Raises UserError for an entry of `data_files` that matches no local file (`datasets`
-        would ignore it), is a folder, or would match files in the output."""
-        from datasets.data_files import sanitize_patterns
+        """Raises UserError for an entry of `data_files` that matches no file (`datasets` would
+        ignore it), is a folder, would match files in the output, or is read as a pattern though a
+        file has that name."""
+        from datasets import DownloadConfig
+        from datasets.data_files import resolve_pattern, sanitize_patterns
 
+        options = DownloadConfig(
+            token=self.load_dataset.get("token"),
+            storage_options=self.load_dataset.get("storage_options") or {},
+        )
         load, output = self.load_dataset, os.path.realpath(self.output)
         if load["path"] not in FILE_FORMATS and not self.folder.is_dir():
             return  # it is on the hub
@@ -446,12 +454,16 @@ class Source:
         for pattern in itertools.chain(*patterns.values()):
             place = pattern if "://" in pattern else os.path.join(self.folder, pattern)
             name = f"load_dataset.data_files={pattern}"
-            if "://" not in pattern and not fsspec.filesystem("file").glob(place):
-                raise UserError(
-                    f"{name} matches no file" + f" in {self.folder}" * (place != pattern)
-                )
             if os.path.isdir(place):
                 raise UserError(f"{name} is a folder: add /*")
+            literal = place if os.path.exists(place) else str(self.folder)
+            if "://" not in pattern and glob.has_magic(literal):
+                raise UserError(f"{literal} would be read as a pattern: rename it, without *?[]")
+            try:
+                resolve_pattern(place, "", download_config=options)
+            except FileNotFoundError:
+                where = f" in {self.folder}" * (place != pattern)
+                raise UserError(f"{name} matches no file{where}") from None
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
@@ -515,7 +527,7 @@ class Source:
         for name, times in Counter(name for name, _ in pairs).items():
             if times > 1 and not self.names:
                 self.notes.append(f"{name} is read {times} times")
-        self.names = {name for name, _ in pairs}
+        self.names = {x if "://" in x else os.path.realpath(x) for x, _ in pairs}
         return pairs
 
     def _texts(self, shards: list[tuple[str, Callable[[], Any]]]) -> Iterator[tuple[str, str]]:

@@ -147,6 +147,11 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     UserError if the config's devices or hosts aren't available."""
     first = config.num_hosts > 1 or config.process_id == 0
     config.require(first, "process_id", "num_hosts is 1, with which each host trains alone")
+    several = config.num_hosts > 1 or not config.coordinator
+    config.require(several, "coordinator", "num_hosts is 1, with which each host trains alone")
+    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE":
+        if config.num_hosts == 1 and (started := os.environ.get(name, "1")) != "1":
+            say(f"note: {name}={started}, and num_hosts=1: each of these processes trains alone")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)

@@ -66,6 +66,7 @@ CASES = {
     "a config group as a number": ["model=84"],
     "a coordinator without a port": ["num_hosts=2", "coordinator=10.0.0.1"],
     "a second host of one": ["process_id=1"],
+    "a coordinator of one host": ["coordinator=10.0.0.1:8476"],
     "a group that no config has": ["x/y=1"],
     "several values": ["training.seed=1,2"],
     "a section that is null": ["hf_dataset.path=x"],

@@ -78,6 +78,8 @@ class Conversion:
     def __init__(self, config: ConvertConfig, sources: dict[str, Any]):
         self.config, self.sources = config, sources  # fingerprints by split
         settings = {k: v for k, v in config.values().items() if k != "output"}
+        for secret in "token", "storage_options":  # a dataset may be published
+            settings["load_dataset"].pop(secret, None)
         versions = {name: importlib.metadata.version(name) for name in ("datasets", "transformers")}
         vocabulary = text.tokenizer(config.tokenizer).vocabulary
         self.provenance = {"settings": settings, "versions": versions, "vocabulary": vocabulary}

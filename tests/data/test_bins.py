@@ -11,7 +11,7 @@ import pytest
 
 from configs.sizes import dimensions
 from data.bins import Bins
-from data.flat_tokens import FlatTokens, Writer, encode
+from data.flat_tokens import FlatTokens, FlatTokensError, Writer, encode
 from data.loader import BatchSpec
 from data.sources import open_batches
 from runtime.devices import make_mesh
@@ -247,3 +247,12 @@ def test_a_run_with_two_validation_sets(tmp_path, train_here):
         assert f"validation_bits_per_byte{when}/c" not in row
     shown = f"validation loss/a.b {loss:.4f}  validation loss/c {loss:.4f}"
     assert re.search(rf"^step 1/2  loss [\d.]+  {shown}  ", out, re.MULTILINE)
+
+
+def test_files_of_other_kinds_are_refused(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(999, dtype=np.uint16))
+    os.rename(tmp_path / "x.npy", tmp_path / "x.bin")
+    (tmp_path / "y.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    for name, problem in ("x", "it is NumPy's .npy"), ("y", "it is a pointer of Git LFS"):
+        with pytest.raises(FlatTokensError, match=problem):
+            Bins(f"{tmp_path}/{name}.bin", None)

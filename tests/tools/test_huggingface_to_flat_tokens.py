@@ -603,6 +603,30 @@ def test_a_split_that_is_done_may_not_change(folder, run_here):
     assert "documents with text" in run_here("--config-name=json_files", *wanted)[0]
 
 
+def test_names_and_patterns_that_datasets_would_take_for_others(folder, converted):
+    (folder / "v1").mkdir()
+    write_texts(folder / "v1/a.jsonl", TEXTS)
+    shutil.copytree(folder / "v1", folder / "v[1]")
+    shutil.copy(folder / "v1/a.jsonl", folder / "v1/a[b].jsonl")
+    for given in (
+        f"load_dataset={{path: '{folder}/v[1]', data_files: null}}",
+        f"load_dataset.data_files='{folder}/v1/a[b].jsonl'",
+    ):
+        assert re.search("/v.*] would be read as a pattern|a.b..jsonl would", converted(given)[1])
+    remote = f"load_dataset.data_files=[file://{folder}/v1/a.jsonl, file://{folder}/typo*.jsonl]"
+    problem = f"load_dataset.data_files=file://{folder}/typo*.jsonl matches no file"
+    assert problem in converted(remote, "column=body")[1]
+
+
+def test_secrets_stay_out_of_the_dataset(folder, converted):
+    write_texts(folder / "a.jsonl", TEXTS)
+    more = "+load_dataset.token=hf_1234", "+load_dataset.storage_options={secret: abc1234}"
+    path = f"load_dataset.data_files={folder}/a.jsonl"
+    assert converted(path, *more, "column=body")[1] == sorted(TEXTS)
+    written = (p.read_bytes() for p in folder.parent.rglob("*") if p.is_file())
+    assert not any(b"1234" in content for content in written)
+
+
 def test_files_in_the_home_folder(folder, converted, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     write_texts(folder / "a.jsonl", TEXTS)
