@@ -255,4 +255,4 @@ def test_files_of_other_kinds_are_refused(tmp_path):
     (tmp_path / "y.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     for name, problem in ("x", "it is NumPy's .npy"), ("y", "it is a pointer of Git LFS"):
         with pytest.raises(FlatTokensError, match=problem):
-            Bins(f"{tmp_path}/{name}.bin", None)
+            Bins(f"{tmp_path}/{name}.bin", None, "uint16")
