@@ -40,6 +40,7 @@ from data.flat_tokens import NO_TOKEN
 from data.loader import TokenBatch
 from runtime.errors import user_errors
 from shardlib.errors import UserError
+from shardlib.types import COMPUTE
 from tools.generate import model as models
 from tools.generate import steps
 from tools.tables import grouped
@@ -76,6 +77,8 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"--batch_size={batch_size}: it must be a number of texts")
+        if dtype not in (None, *COMPUTE):
+            raise UserError(f"dtype={dtype}: choose from {', '.join(COMPUTE)}")
         self.model = models.Model(os.path.expanduser(checkpoint), d, t, dtype)
         self.codec = self.model.tokenizer(os.path.expanduser(tokenizer or ""))
         self.batch_size = int(batch_size)

@@ -2,6 +2,7 @@
 definition, and the tool's messages."""
 
 import functools
+import math
 import re
 import shutil
 import socket
@@ -321,6 +322,13 @@ def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k,
     rows = jnp.broadcast_to(logits, (5000, 30))
     counts = np.bincount(sample(rows, jnp.float32(draws), how), minlength=30)
     np.testing.assert_allclose(counts, 5000 * probabilities_kept(logits, how), atol=1.01)
+
+
+@pytest.mark.parametrize("wrong", [(-1, 5, 0.9), (math.nan, 5, 0.9), (1, -306, 0.9), (1, 5, 95)])
+def test_sampling_out_of_range_is_refused(wrong):
+    """As a task of lm-eval may ask for."""
+    with pytest.raises(UserError, match="they must be at least 0, at least 1, and 0 to 1"):
+        steps.Sampling(*wrong, range(30))
 
 
 def test_the_extremes_of_draws_give_ids_that_may_come():

@@ -5,7 +5,7 @@ The peak is in the backward pass. Memory then holds:
     weights                     as they are stored, in f32
     moments                     of the optimizer
     batch                       and the hyperparameters of the update
-    weights of the replica      gathered over r, in the compute dtype
+    weights of the replica      gathered over r, in the compute dtype, if that makes a copy
     gradients                   of the same size; with microbatches also their sums, in f32
     saved for the backward pass as the ledger lists it, with the unembedding's gradient
     gathered weights            a layer's, whole along s and c, and their gradients before these are
@@ -88,7 +88,7 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
         "weights": weights,
         "moments": moments,
         "batch": arguments(jaxpr) - weights - moments,
-        "weights of the replica": replica,
+        "weights of the replica": replica if axes["r"] > 1 or config.dtype != "f32" else 0,
         "gradients": replica + gradient_sums,
         SAVED: sum(row.bytes for row in costs.saved if row.memory == "device"),
         **max(in_layer, in_loss, key=lambda terms: sum(terms.values())),

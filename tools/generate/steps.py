@@ -15,6 +15,7 @@ from jax import lax
 import train
 from data.loader import TokenBatch
 from shardlib import ops
+from shardlib.errors import UserError
 from shardlib.types import (
     Dim,
     Stacked,
@@ -48,6 +49,11 @@ class Sampling:
     top_p: float  # sample from the likeliest tokens that together have this probability
     ids: range  # the tokenizer's ids
     ends: tuple[int, ...] = ()  # the ids that end a text
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and 0 <= self.top_p <= 1 and (self.top_k or 1) >= 1):
+            given = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+            raise UserError(f"{given}: they must be at least 0, at least 1, and 0 to 1")
 
 
 @typechecked
