@@ -149,9 +149,6 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     config.require(first, "process_id", "num_hosts is 1, with which each host trains alone")
     several = config.num_hosts > 1 or not config.coordinator
     config.require(several, "coordinator", "num_hosts is 1, with which each host trains alone")
-    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE":
-        if config.num_hosts == 1 and (started := os.environ.get(name, "1")) != "1":
-            say(f"note: {name}={started}, and num_hosts=1: each of these processes trains alone")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
@@ -184,6 +181,9 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     if config.num_hosts > 1:
         check_settings_agree(config)
+    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE":
+        if config.num_hosts == 1 and (started := os.environ.get(name, "1")) != "1":
+            say(f"note: {name}={started}, and num_hosts=1: each of these processes trains alone")
     return devices.make_mesh(axes)
 
 
