@@ -520,6 +520,10 @@ class Source:
         if texts := [file for file in left if SUFFIXES & {*Path(file.lower()).suffixes}]:
             problem = f"{folder} has files in no split, {listed(texts)}: by their names, {found}"
             raise UserError(f"{problem}. Move them elsewhere, or {cure}")
+        # Links to folders aren't followed, nor listed above.
+        left |= {
+            str(x) for x in folder.rglob("*") if by_name and x.is_symlink() and not x.is_file()
+        }
         if left and not self.names:
             self.notes.append(f"{folder} has files that aren't read: {listed(left)}")
         parts = [splits[name] for name in wanted]

@@ -725,8 +725,9 @@ def test_a_folder_of_text_files_has_a_document_per_file(folder, converted):
     for i in range(3):  # one with a byte order mark
         (folder / f"{i}.txt").write_text("\ufeff" * (i == 1) + f"{i}\r\nline\n")
     (folder / "3.md").write_text("a text")
+    (folder / "more").symlink_to(folder.parent)
     out, texts = converted(f"load_dataset={{path: {folder}, data_files: null}}")
-    assert out.count(f"note: {folder} has files that aren't read: ['3.md']\n") == 1
+    assert out.count(f"note: {folder} has files that aren't read: ['3.md', 'more']\n") == 1
     assert "read 3 files: 3 documents with text" in out
     assert texts == [f"{i}\r\nline\n" for i in range(3)]
 
