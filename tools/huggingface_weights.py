@@ -618,9 +618,11 @@ def main() -> None:
             export_weights(args.checkpoint, args.output, args.dtype, args.tokenizer)
         elif args.config and os.path.exists(args.config):
             raise UserError(f"{args.config} exists; choose another --config")
-        elif args.config and not os.access(os.path.dirname(args.config) or ".", os.W_OK):
-            raise UserError(f"--config={args.config}: name a folder that exists and is writable")
         else:
+            if args.config:  # before the import, which takes longer
+                os.makedirs(folder := os.path.dirname(args.config) or ".", exist_ok=True)
+                if not os.access(folder, os.W_OK):
+                    raise UserError(f"--config={args.config} is in a folder that isn't writable")
             config = import_weights(args.folder, args.output)
             if args.config:
                 pathlib.Path(args.config).write_text(config)
