@@ -456,14 +456,19 @@ class Source:
             name = f"load_dataset.data_files={pattern}"
             if os.path.isdir(place):
                 raise UserError(f"{name} is a folder: add /*")
+            local, found = "://" not in pattern, list[str]()
             literal = place if os.path.exists(place) else str(self.folder)
-            if "://" not in pattern and glob.has_magic(literal):
+            if local and glob.has_magic(literal):
                 raise UserError(f"{literal} would be read as a pattern: rename it, without *?[]")
-            try:
-                resolve_pattern(place, "", download_config=options)
-            except FileNotFoundError:
-                where = f" in {self.folder}" * (place != pattern)
-                raise UserError(f"{name} matches no file{where}") from None
+            with contextlib.suppress(FileNotFoundError):
+                if local:
+                    found = fsspec.filesystem("file").glob(place)
+                else:
+                    found = resolve_pattern(pattern, "", download_config=options)
+            if not found:
+                raise UserError(
+                    f"{name} matches no file" + f" in {self.folder}" * (place != pattern)
+                )
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
