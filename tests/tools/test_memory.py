@@ -121,8 +121,10 @@ def test_experts():
     assert 3 * copies <= terms[memory.ARRAYS] < 1.5 * 3 * copies
 
 
-def test_in_f32_the_replicas_weights_are_as_wide_as_the_stored_ones():
+def test_in_f32_only_a_gather_over_replicas_copies_the_weights():
     options = "dtype=f32", "model.vocab=65536", "training.loss_chunks=1"
     terms = held("mesh={d: 4, t: 2}", *options, chip="h100")
-    assert terms["weights of the replica"] == terms["gradients"] == terms["weights"]
+    assert (terms["weights of the replica"], terms["gradients"]) == (0, terms["weights"])
+    replicas = held("mesh={d: 4, t: 2, r: 2}", *options, chip="h100")
+    assert replicas["weights of the replica"] == replicas["gradients"] > replicas["weights"]
     assert terms[memory.LOGITS] == 4 * B * L // 4 * 65536 // 2, "their gradient overwrites them"
