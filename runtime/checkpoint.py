@@ -293,10 +293,10 @@ class Checkpoints:
         # it is, because a shared file system may show files to other hosts later.
         name, now = f"{self.path}/{0:08d}.0", time.time_ns() // 10**6  # step 0: there is none
         if jax.process_index() == 0:
+            found = list_checkpoints(self.path)
             # After the starts before, whatever their clocks said.
-            now = max([now, *(one.start + 1 for one in list_checkpoints(self.path))])
-            with contextlib.suppress(CheckpointError):
-                name = newest(self.path).path
+            now = max([now, *(one.start + 1 for one in found)])
+            name = next((one.path for one in reversed(found) if one.may_be_complete), name)
         name, now = json.loads(of_all_hosts(json.dumps([name, now]))[0])
         self.newest, self.start = Checkpoint(name), now
 
@@ -364,10 +364,6 @@ class Checkpoints:
         host, hosts = jax.process_index(), jax.process_count()
         try:
             if host == 0:
-                for one in list_checkpoints(self.path):
-                    if one.start > self.start:  # each would remove what the other is writing
-                        problem = f"a later start of this run has written {one.path}: end this one"
-                        raise CheckpointError(f"{problem}, or give each its own {self.key}")
                 self._tidy(target)
                 target.create(arrays, self.config)
             opened, submit = target.writable(arrays), self.threads.submit
@@ -406,7 +402,9 @@ class Checkpoints:
 
     def _tidy(self, current: Checkpoint | None = None) -> None:
         """Marks the last checkpoint. Removes those that the policy doesn't keep, and, except for
-        the current one, incomplete ones, left by failed saves, killed starts and removals."""
+        the current one, incomplete ones, left by failed saves, killed starts and removals. Raises
+        CheckpointError before the current one is written if a later start of the run has begun:
+        each would remove what the other is writing."""
         last, every = self.policy.keep_last, self.policy.keep_every
         try:
             if self.unmarked:
@@ -414,13 +412,18 @@ class Checkpoints:
                 self.unmarked = None
             complete = []
             for one in list_checkpoints(self.path):
+                if current and one.start > self.start:
+                    problem = f"a later start of this run has written {one.path}: end this one"
+                    raise CheckpointError(f"{problem}, or give each its own {self.key}")
                 if one.may_be_complete:
                     complete.append(one)
-                elif not current or one.order != current.order:
+                elif one.start <= self.start and (not current or one.order != current.order):
                     one.remove()
             for one in complete[:-last] if last else []:
                 if not every or one.step % every:
                     one.remove()
+        except CheckpointError:
+            raise
         except Exception as error:  # stores raise errors of many types
             problem = "can't mark the last checkpoint, or remove old ones"
             self.say(f"warning: {problem}, in {self.path}: {error!r}")

@@ -336,7 +336,8 @@ def check_empty(path: str) -> None:
 
 def copy_settings(source: str, folder: pathlib.Path) -> None:
     """Copies the tokenizer's files, chat templates and generation_config.json of a folder."""
-    for file in {file for pattern in SETTINGS for file in pathlib.Path(source).glob(pattern)}:
+    found = {file for pattern in SETTINGS for file in pathlib.Path(source).glob(pattern)}
+    for file in filter(pathlib.Path.is_file, found):
         copied = folder / file.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copied)

@@ -308,8 +308,12 @@ def test_each_start_writes_apart_and_the_newest_complete_checkpoint_counts(tmp_p
         # earlier one, which may still run on another machine, ends at its next save.
         assert len({first.start, second.start, third.start}) == 3
         later = written(third, 10, tree)
+        (begun := tmp_path / f"00000012.{third.start}").mkdir()  # the later one is writing it
         with pytest.raises(CheckpointError, match=f"has written {later}: end this one"):
             written(second, 15, tree)
+        with pytest.raises(CheckpointError, match="the last checkpoint is missing"):
+            second.close()
+        assert begun.exists()
         monkeypatch.setattr(time, "time_ns", lambda: 0)  # on a machine whose clock is wrong
         fourth = opened(tmp_path)
         assert fourth.newest.path == str(later) and fourth.start > third.start

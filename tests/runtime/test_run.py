@@ -94,7 +94,7 @@ def test_a_steps_time_has_its_wait_for_data_but_no_validation_and_no_save(tmp_pa
 
 
 def test_a_run_whose_folder_was_replaced_writes_nothing_into_it(tmp_path):
-    """As by rm -rf and a new start, while a process of the old run still ends."""
+    """Replaces it as rm -rf and a new start do while a process of the old run still ends."""
     folder = tmp_path / "r"
     with locked(folder), begun(tmp_path) as run:
         take(run, 0, metrics())

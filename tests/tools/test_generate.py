@@ -326,7 +326,7 @@ def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k,
 
 @pytest.mark.parametrize("wrong", [(-1, 5, 0.9), (math.nan, 5, 0.9), (1, -306, 0.9), (1, 5, 95)])
 def test_sampling_out_of_range_is_refused(wrong):
-    """As a task of lm-eval may ask for."""
+    """A task of lm-eval may ask for anything."""
     with pytest.raises(UserError, match="they must be at least 0, at least 1, and 0 to 1"):
         steps.Sampling(*wrong, range(30))
 
