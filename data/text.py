@@ -457,7 +457,8 @@ class Source:
             if os.path.isdir(place):
                 raise UserError(f"{name} is a folder: add /*")
             local, found = "://" not in pattern, list[str]()
-            literal = place if os.path.exists(place) else str(self.folder)
+            base = "" if os.path.isabs(pattern) else str(self.folder)
+            literal = place if os.path.exists(place) else base
             if local and glob.has_magic(literal):
                 raise UserError(f"{literal} would be read as a pattern: rename it, without *?[]")
             with contextlib.suppress(FileNotFoundError):
@@ -526,9 +527,8 @@ class Source:
             problem = f"{folder} has files in no split, {listed(texts)}: by their names, {found}"
             raise UserError(f"{problem}. Move them elsewhere, or {cure}")
         # Links to folders aren't followed, nor listed above.
-        left |= {
-            str(x) for x in folder.rglob("*") if by_name and x.is_symlink() and not x.is_file()
-        }
+        inside = folder.rglob("*") if by_name else ()
+        left |= {str(x) for x in inside if x.is_symlink() and not x.is_file()}
         if left and not self.names:
             self.notes.append(f"{folder} has files that aren't read: {listed(left)}")
         parts = [splits[name] for name in wanted]
