@@ -1,6 +1,7 @@
 """Derives the sizes of dimensions, and the model's FLOPs, from a config."""
 
 import functools
+from fractions import Fraction
 from typing import Any
 
 from configs.schema import Config
@@ -30,6 +31,14 @@ def dimensions(config: Config) -> dict[str, int]:
     return {name: size for name, key in DIMENSIONS.items() if (size := value(key))}
 
 
+def share_seen(config: Config) -> Fraction:
+    """The share of a row's scores, one for each query and key, that causality and the window leave
+    visible: half without a window."""
+    length = config.training.tokens.len
+    seen = min(config.model.sliding_window or length, length)  # tokens, at most
+    return Fraction(seen * (2 * length - seen), 2 * length**2)
+
+
 def step_flops(config: Config) -> tuple[int, int]:
     """Matmul FLOPs of a step, forward and backward, without recomputation: (weight matmuls, causal
     attention). Per token, 6 FLOPs for each weight of a matmul, and 6 * L * Q * K * D a layer for
@@ -41,6 +50,6 @@ def step_flops(config: Config) -> tuple[int, int]:
     if each := config.model.experts:
         per_layer += size["M"] * (each.count + 3 * each.d_ff * each.per_token)
     weights = size["layers"] * per_layer + size["V"] * size["M"]
-    seen = min(config.model.sliding_window or size["L"], size["L"])  # tokens, at most
-    pairs = size["B"] * seen * (2 * size["L"] - seen)
-    return 6 * weights * size["B"] * size["L"], 6 * size["layers"] * heads * pairs
+    tokens = size["B"] * size["L"]
+    attention = 12 * size["layers"] * heads * tokens * size["L"] * share_seen(config)
+    return 6 * weights * tokens, int(attention)

@@ -187,6 +187,14 @@ def cudnn_attention(
 KERNELS = {"tpu": tpu_attention, "gpu": cudnn_attention}  # by platform
 
 
+def share_computed(kind: str, seen: float, parts: int) -> float:
+    """Returns the share of all scores that the kernel for a kind of device computes at least, given
+    the share that queries see and the parts that L is split into. Documents hide more."""
+    if "TPU" in kind:
+        return seen
+    return 1 if parts > 1 else 0.5  # cuDNN skips what it knows to be causal, and nothing else
+
+
 def described(sizes: dict[str, int], parts: int) -> str:
     """Names the kernel that computes attention on the mesh in context, or says why none does, given
     the sizes of L, Q and D, and the parts that L is split into. Empty where there are no kernels.

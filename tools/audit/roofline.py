@@ -36,13 +36,20 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dict[str, float]:
-    """Returns the least time that rows of an audit's tables need on each resource. A collective
-    over several axes takes their slowest link, for what comes from another host."""
+def seconds(
+    rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int], kernel_share: float
+) -> dict[str, float]:
+    """Returns the least time that rows of an audit's tables need on each resource. Kernels compute
+    `kernel_share` of their rows' FLOPs. A collective over several axes takes their slowest link,
+    for what comes from another host."""
     products, links = rows.get("products", ()), chip.links_of(mesh)
+    flops = sum(
+        row["at_least"] * row["flops"] * (kernel_share if row["in_kernel"] else 1)
+        for row in products
+    )
     moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
     spent = {
-        "compute": sum(row["at_least"] * row["flops"] for row in products) / chip.flops,
+        "compute": flops / chip.flops,
         "memory": moved / chip.bandwidth,
         **dict.fromkeys(chip.links, 0.0),
     }
@@ -60,7 +67,7 @@ def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dic
 def bound(result: dict[str, Any], chip: chips.Chip) -> Bound:
     """Returns the least time that a step needs on each resource, from the lower bounds of counts.
     Memory traffic is what matmuls, ops with a kernel, and the optimizer read and write."""
-    spent = seconds(result, chip, result["mesh"])
+    spent = seconds(result, chip, result["mesh"], result["kernel_share"])
     # Weights and moments are read and written, and gradients read.
     moved = 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
     spent["memory"] += (result["kernel_bytes"] + moved) / chip.bandwidth

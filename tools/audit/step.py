@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import train
 from checks import layout, preflight
+from configs.sizes import share_seen
+from kernels.attention import share_computed
 from runtime import chips
 from shardlib.mesh import abstract_mesh
 from shardlib.types import bf16, bool_, f32, i32, u32
@@ -76,6 +78,7 @@ def audit_step(
         "transfers": merged((row._asdict() for row in costs.transfers), "bytes"),
         "products": merged((row._asdict() for row in costs.products), "flops"),
         "kernel_bytes": costs.kernel_bytes,
+        "kernel_share": share_computed(kind, float(share_seen(config)), config.mesh.c),
         "model_flops": sum(train.step_flops(config)),
     }
 
