@@ -32,6 +32,7 @@ from runtime.program import program
 from runtime.run import commit, compile_step, make_mesh
 from runtime.schedule import hyper_at
 from shardlib.mesh import show_axes
+from shardlib.types import computing_in
 
 IMPORTED = time.perf_counter()
 WARMUP = 3  # steps run first and not timed
@@ -95,7 +96,10 @@ def show(
     tokens = config.training.tokens.batch * config.training.tokens.len
     projections, attention = train.step_flops(config)
     low, median, high = np.percentile(steps, (10, 50, 90))
-    both, unknown = (projections + attention) / median, f"unknown in {config.dtype} on {kind}"
+    with computing_in(config.dtype):
+        rates = (projections + attention) / median, projections / median
+        both, without = (chips.mfu(kind, count, rate) for rate in rates)
+    unknown = f"unknown in {config.dtype} on {kind}"
     spread = f"{low:.4f} to {high:.4f}: 10th to 90th percentile of {len(steps)}"
     source = f"commit {commit() or 'unknown'}", f"Python {platform.python_version()}"
     versions = ", ".join([*source, *(f"{package} {version(package)}" for package in packages)])
@@ -107,8 +111,8 @@ def show(
         "step": f"{median:.4f} s ({spread})",
         "CPU time": f"{cpu:.4f} s per step, of all threads",
         "tokens/s": f"{tokens / median:,.0f}",
-        "MFU, causal attention included": chips.mfu(kind, count, both) or unknown,
-        "MFU, projections only": chips.mfu(kind, count, projections / median) or unknown,
+        "MFU, causal attention included": both or unknown,
+        "MFU, projections only": without or unknown,
         "peak memory": f"{peak[0] / 2**30:.2f} GiB {peak[1]}",
     }
     if start:

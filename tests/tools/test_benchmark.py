@@ -1,3 +1,4 @@
+import math
 import re
 
 import jax
@@ -49,6 +50,22 @@ def test_the_table(tmp_path, train_here, monkeypatch):
     seconds = [numbers(shown[part])[0] for part in parts]
     assert min(seconds) >= 0
     assert numbers(shown["time to first step"])[0] == pytest.approx(sum(seconds), abs=0.1)
+
+
+@pytest.mark.parametrize("dtype, shown", [("bf16", "50.0%"), ("f32", "unknown in f32 on H100")])
+def test_the_mfu_is_known_in_bf16_alone(dtype, shown, capsys):
+    config = small_config(f"dtype={dtype}")
+    seconds = (
+        sum(train.step_flops(config))
+        / math.prod(config.mesh.axes.values())
+        / chips.CHIPS["h100"].flops
+        * 2
+    )
+    times = benchmark.Times([seconds] * 3, [0.0] * 3, 0.0)
+    benchmark.show(config, "H100", 1, (1, ""), [], times)
+    assert f"MFU, causal attention included  {shown}\n" in re.sub(
+        "   +", "  ", capsys.readouterr().out
+    )
 
 
 def test_the_steps_that_are_timed(monkeypatch):

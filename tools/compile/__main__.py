@@ -146,7 +146,9 @@ def main(config: CompileConfig) -> None:
     verdict = "fits" if peak < usable else "does not fit"
     share = "" if is_tpu else f", the {usable / chip.memory:.0%} of the memory that JAX takes"
     print(f"\nIt {verdict}: {show(peak)} of {show(usable)}{share}.")
-    if is_tpu:
+    if config.dtype != "bf16":
+        print("\nIts speed is known in bf16 alone.")
+    elif is_tpu:
         takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
         print(f"\n{cycles.share_overlapped(sent)}")
         flops = sum(train.step_flops(config)) / mesh.size
