@@ -650,7 +650,8 @@ def train(
         check_same_rows(config, source.newest, data)
     tokens, flops = training.tokens.batch * training.tokens.len, sum(step_flops(config))
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
-    say(f"{parameters:,} parameters, {tokens:,} tokens per step, {config.paths.folder}")
+    facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
+    say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
     if training.optimizer == "muon":
         say(muon.note(kinds.weights))
     if kernel := described(sizes, config.mesh.c):

@@ -296,6 +296,11 @@ class Batches(abc.ABC):
         depends only on its number."""
         self.position = None
 
+    def epochs(self, batches: int) -> str:
+        """Says how often so many batches take each dataset's rows, as in "0.4 and 12 epochs"; ""
+        for a stream."""
+        return ""
+
     def number(self, step: int) -> int:
         """Returns the number of a step's batch."""
         for skipped in sorted({*self.spec.skip}):
@@ -477,6 +482,10 @@ class Mixture(Batches):
             counts.append(math.floor(rows * share + Fraction(1, 2)))
             rows -= counts[-1]
         return counts
+
+    def epochs(self, batches: int) -> str:
+        counts = zip(self.counts(batches * self.spec.rows), self.datasets, strict=True)
+        return f"{' and '.join(f'{rows / x.count:.3g}' for rows, x in counts)} epochs"
 
     def parts(self, number: int, indices: Sequence[int]) -> Iterator[tuple[Shuffled, np.ndarray]]:
         """Yields each dataset, and the numbers of its rows at these increasing indices of a

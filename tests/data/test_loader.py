@@ -285,6 +285,7 @@ def test_a_mixture_has_each_dataset_in_its_own_order_and_its_share(paths, stream
     changes = {"streams": streams, "sequences_per_read_block": 3}
     seen = rows_by_dataset(open_mixture(paths, **changes), (0, 50))
     assert [len(rows) for rows in seen] == [240, 120, 40], "of 400 rows"
+    assert open_mixture(paths, **changes).epochs(50) == "6 and 7.06 and 4.44 epochs"
     for path, rows, count in zip(paths, seen, [40, 17, 9], strict=True):
         (alone,) = rows_by_dataset(open_loader(path, vocab=3000, **changes), (0, 30))
         assert rows == alone[: len(rows)]
