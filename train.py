@@ -652,11 +652,9 @@ def train(
     parameters = sum(x.size for x in jax.tree.leaves(make_shapes(kinds.weights, sizes)))
     facts = f"{parameters:,} parameters", f"{tokens:,} tokens per step", data.epochs(training.steps)
     say(", ".join(filter(None, (*facts, str(config.paths.folder)))))
-    if training.optimizer == "muon":
-        say(muon.note(kinds.weights))
-    if kernel := described(sizes, config.mesh.c):
-        say(kernel)
-    if note := note_of_peak(training):
+    of_muon = muon.note(kinds.weights) if training.optimizer == "muon" else ""
+    others = described(sizes, config.mesh.c), note_of_peak(training), experts.note(config)
+    for note in filter(None, (of_muon, *others)):
         say(note)
     saved, skippable = checkpoints.newest.step, training.max_skipped_updates
     with Run(config, saved, first, training.steps, tokens, flops, skippable) as run:
@@ -689,8 +687,7 @@ def train(
             if due(training.validation_interval, step, training.steps):
                 add_validation()
                 run.flush()
-            if run.saves_after(step):
-                run.flush(state)  # raises if NaN would get into a checkpoint
+            if run.saves_after(step, state):  # raises if NaN would get into a checkpoint
                 checkpoints.save(step + 1, state, data.position)
             if run.stopping:
                 break

@@ -95,7 +95,9 @@ class FlatTokensConfig(Section, key="flat_tokens"):
         if split == "train" and (both := trained & held_out):
             cure = "leave it out of one of them"
             raise UserError(f"training reads {min(both)}, and flat_tokens.validation too: {cure}")
-        return Mixture(self, spec, split)
+        # Runs whose training is shuffled otherwise validate on the same rows.
+        same = self if split == "train" else dataclasses.replace(self, seed=0)
+        return Mixture(same, spec, split)
 
     def open_split(self, path: str, split: str, vocab: int) -> FlatTokens | Bins:
         """Opens a split of one of the datasets, whose ids must be below `vocab`."""

@@ -144,7 +144,10 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             both = f"was written with {what}={before[key]}, now {now[key]}"
             problem = "in this epoch some rows would be used twice, or never"
             keep = "datasets" if key.startswith("the datasets'") else "value"
-            cure = f"Keep the earlier {keep}{cure}, or clone the run's weights into a new one"
+            other = ", with another seed" if config.flat_tokens else ""
+            cure = (
+                f"Keep the earlier {keep}{cure}, or clone the run's weights into a new one{other}"
+            )
             raise UserError(f"{checkpoint.path} {both}: {problem}. {cure}")
 
 

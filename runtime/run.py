@@ -265,9 +265,9 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     checkpoints.check_model()
     other = trained_with(config, checkpoints.newest)
     say(
-        f"{config.paths.folder} is complete: all its steps are done. Raise training.steps to "
-        "continue it, or choose another paths.model_name to start a new run"
-        + (f". It was trained with {other}" if other else "")
+        f"{config.paths.folder} is complete: all its steps are done. To continue it, raise "
+        "training.steps, which training.steps_for_lr follows unless it is set. For a new run, "
+        "choose another paths.model_name" + (f". It was trained with {other}" if other else "")
     )
     return 0
 
@@ -334,8 +334,7 @@ class Run:
                 with run.step(step, waited):
                     ...
                 run.log(step, {"loss": loss})
-                if run.saves_after(step):
-                    run.flush()
+                if run.saves_after(step, state):
                     ...
                 if run.stopping:
                     break
@@ -380,6 +379,7 @@ class Run:
         self.seconds: list[float] = []  # duration of each step
         self.printed = -math.inf  # time of the last progress line
         self.skipped = 0  # consecutive skipped updates
+        self.due = False  # whether the interval asks for a checkpoint
         self.profile = contextlib.ExitStack()  # closing it ends the profile
 
     def __enter__(self) -> "Run":
@@ -537,15 +537,22 @@ class Run:
                 self.unlogged = self.unlogged or problem
                 self.stop.ask()
 
-    def saves_after(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after a step, because of the interval, a signal or
-        the end of the run. Call it once per step: it also ends the profile."""
+    def saves_after(self, step: int, state: Any) -> bool:
+        """Returns whether to save the state after a step: because of the interval, a signal or the
+        end of the run. After skipped updates, which may be due to weights that have diverged, a
+        save for the interval waits for the next update. Call it once per step: it also ends the
+        profile. Raises what `flush` raises."""
         self.stopping = self.stop.reached()
         last = self.stopping or step + 1 == self.steps
         if self.config.profile and (last or step == self.first + 4):
             self.flush()
             self.profile.close()
-        return last or due(self.config.checkpoint_interval, step, self.steps)
+        self.due |= due(self.config.checkpoint_interval, step, self.steps)
+        if not (last or self.due):
+            return False
+        self.flush(state)
+        self.due = self.skipped > 0 and not last
+        return not self.due
 
     def end(self) -> int:
         """Prints how the run ended, after the last save. Returns the exit code."""

@@ -67,11 +67,11 @@ def wandb(folder: pathlib.Path, saved: int, config: str) -> Callable[[Row], None
     resumed run continues its W&B run; all curves have `step` as their x axis."""
     import wandb
 
-    # The folder's name isn't the id, which has no `,` or `:`, but tells whether it is a copy.
-    file, run_id = folder / "wandb.id", secrets.token_hex(8)
+    # A copy of the folder, or of a sweep's, has another of these names, and an id of its own.
+    file, run_id, place = folder / "wandb.id", secrets.token_hex(8), "/".join(folder.parts[-2:])
     if saved and file.exists() and (known := file.read_text().split(maxsplit=1)):
-        run_id = known[0] if known[1:] in ([], [folder.name]) else run_id
-    file.write_text(f"{run_id} {folder.name}")
+        run_id = known[0] if known[1:] in ([], [place]) else run_id
+    file.write_text(f"{run_id} {place}")
     settings: Any = OmegaConf.to_container(OmegaConf.create(config))
     run = wandb.init(id=run_id, name=folder.name, dir=str(folder), config=settings, resume="allow")
     run.define_metric("*", step_metric="step")

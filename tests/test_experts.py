@@ -16,15 +16,16 @@ from tests import oracle
 from tests.helpers import assert_close, mesh, plain, slow_but_for, small_config, token_batch
 from tests.test_train import expected, loss_and_grads, random_rows
 from tools.audit.ledger import ledger
+from variants import experts
 
 ONLY = "model.d_ff=0"  # no expert that all tokens take
 
 
 def settings(costs=True, **options):
     options = {"count": 8, "per_token": 2, "d_ff": 24} | options
-    experts = ", ".join(f"{key}: {value}" for key, value in options.items())
+    values = ", ".join(f"{key}: {value}" for key, value in options.items())
     costs = ["training.routing.balance_cost=0.5", "training.routing.z_cost=0.1"] * costs
-    return [f"model.experts={{{experts}}}", *costs]
+    return [f"model.experts={{{values}}}", *costs]
 
 
 VARIANTS = {
@@ -39,6 +40,17 @@ VARIANTS = {
 def test_types_hold(name):
     settings = [*VARIANTS[name], "mesh={d: 4, t: 2, r: 2, c: 2}", "training.tokens.len=24"]
     preflight.check_types(train, small_config(*settings))
+
+
+NO_BIAS = {"bias": "false", "costs": False}
+
+
+@pytest.mark.parametrize(
+    "options, noted",
+    [({}, False), ({"costs": False}, False), ({"bias": "false"}, False), (NO_BIAS, True)],
+)
+def test_loads_that_nothing_evens_are_noted(options, noted):
+    assert bool(experts.note(small_config(*settings(**options)))) == noted
 
 
 def step(in_f32, targets, is_start, *options):
@@ -69,8 +81,8 @@ def test_a_step_moves_the_bias(in_f32):
     *_, parts = step(in_f32, targets, is_start, "training.microbatches=2")
     assert metrics["balance_cost"] > 1
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), parts, metrics)
-    experts = config.model.experts, config.training.routing
-    _, (_, loads, _) = oracle.objective(before, targets, is_start, 100, experts=experts)
+    chosen = config.model.experts, config.training.routing
+    _, (_, loads, _) = oracle.objective(before, targets, is_start, 100, experts=chosen)
     even = loads.sum(-1, keepdims=True) / 8
     np.testing.assert_allclose(metrics["load"], loads / even, rtol=1e-6)
     moved = after["layers"]["b_router"] - before["layers"]["b_router"]

@@ -52,8 +52,9 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, train_here):
         out, message = train_here(*short, f"training.learning_rate={more}")
         assert (out, message) == (
             "check=types: numbers are not checked\n"
-            f"{tmp_path}/run is complete: all its steps are done. Raise training.steps to "
-            f"continue it, or choose another paths.model_name to start a new run{ends}\n",
+            f"{tmp_path}/run is complete: all its steps are done. To continue it, raise "
+            "training.steps, which training.steps_for_lr follows unless it is set. For a new run, "
+            f"choose another paths.model_name{ends}\n",
             "",
         )
         assert before == written()

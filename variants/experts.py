@@ -54,6 +54,15 @@ def check(config: Any) -> None:
     config.require(fits, "training.routing.balance_cost", problem)
 
 
+def note(config: Any) -> str:
+    """Returns a note if nothing evens the loads of a config's experts, else ""."""
+    each, routing = config.model.experts, config.training.routing
+    if not each or (each.bias and routing.bias_rate) or routing.balance_cost:
+        return ""
+    cure = "set model.experts.bias=true or training.routing.balance_cost above 0"
+    return f"note: nothing evens the loads of experts: {cure}"
+
+
 # A bias that only `rebalanced` changes: it has no gradient.
 balancing = dataclasses.replace(bias, learned=False)
 

@@ -136,14 +136,17 @@ def test_wandb_goes_on_in_the_run_that_was_begun(tmp_path, monkeypatch):
         return types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    folder = tmp_path / "training.seed=1,mesh={d:1,t:1}"  # as a sweep names one
+    folder = tmp_path / "swept" / "training.seed=1,mesh={d:1,t:1}"  # as a sweep names one
+    folder.mkdir(parents=True)
     for first_step in 0, 3, 0:
         for write in open_folder(folder, ("wandb",), CONFIG, first_step, first_step):
             write({"step": first_step, "loss": 1.5})
-    copied = shutil.copytree(folder, tmp_path / "copied")
-    open_folder(copied, ("wandb",), CONFIG, 3, 3)
-    one, resumed, anew, copy = (settings["id"] for settings in asked)
-    assert one == resumed != anew != copy
+    copied = shutil.copytree(folder, tmp_path / "swept" / "copied")
+    copied_sweep = shutil.copytree(tmp_path / "swept", tmp_path / "copied")
+    for copy in copied, copied_sweep / folder.name:
+        open_folder(copy, ("wandb",), CONFIG, 3, 3)
+    one, resumed, anew, *copies = (settings["id"] for settings in asked)
+    assert one == resumed and len({one, anew, *copies}) == 4
     assert one.isalnum(), "W&B refuses ids with any of :;,#?/'"
     assert asked[0]["name"] == folder.name
     assert asked[0]["config"] == {"model": {"layers": 2}} and asked[0]["resume"] == "allow"

@@ -88,8 +88,7 @@ with begun(root, *settings, steps=3) as run:
             for _ in range(2):
                 run.interrupted()
                 time.sleep(0.5)
-        if run.saves_after(step):  # steps 1 and 2
-            run.flush()
+        if run.saves_after(step, {}):  # steps 1 and 2
             time.sleep(1)  # as a save might
 print("over")
 """
