@@ -236,8 +236,9 @@ class Checkpoint:
         for name in dict.fromkeys([*here, *there]):
             saved, wanted = there.get(name, "missing"), here.get(name, "missing")
             if saved != wanted and name.startswith(("model.", prefix)):
+                what = "different model" if not name.startswith("nu/") else "different optimizer"
                 difference = f"{name} is {saved} in the checkpoint but {wanted} here"
-                raise CheckpointError(f"{self.path} has a different model: {difference}; {cure}")
+                raise CheckpointError(f"{self.path} has a {what}: {difference}; {cure}")
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:

@@ -87,6 +87,8 @@ def test_a_run_with_muon_resumes_to_the_same_bits(tmp_path, train_here):
     norms = {"layers/attention_norm", "layers/mlp_norm", "final_norm"}
     assert by_adamw == {"embed", "unembed", *norms}
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    _, message = train_here(*run, "paths.model_name=parts", "training.optimizer=adamw")
+    assert "has a different optimizer: nu/layers/" in message
 
 
 def test_other_rows_are_refused(tmp_path, train_here):
