@@ -155,7 +155,8 @@ def draw(
     for run, config in zip(runs, configs, strict=True):
         run["each"], run["loss"] = run["loss"], smooth(run["loss"], steps)
         run["speed"] = smooth(run["tokens_per_second"], steps)
-        config.update(run.filter(regex=LOSSES).ffill().iloc[-1].map("{:.4f}".format))
+        last = run.filter(regex=LOSSES).ffill().assign(loss=run["loss"]).iloc[-1]
+        config.update(last.map("{:.4f}".format))
     table = differences(names, configs)
     text = (table.T if len(table.columns) > len(runs) else table).to_string(line_width=150)
     text = text.replace(" ", "\N{NO-BREAK SPACE}")  # in SVG several spaces are one

@@ -77,6 +77,8 @@ def test_the_picture_of_two_runs(tmp_path, drawn, capsys):
         "validation_loss         2.5000       -",
         "training.learning_rate     0.1     0.2",
     ]
+    drawn(one, make_run(tmp_path, "diverged", 0.3, [4.0, 3.0, None]), "--smoothing", 0)
+    assert re.search("loss +2.0000 +nan<", table_in(tmp_path)), "not the last finite one"
 
 
 def test_each_validation_set_has_its_line(tmp_path, drawn):
