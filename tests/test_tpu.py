@@ -5,6 +5,7 @@ import functools
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from checks import preflight
@@ -170,13 +171,14 @@ from kernels.flash_attention import flash_attention
 from tools.compile import cycles
 from tools.compile.__main__ import topology_mesh
 
-folder, (slice_, length) = cycles.dump_bundles(), (sys.argv[1], int(sys.argv[2]))
+folder, slice_, (length, window) = cycles.dump_bundles(), sys.argv[1], map(int, sys.argv[2:])
 mesh, chip = topology_mesh(slice_, {"d": 4}), chips.CHIPS[slice_.split(":")[0]]
 whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 last = jnp.broadcast_to(jnp.arange(length), (2, length))
 
 def attention(q, k, v):
-    return flash_attention(q, k, v, jnp.zeros_like(last), last).astype(jnp.float32).sum()
+    first = jnp.maximum(last + 1 - window, 0)
+    return flash_attention(q, k, v, first, last).astype(jnp.float32).sum()
 
 def groups(x, w, load):
     return jnp.square(jax.lax.ragged_dot(x, w, load).astype(jnp.float32)).sum()
@@ -187,7 +189,7 @@ def cycles_of(function, *arrays):
     )
     placed = [jax.ShapeDtypeStruct(*array, sharding=whole) for array in arrays]
     text = jax.jit(on_one).lower(*placed).compile().as_text()
-    rows, _ = cycles.estimate(text, chip, folder)
+    rows, _ = cycles.estimate(text, chip, folder, window)
     return [row.most * chip.flops for row in rows if row.kind == "kernels"]
 
 heads = [(shape, jnp.bfloat16) for shape in [(2, length, 1, 8, 128), *[(2, length, 8, 128)] * 2]]
@@ -201,13 +203,14 @@ print(*cycles_of(groups, *matrices, ((8,), jnp.int32)))
 def test_a_kernel_takes_at_least_what_its_flops_need_at_peak(slice_):
     """Attention computes two products of each block that is seen forward, and five backward; the
     product of groups has three kernels, each with as many FLOPs."""
-    for length in (1024, 4096):
-        done = python("-c", KERNELS, slice_, length)
+    for length, window in (1024, 1024), (4096, 4096), (4096, 600):
+        done = python("-c", KERNELS, slice_, length, window)
         assert not done.returncode, done.stderr
         attention, groups = ([*map(float, line.split())] for line in done.stdout.splitlines())
         assert len(attention) == 2 and len(groups) == 3
-        blocks = length // 512
-        ratio = sum(attention) / (7 * blocks * (blocks + 1) // 2 * 16 * 2 * 512 * 512 * 128)
+        first = np.arange(0, length, 512)
+        blocks = sum((start // 512 - max(0, start + 1 - window) // 512 + 1) for start in first)
+        ratio = sum(attention) / (7 * blocks * 16 * 2 * 512 * 512 * 128)
         rows = length + 7 * 128  # each of eight groups begins a tile of 128
         ratios = [each / (2 * rows * 1024 * 2048) for each in groups]
         print(slice_, length, ratio, ratios)

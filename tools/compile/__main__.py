@@ -149,7 +149,9 @@ def main(config: CompileConfig) -> None:
     if config.dtype != "bf16":
         print("\nIts speed is known in bf16 alone.")
     elif is_tpu:
-        takes, sent = cycles.estimate(str(step.as_text()), chip, bundles)
+        takes, sent = cycles.estimate(
+            str(step.as_text()), chip, bundles, config.model.sliding_window
+        )
         print(f"\n{cycles.share_overlapped(sent)}")
         flops = sum(train.step_flops(config)) / mesh.size
         print(f"\n{cycles.report(takes, chip, flops)}")

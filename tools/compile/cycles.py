@@ -138,9 +138,11 @@ def matmul_flops(call: Instruction, computation: dict[str, Instruction]) -> floa
     return 2 * math.sqrt(math.prod(size(shape)[0] for shape in shapes) / batch)
 
 
-def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[Row], list[Sent]]:
+def estimate(
+    text: str, chip: Chip, bundles: pathlib.Path | None, window: int | None = None
+) -> tuple[list[Row], list[Sent]]:
     """Estimates the time and the communication of a scheduled program's step. `bundles` is from
-    `dump_bundles`; without it, kernels take no time."""
+    `dump_bundles`; without it, kernels take no time. `window` is the config's sliding_window."""
     program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
     link = next(iter(chip.links.values()))
     rows, sent = list[Row](), list[Sent]()
@@ -183,7 +185,7 @@ def estimate(text: str, chip: Chip, bundles: pathlib.Path | None) -> tuple[list[
                 now += trips * walk(call.called("body")[0], times * trips)
             elif "tpu_custom_call" in call.rest:
                 known = re.search(f"attention_|{RAGGED}", call.name)
-                cycles = kernel_cycles(call, chip, bundles) if bundles and known else 0
+                cycles = kernel_cycles(call, chip, bundles, window) if bundles and known else 0
                 add(call, computation, times, cycles, "kernels" if known else "kernels not counted")
                 now += cycles
             elif call.op == "recv" and "megascale" in call.rest:
@@ -259,13 +261,13 @@ def dump_bundles() -> pathlib.Path:
     return pathlib.Path(folder)
 
 
-def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
+def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path, window: int | None) -> float:
     """Returns the cycles of a kernel that the compiler doesn't estimate: of flash_attention.py, or
     of a `lax.ragged_dot`.
 
     A bundle of instructions takes a cycle. The inner loop, with the matmuls, runs for each pair of
-    blocks of queries and keys that causal attention sees, or for each tile of a group, and no
-    faster than the MXUs.
+    blocks of queries and keys that causal attention sees in its `window`, or for each tile of a
+    group, and no faster than the MXUs.
     """
     operands = ARRAY.findall(call.rest.partition("attributes=")[0])
     result = next(ARRAY.finditer(call.shape))
@@ -302,10 +304,11 @@ def kernel_cycles(call: Instruction, chip: Chip, folder: pathlib.Path) -> float:
     *_, limit = re.findall(r", (\d+) /\* loop exit test", "".join(bundles))
     heads = max(elements(",".join(dims.split(",")[:-2])) for _, dims, _ in operands)
     n = int(operands[0][1].split(",")[-1])  # blocks: the first operand is `ranges`, [B, 2, n]
-    # If the sequence is split, there are more blocks of keys than of queries.
     queries, keys = (int(dims.split(",")[-2]) for _, dims, _ in operands[1:3])
-    forward = "forward" in name
-    others = n * keys // queries if forward else n * queries // keys
-    seen = heads / cores * (n * others + (n if forward else others)) / 2
+    of_keys = n * keys // queries if "forward" in name else n
+    size = keys // of_keys
+    # Of a whole row. If it is split, a device has a share of the blocks of queries.
+    before = (max(0, i * size - window + 1) // size for i in range(of_keys)) if window else ()
+    seen = heads / cores * (of_keys * (of_keys + 1) / 2 - sum(before)) * queries / keys
     outer = ends[loops[0]] - loops[0]
     return (int(limit) - 2) * (outer - (end - start)) + seen * inner

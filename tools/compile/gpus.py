@@ -114,7 +114,7 @@ class Kernel(NamedTuple):
     by: str
     dtype: str  # of its operands
     times: int
-    flops: float  # each time; for attention, of the causal half of the scores
+    flops: float  # each time; for attention, of the scores that cuDNN computes
 
 
 def first(shape: str) -> tuple[str, list[int]]:
@@ -137,9 +137,10 @@ def kernel_of(call: Instruction, around: dict[str, Instruction], times: int) -> 
     operands = [first(around[name].shape) for name in call.operands()]
     dtype, left = operands[0]
     if "fmha" in target:
-        rows, queries, heads, width = left
+        (rows, queries, heads, width), (_, keys, *_) = left, operands[1][1]
         what, products = ("backward", 5) if "Backward" in target else ("forward", 2)
-        flops = products * rows * queries * operands[1][1][1] * heads * width
+        flops = 2 * products * rows * queries * keys * heads * width
+        flops //= 2 if queries == keys else 1  # the causal half, unless the row is split
         return Kernel(f"attention {what}", "cuDNN", dtype, times, flops)
     summed = re.findall(r"\d+", call.find(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)'))
     flops = 2 * math.prod(first(call.shape)[1]) * math.prod(left[int(i)] for i in summed)
