@@ -85,7 +85,8 @@ class StreamLoader(Batches):
             uneven = f"{found['shards']} shards on {hosts} hosts, which take equally many tokens"
             say(f"note: {uneven}: documents of hosts with {fewest} shards come more often")
         if len(self.local_rows) * hosts != spec.rows:
-            raise UserError("hf_dataset needs a mesh on which no two hosts hold the same rows")
+            problem = "hf_dataset needs a mesh on which no two hosts hold the same rows"
+            raise UserError(f"{problem}: choose one, or convert the dataset to flat tokens")
 
     def units(self, position: dict[str, Any]) -> Iterator[text.Unit]:
         """Yields the units of this host from a position on, endlessly."""

@@ -24,6 +24,7 @@ class Chip(NamedTuple):
     links: dict[str, float]  # kind of link -> bytes/s that a device receives over it; fastest first
     near: float = math.inf  # devices that the fastest links connect
     chosen: Mapping[str, str] = MappingProxyType({})  # kinds of links by mesh axis: see `links_of`
+    rings: int = 1  # each over such links, that XLA runs at once in a collective over all chips
 
     def with_rates(self, rates: dict[str, float]) -> "Chip":
         """Returns the chip with other rates of links, in bytes/s. Raises UserError if it has no
@@ -90,7 +91,8 @@ def _neighbors(near: float, over: tuple[str, ...], axes: tuple[tuple[str, int], 
 # GPUs: NVIDIA's datasheets. flops is the dense rate, half of the sparse one that they quote from
 # Hopper on; nvlink is one direction, half of the quoted sum; ib is one adapter per GPU, 200 or 400
 # Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
-# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis.
+# TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis. libtpu 0.0.50.1 makes
+# three rings of a gather over all of 4x4x4 v5p chips, one over 16 of them or over v5e chips.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
     "a100pcie_40gb": Chip(
@@ -101,9 +103,9 @@ CHIPS = {
     "h100": Chip("H100", 989e12, 84.9e9, 3.35e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "h200": Chip("H200", 989e12, 151e9, 4.8e12, {"nvlink": 450e9, "ib": 50e9}, 8),
     "b200": Chip("B200", 2250e12, 191e9, 7.7e12, {"nvlink": 900e9, "ib": 50e9}, 8),
-    "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}),
+    "v4": Chip("TPU v4", 275e12, 30.75 * GIB, 1.2e12, {"ici": 100e9}, rings=3),
     "v5e": Chip("TPU v5 lite", 197e12, 15.75 * GIB, 0.819e12, {"ici": 100e9}),
-    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}),
+    "v5p": Chip("TPU v5", 459e12, 95.73 * GIB, 2.765e12, {"ici": 200e9}, rings=3),
     "v6e": Chip("TPU v6 lite", 918e12, 31.24 * GIB, 1.638e12, {"ici": 200e9}),
 }
 # What JAX calls a chip on some machines.

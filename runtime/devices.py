@@ -11,6 +11,7 @@ from shardlib.errors import UserError
 from shardlib.mesh import mesh_over, show_axes
 
 CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA_FLAGS for CPU programs that take longer to optimize than to run.
 QUICK_COMPILES = (
@@ -64,12 +65,15 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
             "JAX's plugin for GPUs is installed, but JAX found none; what it printed above says "
             "why. JAX_PLATFORMS=cpu in the environment uses the CPU"
         )
+    if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:
+        wanted = ".".join(map(str, ON_GPUS))
+        raise UserError(f"jax {jax.__version__} is too old for GPUs: install {wanted} or newer")
     if jax.process_count() > 1 and needed < count:
         raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
     if needed > count:
         raise UserError(
             f"the mesh {mesh} needs {needed} devices, but there are {count} "
-            f"({jax.devices()[0].device_kind}): choose a smaller mesh.d or mesh.t, such as "
-            "mesh.d=1, or simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
+            f"({jax.devices()[0].device_kind}): choose a smaller mesh, or "
+            "simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
         )
     return mesh_over(axes, jax.devices()[:needed])

@@ -181,7 +181,7 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise UserError(f"num_hosts={config.num_hosts}, but JAX found {jax.process_count()} hosts")
     if config.num_hosts > 1:
         check_settings_agree(config)
-    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE":
+    for name in "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE":
         if config.num_hosts == 1 and (started := os.environ.get(name, "1")) != "1":
             say(f"note: {name}={started}, and num_hosts=1: each of these processes trains alone")
     return devices.make_mesh(axes)

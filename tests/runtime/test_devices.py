@@ -77,3 +77,11 @@ def test_a_plugin_that_finds_no_gpu_does_not_fall_back_to_the_cpu(monkeypatch):
             devices.make_mesh({"d": 1})
     finally:
         jax.config.update("jax_platforms", "cpu")
+
+
+def test_a_jax_that_is_too_old_for_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    assert devices.make_mesh({"d": 1}).size == 1, "on CPUs it isn't"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(UserError, match="is too old for GPUs: install "):
+        devices.make_mesh({"d": 1})

@@ -214,6 +214,14 @@ def test_the_bound_has_the_scores_that_a_kernel_computes_at_least(chip, c, windo
     assert everything - least == pytest.approx(7 * scores * (1 - seen), rel=2e-3, abs=1)
 
 
+@pytest.mark.parametrize("mesh, rings", [("{d: 8, t: 1}", 3), ("{d: 4, t: 2}", 1)])
+def test_over_all_chips_of_a_torus_several_rings_run_at_once(mesh, rings):
+    _, result = audited(f"mesh={mesh}", chip="v5p")
+    of_one = roofline.bound(result, chips.CHIPS["v5p"]._replace(rings=1)).seconds["ici"]
+    least = roofline.bound(result, chips.CHIPS["v5p"]).seconds["ici"]
+    assert least == pytest.approx(of_one / rings, rel=1e-3)  # some scalars go over all
+
+
 MISTAKES = "links={t: ici}", "rates={ib: 0}", "links.s=ib", "rates.ib=1e9", "json=no/such/folder"
 
 

@@ -59,8 +59,9 @@ def seconds(
             min((links[x] for x in row["axes"]), key=chip.links.__getitem__),
         )
         far = 1 if link == fast else chip.share_from_afar(row["kind"], tuple(row["axes"]), mesh)
+        rings = chip.rings if {x for x in mesh if mesh[x] > 1} <= {*row["axes"]} else 1
         for each, share in (link, far), (fast, 1 - far):
-            spent[each] += row["at_least"] * row["bytes"] * share / chip.links[each]
+            spent[each] += row["at_least"] * row["bytes"] * share / chip.links[each] / rings
     return spent
 
 

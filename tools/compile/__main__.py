@@ -99,6 +99,7 @@ def main(config: CompileConfig) -> None:
     names = [*gpus.known(), *(name for name, c in chips.CHIPS.items() if "TPU" in c.kind)]
     if config.topology and name not in names:
         raise UserError(f"topology={config.topology}: {name} is none of {', '.join(names)}")
+    config.require(config.slices == 1 or name not in gpus.known(), "slices", "GPUs have none")
     if config.topology:
         mesh = topology_mesh(config.topology, axes, config.slices)
     else:

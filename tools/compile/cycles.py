@@ -32,7 +32,7 @@ MICROSECOND = 1000  # in cycles, about
 CAVEAT = """\
 Nothing has run. "At most" adds up the compiler's estimates, which are 2.5 to 4 times too high for
 elementwise work in bf16; "at least" is what FLOPs and bytes need at the chip's peak rates. Neither
-has stalls, contention for memory or links, the host, or the input."""
+has stalls, contention for memory or links, the network between slices, the host, or the input."""
 
 # --- The program's text ---------------------------------------------------------------------------
 
