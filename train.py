@@ -470,7 +470,7 @@ class State:
 def state_type(config: Config) -> Any:
     """The types of a state's arrays."""
     weights = type_tree(Stored, weights_type(config.model))
-    nu = muon.divided(weights, weights)[0] if config.training.optimizer == "muon" else weights
+    nu = muon.of_adamw(weights) if config.training.optimizer == "muon" else weights
     return State(u32[""], weights, weights, nu)
 
 

@@ -61,8 +61,9 @@ def data(config: train.Config, folder: pathlib.Path, texts: list[str], bpe: Any)
         rows = pyarrow.table({"text": texts[i::8]})
         pyarrow.parquet.write_table(rows, text.replace("*", str(i)), row_group_size=1000)
     bpe.save(tokenizer)
-    settings = tokenizer, False, False, "train", None, 0.001, None, output
-    conversion = ConvertConfig({"path": "parquet", "data_files": text}, "text", *settings)
+    load = {"path": "parquet", "data_files": text}
+    names = dict[str, Any](column="text", train_split="train", validation_split=None)
+    conversion = ConvertConfig(load, 0.001, None, output, tokenizer=tokenizer, **names)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as a conversion sets it, if nothing else did
     yield "conversion, tokens"
     with contextlib.redirect_stdout(sys.stderr):
@@ -145,13 +146,9 @@ def main(config: train.Config) -> None:
     rows, sides = [], [(what, measured[1:]) for what, measured in rates.items()]
     for (what, ours), (bound, best) in zip(sides[::2], sides[1::2], strict=True):
         ratios = sorted(a / b for a, b in zip(ours, best, strict=True))
-        cells = (
-            show(median(ours), "/s"),
-            bound,
-            show(median(best), "/s"),
-            f"{100 * median(ratios):.2g}%",
-        )
-        rows.append((what, *cells, f"{100 * ratios[0]:.2g}% to {100 * ratios[-1]:.2g}%"))
+        speeds = show(median(ours), "/s"), bound, show(median(best), "/s")
+        middle, low, high = (f"{100 * x:.2g}%" for x in (median(ratios), ratios[0], ratios[-1]))
+        rows.append((what, *speeds, middle, f"{low} to {high}"))
     print(table(("", "speed", "bound", "its speed", "ratio", "range"), rows))
 
 

@@ -131,9 +131,8 @@ def data(tokens: str, hosts: str, streams: str) -> Row:
 
 def saved(hosts: str) -> Row:
     devices = 8 * int(hosts)
-    config = config_of(
-        *LLAMA, f"mesh={{d: {devices}, r: {hosts}}}", f"training.tokens.batch={8 * devices}"
-    )
+    given = f"mesh={{d: {devices}, r: {hosts}}}", f"training.tokens.batch={8 * devices}"
+    config = config_of(*LLAMA, *given)
     files, total = 0, 0
     with jax.sharding.use_abstract_mesh(mesh := abstract_mesh(config.mesh.axes)):
         kinds, sizes = train.state_type(config), dimensions(config)
@@ -142,9 +141,8 @@ def saved(hosts: str) -> Row:
             shape = tuple(array["shape"])
             part = NamedSharding(mesh, where[name]).shard_shape(shape)
             grid = checkpoint.in_chunks(array, part)["chunk_grid"]["configuration"]
-            files += 1 + math.prod(
-                -(-n // k) for n, k in zip(shape, grid["chunk_shape"], strict=True)
-            )
+            counts = (-(-n // k) for n, k in zip(shape, grid["chunk_shape"], strict=True))
+            files += 1 + math.prod(counts)
             total += math.prod(shape) * np.dtype(array["data_type"]).itemsize
     axes = show_axes(config.mesh.axes)
     each = show(total / files)
@@ -152,15 +150,13 @@ def saved(hosts: str) -> Row:
 
 
 EXPERTS = "model.d_ff=0 model.experts.d_ff=64 model.experts.per_token=2"
+STEPS = [
+    *(f"model.layers={n}" for n in (8, 32, 128)),
+    *(f"model.d_model=8192 mesh.d={n} training.tokens.batch={n}" for n in (512, 4096)),
+    *(f"{EXPERTS} model.experts.count={n}" for n in (8, 64, 256)),
+]
 ROWS: dict[str, tuple[Callable[..., Row], list[str]]] = {
-    "step": (
-        step,
-        [
-            *(f"model.layers={n}" for n in (8, 32, 128)),
-            *(f"model.d_model=8192 mesh.d={n} training.tokens.batch={n}" for n in (512, 4096)),
-            *(f"{EXPERTS} model.experts.count={n}" for n in (8, 64, 256)),
-        ],
-    ),
+    "step": (step, STEPS),
     "plan": (planned, ["8", "512", "4096"]),
     "data": (data, ["1e7 1 1", "1e10 1 1", "1e12 1 1", "1e12 64 1", "1e12 64 64"]),
     "checkpoint": (saved, ["1", "8", "64", "512"]),

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import pathlib
 import sysconfig
+from typing import Any
 
 import tokenizers
 
@@ -55,20 +56,10 @@ def main() -> None:
         sample = map(pathlib.Path.read_text, map(pathlib.Path, itertools.islice(files, SAMPLE)))
         bpe.train_from_iterator(sample, VOCAB, special_tokens=["<unk>", "<s>"])  # <s> has id 1
         bpe.save(tokenizer)
-        convert(
-            ConvertConfig(
-                load_dataset={"path": "text", "data_files": files, "sample_by": "document"},
-                column="text",
-                tokenizer=tokenizer,
-                end_token=False,
-                skip_not_text=False,
-                train_split="train",
-                validation_split=None,
-                validation_share=0.01,
-                max_tokens=args.max_tokens,
-                output=args.output,
-            )
-        )
+        load = {"path": "text", "data_files": files, "sample_by": "document"}
+        names = dict[str, Any](column="text", train_split="train", validation_split=None)
+        given = load, 0.01, args.max_tokens, args.output
+        convert(ConvertConfig(*given, tokenizer=tokenizer, **names))
 
 
 if __name__ == "__main__":

@@ -88,9 +88,8 @@ def make_step(config: TorchConfig, model: Any) -> Any:
     def loss(tokens: Any) -> Any:
         with torch.autocast(device, torch.bfloat16):
             x = model.get_input_embeddings()(tokens).bfloat16()
-            return (
-                model(inputs_embeds=x, labels=tokens, use_cache=False).loss / training.microbatches
-            )
+            output = model(inputs_embeds=x, labels=tokens, use_cache=False)
+            return output.loss / training.microbatches
 
     def step(_: None, batch: Any) -> tuple[None, Any]:
         for tokens in batch.chunk(training.microbatches):
@@ -129,9 +128,8 @@ def draw_curve(config: TorchConfig, model: Any) -> None:
                 x = model.get_input_embeddings()(inputs)
                 x = x.bfloat16() if halves else x
                 logits = model(inputs_embeds=x, attention_mask=seen, use_cache=False).logits
-            losses = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), targets.flatten(), reduction="none"
-            )
+            logits, targets = logits.float().flatten(0, 1), targets.flatten()
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
             return (losses * counts.flatten()).sum()
 
         def parts(batch: Any, count: int) -> Any:
@@ -185,9 +183,8 @@ def main(config: TorchConfig) -> None:
         step, batches = make_step(config, model), itertools.repeat(batch)
         times = benchmark.time_steps(step, batches, None, lambda end: end.synchronize())
     except torch.OutOfMemoryError:
-        raise UserError(
-            f"out of memory: raise training.microbatches={config.training.microbatches}"
-        ) from None
+        key = f"training.microbatches={config.training.microbatches}"
+        raise UserError(f"out of memory: raise {key}") from None
     peak = (torch.cuda.max_memory_allocated(), "on a device") if cuda else benchmark.peak_memory()
     count, packages = model.num_parameters(), ["torch", "transformers"]
     benchmark.show(config, kind, count, peak, packages, times)

@@ -10,7 +10,6 @@ from runtime.config import F32, BelowOne, F32OrInf, NonNegativeInt, PositiveInt,
 from runtime.initial import ROLES
 from runtime.run import MeshConfig, RunConfig
 from shardlib.types import COMPUTE
-from variants import experts
 from variants.experts import ExpertsConfig, RoutingConfig
 from variants.families import QK_NORMS, RopeScalingConfig
 
@@ -105,12 +104,14 @@ class Config(RunConfig, DataConfig):
         problem = f"it must divide a device's {rows} rows (training.tokens.batch / mesh.d)"
         self.require(rest or rows % training.microbatches == 0, "training.microbatches", problem)
         balanced = mesh.c == 1 or training.tokens.len % (2 * mesh.c) == 0
-        self.require(
-            balanced, "mesh.c", f"2*c must divide training.tokens.len={training.tokens.len}"
-        )
+        problem = f"2*c must divide training.tokens.len={training.tokens.len}"
+        self.require(balanced, "mesh.c", problem)
         problem = f"it must divide a device's {length} tokens (training.tokens.len / mesh.c)"
         self.require(length % training.loss_chunks == 0, "training.loss_chunks", problem)
-        experts.check(self)
+        alone = training.microbatches == 1 or not self.model.experts
+        problem = "it needs training.microbatches=1: the cost isn't a sum over microbatches"
+        fits = alone or not training.routing.balance_cost
+        self.require(fits, "training.routing.balance_cost", problem)
 
     def layers_at_a_time(self, platform: str) -> int:
         """Returns how many layers the loop over layers computes at a time on a platform. For "", a

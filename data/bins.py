@@ -11,7 +11,7 @@ import re
 import numpy as np
 from jaxtyping import UInt32
 
-from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode
+from data.flat_tokens import CHUNK, MAX_ID, FlatTokensError, checked, encode, scan
 from data.text import digest
 
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # llm.c's magic numbers and versions
@@ -91,6 +91,7 @@ class Bins:
     """
 
     bytes_per_token = 0.0  # unknown
+    validate = scan
 
     def __init__(self, path: str, end_token: int | None, kind: str, vocab: int = MAX_ID + 1):
         self.name, self.max_token_id = path, vocab - 1

@@ -254,16 +254,26 @@ class FlatTokens:
             raise FlatTokensError(f"{self.name}/seq_starts: {problem}")
         return starts.astype(np.int64)
 
-    def validate(self) -> None:
-        """Reads the whole split. Raises FlatTokensError for the first broken rule."""
-        listed, marked, largest = self.starts(0, self.sequence_count)[:-1], [], 0
-        for low in range(0, self.token_count, 8 * CHUNK):
-            ids, is_start = self.read(low, min(low + 8 * CHUNK, self.token_count))
-            marked.append(low + np.flatnonzero(is_start))
-            largest = max(largest, int(ids.max()))
-        if len(differ := np.setxor1d(np.concatenate(marked), listed)):
+    def validate(self) -> tuple[np.ndarray, int]:
+        """Reads the whole split. Raises FlatTokensError for the first broken rule. Returns what
+        `scan` does."""
+        listed = self.starts(0, self.sequence_count)
+        bounds, largest = scan(self)
+        if len(differ := np.setxor1d(bounds, listed)):
             where = "only one of encoded_tokens and seq_starts"
             raise FlatTokensError(f"{self.name}: token {differ[0]} is a start in {where}")
         if largest != self.max_token_id:
             problem = f"max_token_id is {self.max_token_id}, but the largest id is {largest}"
             raise FlatTokensError(f"{self.name}: {problem}")
+        return bounds, largest
+
+
+def scan(data: Any) -> tuple[np.ndarray, int]:
+    """Reads all of a FlatTokens or Bins. Returns its documents' starts and the last one's end, and
+    the largest id. Raises FlatTokensError for what `read_encoded` refuses."""
+    starts, largest = [], 0
+    for low in range(0, data.token_count, 8 * CHUNK):
+        encoded = data.read_encoded(low, min(low + 8 * CHUNK, data.token_count))
+        starts.append(low + np.flatnonzero(encoded & 1))
+        largest = max(largest, int(encoded.max()) >> 1)
+    return np.append(np.concatenate(starts), data.token_count), largest

@@ -18,31 +18,21 @@ from jaxtyping import UInt32
 from data import text
 from data.flat_tokens import FILL, Named, checked, decode
 from data.loader import SAME_FILES, Batches, BatchSpec
-from runtime.config import NOT_EMPTY, Kept, Name, Path, PositiveInt, Section
+from runtime.config import NOT_EMPTY, Path, PositiveInt
 from runtime.run import say
 from runtime.supervise import check_hosts_agree
 from shardlib.errors import UserError
 
 
-@dataclasses.dataclass(unsafe_hash=True)
-class HuggingFaceConfig(Section, key="hf_dataset"):
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class HuggingFaceConfig(text.TextConfig, key="hf_dataset"):
     path: Annotated[Path, NOT_EMPTY]  # `path` and `name` are passed to datasets.load_dataset
     name: str | None
-    train_split: Name
-    validation_split: str | None
-    column: Name  # holds the text
-    # bytes_utf8, a tokenizers JSON file, or a name for transformers.AutoTokenizer.
-    tokenizer: Annotated[Kept, NOT_EMPTY]
     num_workers: PositiveInt | None  # tokenizing threads of each host; null: one per core
     sequences_packed_per_batch: PositiveInt  # the most documents tokenized at a time
-    # As in the converter. Checkpoints of earlier versions lack them.
-    end_token: bool = False
-    skip_not_text: bool = False
 
     def open(self, spec: BatchSpec, split: str) -> "StreamLoader":
         """Returns the batches of a split, train or validation, for the mesh in context."""
-        different = self.validation_split != self.train_split
-        self.require(different, "validation_split", "training has it, too: name another one")
         return StreamLoader(self, spec, split)
 
     def tokenizer_used(self, remote: bool = False) -> Named:
@@ -67,14 +57,11 @@ class StreamLoader(Batches):
     def __init__(self, config: HuggingFaceConfig, spec: BatchSpec, split: str):
         super().__init__(spec)
         self.config = config
-        splits = {"train": config.train_split, "validation": config.validation_split}
-        if not (name := splits[split]):
+        if not (name := getattr(config, f"{split}_split")):
             raise UserError("to validate, a run needs hf_dataset.validation_split")
         self.name = f"{config.path}, split {name},"
         load = {"path": config.path, "name": config.name}
-        settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-        few = config.sequences_packed_per_batch
-        self.source = text.Source(load, name, *settings, few, section=config.prefix)
+        self.source = text.Source(load, name, config, config.sequences_packed_per_batch)
         found, hosts = self.source.check(), jax.process_count()
         check_hosts_agree({"a dataset": found}, SAME_FILES)
         self.files = frozenset(self.source.names)

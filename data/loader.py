@@ -36,15 +36,7 @@ from pydantic import BeforeValidator, Field
 
 from data import flat_tokens
 from data.bins import Bins, bin_files
-from data.flat_tokens import (
-    FILL,
-    NO_TOKEN,
-    FlatTokens,
-    FlatTokensError,
-    Named,
-    checked,
-    tokenizer_of,
-)
+from data.flat_tokens import FILL, FlatTokens, FlatTokensError, Named, checked, tokenizer_of
 from data.text import ahead, difference
 from kernels.attention import balanced
 from runtime.config import NOT_EMPTY, Kept, Name, NonNegativeInt, PositiveInt, Section, one_of
@@ -142,7 +134,7 @@ class TokenBatch:
         """Returns the batch, as NumPy arrays. Column 0 of `ids` is the token before each row, the
         others are targets. `is_start` marks the first token of each document. NO_TOKEN is
         padding."""
-        there = ids != NO_TOKEN
+        there = ids != flat_tokens.NO_TOKEN
         if not there.all():
             ids = np.where(there, ids, np.uint32(0))
         is_start, targets, inputs = is_start[:, 1:], ids[:, 1:], ids[:, :-1].copy()
@@ -170,7 +162,7 @@ def random_batch(sizes: Mapping[str, int], start_token: int, order: int) -> Toke
     is_start = np.pad(random.random((rows, length)) < often, ((0, 0), (1, 0)))
     is_start[rows // 2 :, length // 2] = True  # so that some devices have no long document
     ends = random.integers(1, length + 1, (rows, 1))
-    ids = np.where(np.arange(length + 1) > ends, NO_TOKEN, ids).astype(np.uint32)
+    ids = np.where(np.arange(length + 1) > ends, flat_tokens.NO_TOKEN, ids).astype(np.uint32)
     batch = TokenBatch.of(ids, is_start, start_token)
     return jax.tree.map(lambda x: x[:, balanced(length, order)], batch)
 

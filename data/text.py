@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import fsspec
 import jax
@@ -34,7 +34,7 @@ from fsspec.utils import glob_translate, infer_compression
 from jaxtyping import Int64, UInt32
 
 from data.flat_tokens import Named, checked, decode, encode
-from runtime.config import flat
+from runtime.config import NOT_EMPTY, Kept, Name, Section, flat
 from shardlib.errors import UserError
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
@@ -96,12 +96,13 @@ class Tokenizer:
     end-of-text token to add.
     """
 
+    splits_special = True  # the names of special tokens in a text
+
     def __init__(self, name: str, end_token: bool = False):
         self.name = name
         self.slow = self._open()
         self.fast: Any = getattr(self.slow, "backend_tokenizer", None)  # if it has one, in Rust
         self.end = [getattr(self.slow, "eos_token_id", None)] if end_token else []
-        self.splits_special = True  # the names of special tokens in a text
         if None in self.end:
             problem = f"the tokenizer {name} names no end-of-text token, which end_token=true needs"
             cure = "choose a folder or repository whose tokenizer_config.json has an eos_token"
@@ -113,7 +114,7 @@ class Tokenizer:
             self.fast.no_padding()
             if getattr(self.fast.model, "dropout", None):  # which makes ids random
                 self.fast.model.dropout = None
-            self.fast.encode_special_tokens = True
+            self.fast.encode_special_tokens = self.splits_special
 
     def _open(self) -> Any:
         """Returns transformers' tokenizer, or None for bytes."""
@@ -317,9 +318,8 @@ def csv_rows(file: Any, column: str, config: Any) -> Iterator[dict[str, Any]]:
             raise UserError(f"load_dataset.{name} {problem}: leave it out")
     dialect = {name: settings[name] for name in CSV_DIALECT} | {"delimiter": config.sep}
     csv.field_size_limit(sys.maxsize)
-    with io.TextIOWrapper(
-        file, config.encoding or "utf-8-sig", config.encoding_errors, newline=""
-    ) as lines:
+    encoding, errors = config.encoding or "utf-8-sig", config.encoding_errors
+    with io.TextIOWrapper(file, encoding, errors, newline="") as lines:
         rows = filter(None, csv.reader(lines, strict=True, **dialect))
         try:
             names = config.names or next(rows, [])
@@ -390,6 +390,24 @@ def file_rows(builder: Any, reader: Any, column: str, file: str) -> Iterator[dic
 # --- The dataset ----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(unsafe_hash=True, kw_only=True)
+class TextConfig(Section):
+    """How texts are read and tokenized, by a conversion or a stream."""
+
+    column: Name  # holds the text
+    # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens.
+    tokenizer: Annotated[Kept, NOT_EMPTY]
+    train_split: Name
+    validation_split: str | None
+    # Checkpoints of earlier versions lack these.
+    end_token: bool = False  # adds the tokenizer's end-of-text token to each document
+    skip_not_text: bool = False  # counts a value that isn't text as empty
+
+    def __post_init__(self) -> None:
+        different = self.validation_split != self.train_split
+        self.require(different, "validation_split", "training has it, too: name another one")
+
+
 @dataclasses.dataclass
 class Source:
     """A split of a dataset and the way its text is tokenized. Raises UserError for an argument of
@@ -397,13 +415,9 @@ class Source:
 
     load_dataset: dict[str, Any]  # arguments of datasets.load_dataset; `~` in paths is replaced
     split: str
-    column: str  # holds the text
-    tokenizer: str  # this and the next: as in Tokenizer
-    end_token: bool = False
-    skip_not_text: bool = False  # counts a value that isn't text as empty
+    config: TextConfig
     documents: int = DOCUMENTS  # in a unit, at most
     output: str = ""  # the folder to convert to, which may not be among the files read
-    section: str = ""  # prefix of the keys of the config, if not the converter's
     lossy: bool = False  # the tokenizer loses text, so tokens per byte mean nothing
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -416,7 +430,8 @@ class Source:
         paths = jax.tree.map(lambda x: os.path.expanduser(str(x)), paths)
         self.load_dataset = self.load_dataset | paths
         path, folder = self.load_dataset["path"] or "", self.load_dataset["data_dir"] or ""
-        self.names = set[str]()
+        self.column, self.tokenizer = self.config.column, self.config.tokenizer
+        self.names, self.section = set[str](), self.config.prefix
         # Local paths are relative to it. Without `..`, as `datasets` lists files.
         self.folder = Path(os.path.abspath(Path("" if path in FILE_FORMATS else path, folder)))
 
@@ -443,20 +458,16 @@ class Source:
         from datasets import DownloadConfig
         from datasets.data_files import resolve_pattern, sanitize_patterns
 
-        options = DownloadConfig(
-            token=self.load_dataset.get("token"),
-            storage_options=self.load_dataset.get("storage_options") or {},
-        )
         load, output = self.load_dataset, os.path.realpath(self.output)
         if load["path"] not in FILE_FORMATS and not self.folder.is_dir():
             return  # it is on the hub
-        patterns = sanitize_patterns(load["data_files"] or "**")
-        for pattern in itertools.chain(*patterns.values()):
-            place = pattern if "://" in pattern else os.path.join(self.folder, pattern)
+        access = {"token": load.get("token"), "storage_options": load.get("storage_options") or {}}
+        for pattern in itertools.chain(*sanitize_patterns(load["data_files"] or "**").values()):
+            local, found = "://" not in pattern, list[str]()
+            place = os.path.join(self.folder, pattern) if local else pattern
             name = f"load_dataset.data_files={pattern}"
             if os.path.isdir(place):
                 raise UserError(f"{name} is a folder: add /*")
-            local, found = "://" not in pattern, list[str]()
             base = "" if os.path.isabs(pattern) else str(self.folder)
             literal = place if os.path.exists(place) else base
             if local and glob.has_magic(literal):
@@ -465,11 +476,10 @@ class Source:
                 if local:
                     found = fsspec.filesystem("file").glob(place)
                 else:
-                    found = resolve_pattern(pattern, "", download_config=options)
+                    found = resolve_pattern(pattern, "", download_config=DownloadConfig(**access))
             if not found:
-                raise UserError(
-                    f"{name} matches no file" + f" in {self.folder}" * (place != pattern)
-                )
+                where = f" in {self.folder}" * (place != pattern)
+                raise UserError(f"{name} matches no file{where}")
             matches = re.compile(glob_translate(os.path.realpath(place))).match
             if self.output and any(matches(output + file) for file in IN_OUTPUT.split(" ")):
                 raise UserError(f"output={self.output} is in {place}, which is read: move it out")
@@ -571,7 +581,7 @@ class Source:
             if isinstance(value, str):
                 value.encode()
                 return value
-        if value is None or self.skip_not_text:
+        if value is None or self.config.skip_not_text:
             return ""
         problem = f"{self.section}column={self.column} is {reprlib.repr(value)}, which is no text"
         cure = f"Correct the row, or set {self.section}skip_not_text=true to leave out such rows"
@@ -590,7 +600,7 @@ class Source:
             known.append((os.path.basename(name), info["size"], info.get("blob_id")))
         found = {"files": len(files), "bytes": sum(size for _, size, _ in known)}
         found |= {"names and sizes": digest(known), "shards": shards}
-        return found | {"tokenizer": tokenizer(self.tokenizer, self.end_token).digest}
+        return found | {"tokenizer": tokenizer(self.tokenizer, self.config.end_token).digest}
 
     def read(
         self, position: dict[str, Any], host: int = 0, hosts: int = 1
@@ -636,7 +646,7 @@ def units(
     read or tokenized."""
     if position is None:
         return
-    opened = tokenizer(source.tokenizer, source.end_token)
+    opened = tokenizer(source.tokenizer, source.config.end_token)
 
     def tokenize(texts: list[str], after: dict[str, Any]) -> Unit:
         sizes = np.array([len(text.encode()) for text in texts], np.int64)

@@ -444,10 +444,10 @@ class Checkpoints:
             shapes, shardings = getattr(shapes, part), getattr(shardings, part)
 
         def read(name: str, shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-            source, dtype = functools.partial(self.newest.read, prefix + name), shape.dtype
-            return jax.make_array_from_callback(
-                shape.shape, sharding, lambda index: source(index).view(dtype)
-            )
+            def values(index: Any) -> np.ndarray:
+                return self.newest.read(prefix + name, index).view(shape.dtype)
+
+            return jax.make_array_from_callback(shape.shape, sharding, values)
 
         leaves = named(shapes)
         arrays = self.threads.map(read, leaves, leaves.values(), jax.tree.leaves(shardings))
@@ -458,20 +458,17 @@ class Checkpoints:
         CheckpointError if another number of hosts wrote it."""
         positions, hosts = self.newest.metadata["positions"], jax.process_count()
         if len(positions) != hosts:
-            raise CheckpointError(
-                f"{self.newest.path} was written by {len(positions)} hosts that share a stream; "
-                f"resume with as many, not {hosts}"
-            )
+            problem = f"was written by {len(positions)} hosts that share a stream"
+            raise CheckpointError(f"{self.newest.path} {problem}; resume with as many, not {hosts}")
         return positions[jax.process_index()]
 
     def check_model(self, prefix: str = "") -> None:
         """Raises CheckpointError if the newest checkpoint, or the part of it whose names start with
         `prefix`, has a different model, and DamageError if its attributes are damaged."""
         if not prefix and all(n.startswith("weights/") for n in self.newest.metadata["arrays"]):
-            raise CheckpointError(
-                f"{self.newest.path} holds only weights; start a new run from them with "
-                "paths.clone_from and paths.clone_weights_only=true"
-            )
+            cure = "with paths.clone_from and paths.clone_weights_only=true"
+            problem = f"holds only weights; start a new run from them {cure}"
+            raise CheckpointError(f"{self.newest.path} {problem}")
         model, arrays = flat(plain(self.config)["model"]), describe(self.hint, self.sizes)
         cure = f"choose another {self.key}, or use the checkpoint's config and train.py"
         self.newest.check(model, arrays, prefix, cure)

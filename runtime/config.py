@@ -14,14 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic.config import ConfigDict
 
 from shardlib.errors import UserError
 

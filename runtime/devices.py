@@ -61,19 +61,17 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
     needed, count, mesh = math.prod(axes.values()), jax.device_count(), show_axes(axes)
     fell_back = jax.default_backend() == "cpu" and not jax.config.jax_platforms  # type: ignore[attr-defined]
     if fell_back and any(map(importlib.util.find_spec, CUDA_PLUGINS)):
-        raise UserError(
-            "JAX's plugin for GPUs is installed, but JAX found none; what it printed above says "
-            "why. JAX_PLATFORMS=cpu in the environment uses the CPU"
-        )
+        problem = "JAX's plugin for GPUs is installed, but JAX found none"
+        cure = "what it printed above says why. JAX_PLATFORMS=cpu in the environment uses the CPU"
+        raise UserError(f"{problem}; {cure}")
     if jax.default_backend() == "gpu" and jax.__version_info__ < ON_GPUS:
         wanted = ".".join(map(str, ON_GPUS))
         raise UserError(f"jax {jax.__version__} is too old for GPUs: install {wanted} or newer")
     if jax.process_count() > 1 and needed < count:
         raise UserError(f"the mesh {mesh} uses only {needed} of the {count} devices of all hosts")
     if needed > count:
-        raise UserError(
-            f"the mesh {mesh} needs {needed} devices, but there are {count} "
-            f"({jax.devices()[0].device_kind}): choose a smaller mesh, or "
-            "simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
-        )
+        there = f"there are {count} ({jax.devices()[0].device_kind})"
+        cure = "simulate_devices=true, which JAX_PLATFORMS or XLA_FLAGS may override"
+        cure = f"choose a smaller mesh, or {cure}"
+        raise UserError(f"the mesh {mesh} needs {needed} devices, but {there}: {cure}")
     return mesh_over(axes, jax.devices()[:needed])

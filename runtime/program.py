@@ -18,13 +18,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from runtime.config import ROOT, keys, load, unknown
 from runtime.errors import user_errors

@@ -145,10 +145,9 @@ class MeshConfig(Section, key="mesh"):
 def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
     """Returns a mesh of these axis sizes, and connects the hosts if there are several. Raises
     UserError if the config's devices or hosts aren't available."""
-    first = config.num_hosts > 1 or config.process_id == 0
-    config.require(first, "process_id", "num_hosts is 1, with which each host trains alone")
-    several = config.num_hosts > 1 or not config.coordinator
-    config.require(several, "coordinator", "num_hosts is 1, with which each host trains alone")
+    for key in "process_id", "coordinator":
+        fits = config.num_hosts > 1 or not getattr(config, key)
+        config.require(fits, key, "num_hosts is 1, with which each host trains alone")
     count = math.prod(axes.values()) // config.num_hosts
     if config.simulate_devices:
         devices.simulate_cpu_devices(count)
@@ -170,10 +169,8 @@ def make_mesh(config: RunConfig, axes: dict[str, int]) -> jax.sharding.Mesh:
             jax.distributed.initialize(**settings)
         except (ValueError, OSError) as error:
             where = config.coordinator and f" coordinator={config.coordinator}"
-            cure = (
-                ". Set coordinator=ADDRESS:PORT and process_id, unless Slurm, Open MPI or a TPU pod"
-            )
-            cure = "" if where else f"{cure} starts the hosts"
+            unless = "unless Slurm, Open MPI or a TPU pod starts the hosts"
+            cure = "" if where else f". Set coordinator=ADDRESS:PORT and process_id, {unless}"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 cure = "; another process here has the port, perhaps a host without its process_id"
             raise UserError(f"num_hosts={config.num_hosts}{where}: {error}{cure}") from None
@@ -209,11 +206,9 @@ def check_programs_agree(lowered: jax.stages.Lowered) -> None:
     each_line = itertools.zip_longest(*(text.split() for text in digests))
     if different := [i for i, hashes in enumerate(each_line) if len({*hashes}) > 1]:
         at = hlo.operation(lowered, min(different[0], len(lines) - 1))
-        raise UserError(
-            f"hosts trace different programs, from {at} on: the code "
-            "before depends on something that differs between hosts, such as the order of a set, "
-            "the environment or the host's name"
-        )
+        cause = "such as the order of a set, the environment or the host's name"
+        cause = f"the code before depends on something that differs between hosts, {cause}"
+        raise UserError(f"hosts trace different programs, from {at} on: {cause}")
 
 
 def compile_step(config: RunConfig, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -264,11 +259,10 @@ def complete(config: RunConfig, checkpoints: Checkpoints) -> int:
     model."""
     checkpoints.check_model()
     other = trained_with(config, checkpoints.newest)
-    say(
-        f"{config.paths.folder} is complete: all its steps are done. To continue it, raise "
-        "training.steps, which training.steps_for_lr follows unless it is set. For a new run, "
-        "choose another paths.model_name" + (f". It was trained with {other}" if other else "")
-    )
+    other = f". It was trained with {other}" if other else ""
+    cure = "raise training.steps, which training.steps_for_lr follows unless it is set"
+    cure = f"To continue it, {cure}. For a new run, choose another paths.model_name"
+    say(f"{config.paths.folder} is complete: all its steps are done. {cure}{other}")
     return 0
 
 
@@ -325,7 +319,7 @@ def open_folder(
 
 
 @dataclasses.dataclass
-class Run:
+class Run(contextlib.ExitStack):
     """One start of a run: its metrics, its clock, and the ways it can stop.
 
         with Run(config, saved, first, steps, ...) as run:
@@ -372,7 +366,9 @@ class Run:
             problem = f"metrics.to=[{','.join(to)}]: {error}"
         if problem := "".join(of_all_hosts(problem)):
             raise UserError(problem)
-        self.stop, self.stopping = Stop(), False
+        super().__init__()
+        self.stop, self.stopping = self.enter_context(Stop()), False
+        self.callback(faulthandler.cancel_dump_traceback_later)
         self.unlogged = ""  # why metrics can't be written any more
         self.row: dict[str, Any] = {}  # the last step's, until it is written
         self.extra: Row = {}  # what `add_validation` adds to it
@@ -381,14 +377,6 @@ class Run:
         self.skipped = 0  # consecutive skipped updates
         self.due = False  # whether the interval asks for a checkpoint
         self.profile = contextlib.ExitStack()  # closing it ends the profile
-
-    def __enter__(self) -> "Run":
-        self.stop.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self.stop.__exit__()
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles the training step, and draws it if the config asks for that."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -39,32 +39,27 @@ def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
             signal.signal(number, old)
 
 
-class Stop:
+class Stop(contextlib.ExitStack):
     """Tracks whether one of STOPS has reached any host during the `with` block, so that the run
     stops after the current step. A second Ctrl-C ends the process at once."""
 
     signal = signal.SIGTERM
 
     def __init__(self) -> None:
+        super().__init__()
         self.requested = self.agreed = False
         self.asked, self.one_host = 0, jax.process_count() == 1
 
-    def __enter__(self) -> "Stop":
+    def __enter__(self) -> Self:
         numbers = [each for each in STOPS if self.one_host or each != signal.SIGTERM]
-        self.handled = handled(numbers, self._handle)
-        self.handled.__enter__()
+        self.enter_context(handled(numbers, self._handle))
         # Python calls _handle only after running C code returns, which a hung step never does. The
         # number of the signal is written to the wakeup socket even then.
-        self.receiver, self.sender = socket.socketpair()
-        self.sender.setblocking(False)
-        self.old_wakeup_fd = signal.set_wakeup_fd(self.sender.fileno())
+        self.receiver, sender = socket.socketpair()
+        self.enter_context(sender).setblocking(False)
+        self.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(sender.fileno()))
         threading.Thread(target=self._listen, daemon=True).start()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self.old_wakeup_fd)
-        self.sender.close()
-        self.handled.__exit__(None, None, None)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.signal = signal.Signals(number)
@@ -106,19 +101,15 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
-        raise UserError(
-            f"{folder} is not writable: {error.strerror}; choose another paths.model_name or "
-            "paths.root_working_dir"
-        ) from None
+        cure = "choose another paths.model_name or paths.root_working_dir"
+        raise UserError(f"{folder} is not writable: {error.strerror}; {cure}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise UserError(
-                f"{folder} is in use by {file.read()}; stop that process, or choose "
-                "another paths.model_name"
-            ) from None
+            cure = "stop that process, or choose another paths.model_name"
+            raise UserError(f"{folder} is in use by {file.read()}; {cure}") from None
         except OSError as error:
             problem = f"{file.name} can't be locked ({error.strerror})"
             tell(f"warning: {problem}; don't start a second run there", sys.stderr)

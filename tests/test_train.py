@@ -368,6 +368,9 @@ def test_metrics_are_read_a_step_late(monkeypatch, tmp_path):
         waited = 0.0
         position = bytes_per_token = None
 
+        def epochs(self, steps):
+            return ""
+
         def from_step(self, first, last):
             return zip(range(first, last), range(first, last), strict=True)
 

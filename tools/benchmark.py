@@ -12,7 +12,6 @@ from checks import preflight
 
 START = time.perf_counter()  # the interpreter took some 20 ms before this line
 
-import dataclasses
 import math
 import platform
 import resource
@@ -127,10 +126,8 @@ def show(
 @program(train.Config, "configs", {"paths": {"model_name": "none"}})
 def main(config: train.Config) -> None:
     # No step here needs the validation split.
-    training = dataclasses.replace(
-        config.training, validation_interval=0, validation_at_start=False
-    )
-    config = dataclasses.replace(config, training=training)
+    off = {"training.validation_interval": 0, "training.validation_at_start": False}
+    config = config.changed(off)
     mesh = make_mesh(config, config.mesh.axes)
     preflight.check_types(train, config)
     start = {"import": IMPORTED - START}
@@ -148,7 +145,7 @@ def main(config: train.Config) -> None:
         state = timed("initialize the state", train.init_state(config))
         batches = (batch for _, batch in loader.from_step(0, 2**31))
         batch = timed("load a batch", next(batches))
-        numbers = hyper_at(0, training)  # each step uses those of the first
+        numbers = hyper_at(0, config.training)  # each step uses those of the first
 
         def step_once(state: Any, batch: Any) -> Any:
             return compiled(state, batch, numbers)

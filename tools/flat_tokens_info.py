@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data.bins import HEADERS, Bins, bin_files
-from data.flat_tokens import CHUNK, SPLITS, FlatTokens, Named, decode, tokenizer_of
+from data.flat_tokens import SPLITS, FlatTokens, Named, decode, tokenizer_of
 from data.text import Tokenizer, counted, tokenizer
 from runtime.config import within
 from runtime.errors import user_errors
@@ -22,20 +22,6 @@ from shardlib.errors import UserError
 from tools import arguments
 
 MAX_CHARACTERS = 400  # printed per document
-
-
-def checked_bounds(data: FlatTokens | Bins) -> tuple[np.ndarray, int]:
-    """Reads a whole split. Returns its documents' starts and the last one's end, and the largest
-    id. Raises FlatTokensError if the split breaks a rule of the format."""
-    if isinstance(data, FlatTokens):
-        data.validate()
-        return data.starts(0, data.sequence_count), data.max_token_id
-    starts, largest = [], 0
-    for low in range(0, data.token_count, 8 * CHUNK):
-        encoded = data.read_encoded(low, min(low + 8 * CHUNK, data.token_count))
-        starts.append(low + np.flatnonzero(encoded & 1))
-        largest = max(largest, int(encoded.max()) >> 1)
-    return np.append(np.concatenate(starts), data.token_count), largest
 
 
 def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
@@ -48,12 +34,10 @@ def describe(data: FlatTokens | Bins, lengths: np.ndarray, largest: int) -> str:
         more = "; ..." * (len(data.files) > 3)
         stored = f"{counted(len(data.files), 'file')}: {'; '.join(data.files[:3])}{more}"
     text = f" of {data.bytes_per_token:.2f} bytes" if data.bytes_per_token else ""
-    return (
-        f"{data.name}: {counted(data.token_count, 'token')}{text}, ids up to {largest}"
-        f"; {counted(len(lengths), 'document')} of {lengths.min():,}"
-        f" to {counted(lengths.max(), 'token')}, median {int(np.median(lengths)):,}; "
-        f"{stored}; intact"
-    )
+    tokens = f"{counted(data.token_count, 'token')}{text}, ids up to {largest}"
+    longest, median = counted(lengths.max(), "token"), f"median {int(np.median(lengths)):,}"
+    documents = f"{counted(len(lengths), 'document')} of {lengths.min():,} to {longest}, {median}"
+    return f"{data.name}: {tokens}; {documents}; {stored}; intact"
 
 
 def show(data: FlatTokens | Bins, bounds: np.ndarray, count: int, decoder: Tokenizer) -> None:
@@ -84,7 +68,7 @@ def main() -> None:
         for opened in sets:
             try:
                 dataset = opened()
-                bounds, largest = checked_bounds(dataset)
+                bounds, largest = dataset.validate()
                 print(describe(dataset, np.diff(bounds), largest))
                 if args.decode:
                     given = args.tokenizer and Named(args.tokenizer)

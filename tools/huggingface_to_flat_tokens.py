@@ -24,7 +24,7 @@ from data import text
 from data.flat_tokens import SPLITS, Writer
 from data.text import Source, Unit, counted
 from runtime import storage
-from runtime.config import NOT_EMPTY, Kept, Name, Path, Section
+from runtime.config import NOT_EMPTY, Path
 from runtime.program import program
 from shardlib.errors import UserError
 
@@ -32,23 +32,13 @@ COMMIT_SECONDS = 10  # between commits: a conversion that is killed loses at mos
 
 
 @dataclasses.dataclass
-class ConvertConfig(Section):
+class ConvertConfig(text.TextConfig):
     load_dataset: dict[str, Any]  # the arguments of datasets.load_dataset, except split
-    column: Name  # that holds the text
-    # bytes_utf8, a tokenizers JSON file, or what transformers.AutoTokenizer opens.
-    tokenizer: Annotated[Kept, NOT_EMPTY]
-    end_token: bool  # append the tokenizer's end-of-text token to each document
-    skip_not_text: bool  # leave out values that aren't text, and count them as empty
-    train_split: Name
-    validation_split: str | None  # null: takes `validation_share` of the documents of train_split
-    validation_share: Annotated[float, Field(gt=0, lt=1)]  # as a dataset needs both splits
+    # Of the documents of train_split, without a validation_split: a dataset needs both splits.
+    validation_share: Annotated[float, Field(gt=0, lt=1)]
     # The last document for training, and the last one of validation_split, reach it; null: all.
     max_tokens: Annotated[int, Field(ge=1)] | None
     output: Annotated[Path, NOT_EMPTY]
-
-    def __post_init__(self) -> None:
-        different = self.validation_split != self.train_split
-        self.require(different, "validation_split", "training has it, too: name another one")
 
 
 def python_stdlib() -> list[str]:
@@ -88,10 +78,9 @@ class Conversion:
             saved = {}
         for key, before in saved.get("settings", {}).items():
             if before != settings.get(key):
-                raise UserError(
-                    f"{config.output} is an unfinished conversion with {key}={before}, not "
-                    f"{settings.get(key)}; choose another output, or delete it"
-                )
+                with_what = f"with {key}={before}, not {settings.get(key)}"
+                cure = "choose another output, or delete it"
+                raise UserError(f"{config.output} is an unfinished conversion {with_what}; {cure}")
         # In train_split and validation_split; after null nothing more is read.
         self.positions: list[Any] = saved.get("positions", [{}, {}])
         for (split, now), position in zip(sources.items(), self.positions, strict=False):
@@ -149,8 +138,7 @@ def convert(config: ConvertConfig) -> None:
     """Converts a dataset, or continues its conversion. Raises UserError or OSError if something
     can't be read, tokenized or written."""
     names = [config.train_split, *filter(None, [config.validation_split])]
-    settings = config.column, config.tokenizer, config.end_token, config.skip_not_text
-    sources = [Source(config.load_dataset, name, *settings, output=config.output) for name in names]
+    sources = [Source(config.load_dataset, name, config, output=config.output) for name in names]
     # Finds most mistakes before anything is written.
     found = {source.split: source.check() for source in sources}
     files = sum(each["files"] for each in found.values())
@@ -190,10 +178,10 @@ def convert(config: ConvertConfig) -> None:
         conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
-        print(
-            f"{writer.name}: {counted(writer.sequence_count, 'sequence')}, "
-            f"{counted(writer.token_count, 'token')}, ids up to {writer.max_token_id}"
+        counts = (
+            f"{counted(writer.sequence_count, 'sequence')}, {counted(writer.token_count, 'token')}"
         )
+        print(f"{writer.name}: {counts}, ids up to {writer.max_token_id}")
     train, validation = (conversion.writers[split].token_count for split in SPLITS)
     share, wanted = validation / (train + validation), config.validation_share
     if not config.validation_split and not wanted / 2 < share < 2 * wanted:

@@ -419,10 +419,8 @@ def write_weights(
     )
     pairs = zip(tqdm(wanted, unit=" tensors", disable=None), values, strict=True)
     for file, names in files.filename_to_tensors.items():
-        part = {
-            tensor.name: tensor.convert(value, tensor.ours, tensor.theirs, dtype)
-            for tensor, value in itertools.islice(pairs, len(names))
-        }
+        some = itertools.islice(pairs, len(names))
+        part = {x.name: x.convert(value, x.ours, x.theirs, dtype) for x, value in some}
         safetensors.numpy.save_file(part, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / UNFINISHED, folder / file)  # safetensors makes files with mode 600
         del part  # frees it before the next file is read
@@ -520,12 +518,9 @@ def open_tensors(folder: pathlib.Path) -> dict[str, Any]:
 
 def check_tensors(opened: dict[str, Any], wanted: list[Tensor], folder: pathlib.Path) -> None:
     """Raises UserError unless a folder has exactly these tensors, in the right shapes."""
-    kinds = dict.fromkeys(["F32", "F16", "BF16"], "float")
     expected = {tensor.name: f"float{list(tensor.shape)}" for tensor in wanted}
-    types = {
-        name: kinds.get(data.get_dtype(), data.get_dtype()) + str(data.get_shape())
-        for name, data in opened.items()
-    }
+    kinds = {name: f"{data.get_dtype()}{data.get_shape()}" for name, data in opened.items()}
+    types = {name: re.sub(r"^B?F(16|32)\b", "float", kind) for name, kind in kinds.items()}
     for name in expected | types:
         if (one := types.get(name, "missing")) != (other := expected.get(name, "no such tensor")):
             files = f"{folder}/model*.safetensors"

@@ -164,10 +164,9 @@ class CheckpointLM(TemplateLM):  # type: ignore[misc]
         if given.pop("num_beams", 1) != 1 or given:
             raise UserError(f"generation_kwargs: tools.generate can't do all of {options}")
         if tokens >= self.room:
-            raise UserError(
-                f"max_gen_toks is {tokens}, but a row of the training has {self.room} tokens for "
-                "an answer and its context: set it in the task's generation_kwargs"
-            )
+            room = f"a row of the training has {self.room} tokens for an answer and its context"
+            cure = "set it in the task's generation_kwargs"
+            raise UserError(f"max_gen_toks is {tokens}, but {room}: {cure}")
         ids = self.codec.ids, self.codec.ends
         how = steps.Sampling(heat if samples else 0, top_k or None, top_p, *ids)
         return how, tokens, stops

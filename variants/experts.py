@@ -1,7 +1,7 @@
 """Experts, in place of a layer's feed-forward or beside it. Each token takes a few of them.
 
-configs/schema.py calls `check`; train.py calls `experts_type`, `mixture` in a layer, `costs` in the
-loss and `rebalanced` after the update. Dimensions, beside train.py's:
+train.py calls `experts_type`, `mixture` in a layer, `costs` in the loss and `rebalanced` after the
+update. Dimensions, beside train.py's:
 
     E  experts    G  an expert's F    k  experts of a token    N  a row's parts over c, of S tokens
 """
@@ -44,14 +44,6 @@ class RoutingConfig(Section, key="training.routing"):
     bias_rate: F32
     balance_cost: F32
     z_cost: F32
-
-
-def check(config: Any) -> None:
-    """Raises UserError if a config's experts don't fit its training."""
-    alone, free = config.training.microbatches == 1, not config.training.routing.balance_cost
-    fits = not config.model.experts or alone or free
-    problem = "it needs training.microbatches=1: the cost isn't a sum over microbatches"
-    config.require(fits, "training.routing.balance_cost", problem)
 
 
 def note(config: Any) -> str:
@@ -173,10 +165,7 @@ def balance_cost(load: f32["layers E"], likely: f32["layers E"]) -> f32[""]:
 
 @typechecked
 def rebalanced(
-    weights: Any,
-    before: Any,
-    sums: dict[str, f32[""] | f32["layers E"]],
-    rate: f32[""],
+    weights: Any, before: Any, sums: dict[str, f32[""] | f32["layers E"]], rate: f32[""]
 ) -> tuple[Any, dict[str, f32[""] | f32["layers E"]]]:
     """Moves the biases, which no gradient changes, from their values `before` the update towards
     even loads. Returns the weights with new biases, and metrics: loads as multiples of an even one,

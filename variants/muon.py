@@ -1,7 +1,7 @@
 """Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 
 Muon updates the matrices of layers, and AdamW the rest. train.py calls `update` in a step,
-`divided` for the types of second moments, and `note` to log which weights AdamW updates.
+`of_adamw` for the types of second moments, and `note` to log which weights AdamW updates.
 """
 
 import math
@@ -27,61 +27,41 @@ MATRICES = {
 }
 
 
-def divided(kinds: Any, tree: Any) -> tuple[Any, Any]:
-    """Divides a tree like the weights, whose types are `kinds`, into AdamW's and Muon's part. Each
-    part has None in place of the other's leaves."""
-
-    def those(are_matrices: bool) -> Any:
-        return jax.tree.map(
-            lambda kind, x: x if (str(kind.spec) in MATRICES) == are_matrices else None, kinds, tree
-        )
-
-    return those(False), those(True)
+def of_adamw(kinds: Any) -> Any:
+    """Returns the types of the weights that AdamW updates, with None in place of the others."""
+    return jax.tree.map(lambda kind: None if str(kind.spec) in MATRICES else kind, kinds)
 
 
 def note(kinds: Any) -> str:
     """Names the weights that AdamW updates, as their layouts aren't in MATRICES."""
-    return f"AdamW updates {', '.join(named(divided(kinds, kinds)[0]))}; Muon the rest"
+    return f"AdamW updates {', '.join(named(of_adamw(kinds)))}; Muon the rest"
 
 
 def update(
     adamw: Callable[..., tuple[Any, Any, Any]], moved: Callable[..., jax.Array], kinds: Any,
     weights: Any, grads: Any, mu: Any, nu: Any, hyper: Any, config: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Updates weights of the types `kinds`: matrices by Muon, the others by `adamw`. `moved` moves
-    a weight and decays it.
+    """Updates weights of the types `kinds`: matrices by Muon, the others, of which `nu` has the
+    second moments, by `adamw`. `moved` moves a weight and decays it.
     A matrix changes by Nesterov's momentum, orthogonalized and then scaled to the size of AdamW's
     changes, so that AdamW's rate and decay suit it: Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2. Returns the new weights and moments."""
-    (others, w), (other_grads, g), (other_mu, m) = (
-        divided(kinds, tree) for tree in (weights, grads, mu)
-    )
-    other_kinds, kinds_of_matrices = divided(kinds, kinds)
-    others, other_mu, nu = adamw(other_kinds, others, other_grads, other_mu, nu, hyper, config)
-    m = jax.tree.map(hyper.momentum.next, m, g)
-    changes = orthogonalized(kinds, jax.tree.map(hyper.nesterov.next, m, g))
-
-    def changed(kind: Any, w: jax.Array, change: jax.Array) -> jax.Array:
-        return moved(kind, w, change, hyper, config)
-
-    def both(others: Any, matrices: Any) -> Any:
-        return jax.tree.map(
-            lambda x, y: y if x is None else x, others, matrices, is_leaf=lambda x: x is None
-        )
-
-    return both(others, jax.tree.map(changed, kinds_of_matrices, w, changes)), both(other_mu, m), nu
-
-
-def orthogonalized(kinds: Any, tree: Any) -> Any:
-    """Orthogonalizes the matrices of a tree of weights. Matrices of one layout are stacked, so that
-    even few layers give many devices work."""
-    arrays, layouts = named(tree), {name: str(kind.spec) for name, kind in named(kinds).items()}
+    kind, w, g, m, v = (named(tree) for tree in (kinds, weights, grads, mu, nu))
+    others = ({name: arrays[name] for name in v} for arrays in (kind, w, g, m))
+    new_w, new_m, new_v = adamw(*others, v, hyper, config)
+    new_m |= {name: hyper.momentum.next(m[name], g[name]) for name in m if name not in v}
+    # Matrices of one layout are stacked, so that even few layers give many devices work.
     for layout in MATRICES:
-        names = [name for name in arrays if layouts[name] == layout]
-        if names:
-            stack = jnp.stack([arrays[name].astype(compute.dtype) for name in names])
-            arrays |= zip(names, orthogonalize(layout, stack), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(tree), arrays.values())
+        if names := [name for name in m if name not in v and str(kind[name].spec) == layout]:
+            changes = [hyper.nesterov.next(new_m[name], g[name]) for name in names]
+            stack = jnp.stack([change.astype(compute.dtype) for change in changes])
+            for name, change in zip(names, orthogonalize(layout, stack), strict=True):
+                new_w[name] = moved(kind[name], w[name], change, hyper, config)
+
+    def like(tree: Any, arrays: dict[str, Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in named(tree)])
+
+    return like(weights, new_w), like(mu, new_m), like(nu, new_v)
 
 
 @typechecked

@@ -10,7 +10,7 @@ import urllib.parse
 import fsspec
 import pytest
 
-from data.text import Source
+from data.text import Source, TextConfig
 from tests.processes import python_at_work
 
 
@@ -76,11 +76,13 @@ def hub(tmp_path):
 PROGRAM = """
 import json, os, sys
 import datasets
-from data.text import Source
+from data.text import Source, TextConfig
 from shardlib.errors import UserError
 
 def read(position):
-    source = Source({"path": "some/texts"}, "train", "text", "bytes_utf8", documents=7)
+    names = {"train_split": "train", "validation_split": None}
+    config = TextConfig(column="text", tokenizer="bytes_utf8", **names)
+    source = Source({"path": "some/texts"}, "train", config, documents=7)
     source.check()
     try:
         units = [(len(texts), after) for texts, after in source.read(position)]
@@ -126,7 +128,9 @@ def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):
             with fsspec.open(f"{bucket}/texts/{i}.jsonl", "wb") as file:
                 file.write(lines(content))
         load = {"path": "json", "data_files": f"{bucket}/texts/*.jsonl"}
-        return Source(load, "train", "text", "bytes_utf8").check()
+        names = {"train_split": "train", "validation_split": None}
+        config = TextConfig(column="text", tokenizer="bytes_utf8", **names)
+        return Source(load, "train", config).check()
 
     first = fingerprint_with(["one", "two"])
     assert first["files"] == first["shards"] == 2

@@ -21,6 +21,9 @@ from tests.helpers import SMALL, axes, compose_config, starts_of
 from tests.processes import batches_on_hosts
 
 LENGTH = 8
+BYTES = text.TextConfig(
+    column="text", tokenizer="bytes_utf8", train_split="train", validation_split=None
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +97,7 @@ def test_the_order_does_not_depend_on_threads_or_units(folder):
 @pytest.mark.parametrize("hosts", [1, 3, 4, 6])
 def test_each_document_on_one_host_from_any_position_on(folder, hosts):
     """Covers fewer shards than hosts, which then read all of them."""
-    source, read = (
-        text.Source({"path": str(folder)}, "train", "text", "bytes_utf8", documents=4),
-        [],
-    )
+    source, read = text.Source({"path": str(folder)}, "train", BYTES, documents=4), []
     for host in range(hosts):
         units = list(source.read({}, host, hosts))
         for i in range(0, len(units), 3):
@@ -125,7 +125,7 @@ def test_a_unit_ends_by_its_length(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "UNIT_CHARACTERS", 1000)
     texts = ["short"] * 64 + ["x" * 600] * 9
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in texts))
-    source = text.Source({"path": str(tmp_path)}, "train", "text", "bytes_utf8")
+    source = text.Source({"path": str(tmp_path)}, "train", BYTES)
     assert [len(unit) for unit, _ in source.read({})] == [66, 2, 2, 2, 1]
 
 

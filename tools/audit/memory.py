@@ -58,7 +58,10 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
     kinds = train.weights_type(config.model)
 
     def bytes_of(hint: Any, axes: dict[str, int]) -> int:
-        return bytes_per_device(hint, axes, sizes)
+        """Returns the bytes that each device holds of arrays typed by `hint`."""
+        kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
+        devices = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
+        return sum(nbytes(x) // count for x, count in zip(shapes, devices, strict=True))
 
     with jax.sharding.use_abstract_mesh(abstract_mesh(axes)), computing_in(config.dtype):
         weights = bytes_of(state.weights, axes)
@@ -76,14 +79,9 @@ def held(config: train.Config, jaxpr: Any, costs: Ledger, chip: str = "") -> dic
     results = list(_results(jaxpr, sizes["layers"] * parts))
     largest = max(size for _, size in results)
     recomputed = sum(size for when, size in results if when == "recomputed")
-    in_layer = {
-        "gathered weights": 2 * layers // sizes["layers"],
-        ARRAYS: max(3 * largest, 2 * largest + recomputed, in_groups),
-    }
-    in_loss = {
-        "gathered weights": unembedding,
-        LOGITS: logits // parts // training.loss_chunks,
-    }
+    arrays = max(3 * largest, 2 * largest + recomputed, in_groups)
+    in_layer = {"gathered weights": 2 * layers // sizes["layers"], ARRAYS: arrays}
+    in_loss = {"gathered weights": unembedding, LOGITS: logits // parts // training.loss_chunks}
     return {
         "weights": weights,
         "moments": moments,
@@ -100,13 +98,6 @@ def arguments(jaxpr: Any) -> int:
     given the jaxpr of its `jax.jit`."""
     (outer,) = (eqn for eqn in live(jaxpr).eqns if eqn.primitive.name == "shard_map")
     return sum(nbytes(var.aval) for var in next(jaxprs_in_params(outer.params)).invars)
-
-
-def bytes_per_device(hint: Any, axes: dict[str, int], sizes: dict[str, int]) -> int:
-    """Returns the bytes that each device holds of arrays typed by `hint`."""
-    kinds, shapes = jax.tree.leaves(type_tree(hint)), jax.tree.leaves(make_shapes(hint, sizes))
-    parts = [math.prod(axes[axis] for axis in kind.spec.axes) for kind in kinds]
-    return sum(nbytes(s) // part for s, part in zip(shapes, parts, strict=True))
 
 
 def _results(jaxpr: Any, layers: int) -> Iterator[tuple[str, int]]:

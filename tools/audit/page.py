@@ -99,12 +99,9 @@ def phases(results: Results, name: str) -> Iterator[str]:
         if name == "transfers":
             largest_first = sorted(x[name], key=lambda row: -row["total"])
             groups |= grouped(largest_first, lambda row: f"over {', '.join(row['axes'])}")
-        tables.append(
-            {
-                label: [[row for row in rows if phase in (row["phase"], "")] for phase in columns]
-                for label, rows in groups.items()
-            }
-        )
+        tables.append(cells := Cells())
+        for label, rows in groups.items():
+            cells[label] = [[x for x in rows if phase in (x["phase"], "")] for phase in columns]
     return _rows(tables, TABLES[name].unit)
 
 

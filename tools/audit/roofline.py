@@ -42,22 +42,14 @@ def seconds(
     """Returns the least time that rows of an audit's tables need on each resource. Kernels compute
     `kernel_share` of their rows' FLOPs. A collective over several axes takes their slowest link,
     for what comes from another host."""
-    products, links = rows.get("products", ()), chip.links_of(mesh)
-    flops = sum(
-        row["at_least"] * row["flops"] * (kernel_share if row["in_kernel"] else 1)
-        for row in products
-    )
+    products, links, fast = rows.get("products", ()), chip.links_of(mesh), next(iter(chip.links))
+    computed = {True: kernel_share, False: 1}  # by `in_kernel`
+    flops = sum(row["at_least"] * row["flops"] * computed[row["in_kernel"]] for row in products)
     moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
-    spent = {
-        "compute": flops / chip.flops,
-        "memory": moved / chip.bandwidth,
-        **dict.fromkeys(chip.links, 0.0),
-    }
+    spent = {"compute": flops / chip.flops, "memory": moved / chip.bandwidth}
+    spent |= dict.fromkeys(chip.links, 0.0)
     for row in rows.get("transfers", ()):
-        (fast, *_), link = (
-            chip.links,
-            min((links[x] for x in row["axes"]), key=chip.links.__getitem__),
-        )
+        link = min((links[x] for x in row["axes"]), key=chip.links.__getitem__)
         far = 1 if link == fast else chip.share_from_afar(row["kind"], tuple(row["axes"]), mesh)
         rings = chip.rings if {x for x in mesh if mesh[x] > 1} <= {*row["axes"]} else 1
         for each, share in (link, far), (fast, 1 - far):

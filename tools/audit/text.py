@@ -87,10 +87,8 @@ def report(result: dict[str, Any], chip: chips.Chip | None = None, least: float 
     needed = result["model_flops"] / count
     of_model = f"The model needs {show(needed, 'FLOP')} of that, counting causal attention as half."
     if needed > total_of(products):
-        of_model = (
-            f"step_flops in configs/sizes.py says {show(needed, 'FLOP')}, which is more: edit it "
-            "like the model, or each MFU is wrong."
-        )
+        more = f"step_flops in configs/sizes.py says {show(needed, 'FLOP')}, which is more"
+        of_model = f"{more}: edit it like the model, or each MFU is wrong."
     paragraphs = [
         f"{count} devices: {show_axes(axes)}\n\n{summary(result, chip)}\n",
         f"{terms_table(result)}\n",

@@ -134,12 +134,9 @@ def main(config: CompileConfig) -> None:
     else:
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = arguments + results + stats.temp_size_in_bytes
-    sizes = [
-        ("arguments", arguments, at_start),
-        ("temporary", peak - arguments, held - at_start),
-        ("total", peak, held),
-    ]
-    rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, a, b in sizes]
+    temporary = peak - arguments, held - at_start
+    sizes = {"arguments": (arguments, at_start), "temporary": temporary, "total": (peak, held)}
+    rows = [(name, show(a), show(b), f"{b / a - 1:+.1%}") for name, (a, b) in sizes.items()]
     print(table(("bytes per device", "compiled", "predicted", "error"), rows))
     if not chip:
         print(f"\n{kind} isn't in runtime/chips.py: its memory and its speed are unknown.")

@@ -110,9 +110,8 @@ def share_overlapped(sent: list[Sent]) -> str:
         share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
         where = " between slices" if between_slices else ""
         if total or not between_slices:
-            sentences.append(
-                f"A step sends {show(total)}{where}{share} in the compiler's schedule."
-            )
+            said = f"A step sends {show(total)}{where}{share}"
+            sentences.append(f"{said} in the compiler's schedule.")
     return "\n".join(sentences)
 
 
@@ -222,10 +221,8 @@ def report(rows: list[Row], chip: Chip, flops: float) -> str:
         groups = grouped(rows, key).items()
         cells = [(k, sum(r.most for r in v), sum(r.least for r in v)) for k, v in groups]
         cells.sort(key=lambda cell: -cell[1])
-        return table(
-            (*names, "at most", "at least", "share"),
-            [(*k, show(a, "s"), show(b, "s"), f"{a / most:.0%}") for k, a, b in cells[:10]],
-        )
+        shown = [(*k, show(a, "s"), show(b, "s"), f"{a / most:.0%}") for k, a, b in cells[:10]]
+        return table((*names, "at most", "at least", "share"), shown)
 
     slow, fast = (f"{flops / chip.flops / seconds:.0%}" for seconds in (most, least))
     cycles = CLOCKS[chip.kind][0] * sum(row.most for row in rows if row.kind != EXPOSED)

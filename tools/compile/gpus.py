@@ -37,15 +37,9 @@ def known() -> dict[str, Any]:
 
 
 def as_proto(fields: dict[str, Any]) -> str:
-    """Formats fields in the text form of protocol buffers."""
-    lines = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            lines.append(f"{name} {{\n{as_proto(value)}\n}}")
-        else:
-            is_enum = name == "feature_extension"
-            lines.append(f"{name}: {value if is_enum else json.dumps(value)}")
-    return "\n".join(lines)
+    """Formats fields in the text form of protocol buffers: as JSON, but for the quotes of names and
+    of the enum's value."""
+    return re.sub(r'"(\w+)"(?=:)|(?<=_extension": )"(\w+)"', r"\1\2", json.dumps(fields)[1:-1])
 
 
 def devices_of(topology: str) -> list[Any]:
@@ -57,15 +51,11 @@ def devices_of(topology: str) -> list[Any]:
     name, _, shape = topology.partition(":")
     hosts, _, each = shape.rpartition("x")
     fields = known()[name]
-    target = {
-        "gpu_device_info": fields,
-        "platform_name": "CUDA",
-        "device_description_str": fields["name"],
-    }
+    about = {"platform_name": "CUDA", "device_description_str": fields["name"]}
+    target = as_proto({"gpu_device_info": fields} | about)
     # Hosts have no NVLink between them: each is a partition of its own.
-    found = topologies.get_topology_desc(
-        "", "cuda", target_config=as_proto(target), topology=f"{hosts or 1}x1x{each}"
-    )
+    shape = f"{hosts or 1}x1x{each}"
+    found = topologies.get_topology_desc("", "cuda", target_config=target, topology=shape)
     return list(found.devices)
 
 

@@ -33,6 +33,8 @@ class Text(Tokenizer):
     are the tokenizer's, and those in the config.json and generation_config.json of its folder, or
     of the folder `imported`. Raises UserError or OSError if it can't be opened."""
 
+    splits_special = False
+
     def __init__(self, name: str, imported: str | None = None):
         super().__init__(name)
         self.ids, ends = range(1, 257), [getattr(self.slow, "eos_token_id", None)]
@@ -43,9 +45,6 @@ class Text(Tokenizer):
                 said = json.loads(pathlib.Path(folder, file).read_text()).get("eos_token_id")
                 ends += said if isinstance(said, list) else [said]
         self.ends = tuple(dict.fromkeys(i for i in ends if isinstance(i, int)))
-        self.splits_special = False
-        if self.fast:
-            self.fast.encode_special_tokens = False
 
     def encode(self, text: str, config: train.Config) -> list[int]:
         """Returns the ids of a text. Raises UserError if it isn't UTF-8, or if the model lacks an

@@ -14,22 +14,9 @@ from jax import lax
 
 import train
 from data.loader import TokenBatch
-from shardlib import ops
+from shardlib import ops, types
 from shardlib.errors import UserError
-from shardlib.types import (
-    Dim,
-    Stacked,
-    bool_,
-    f32,
-    i32,
-    make_shapes,
-    make_shardings,
-    mesh_shape,
-    type_tree,
-    typechecked,
-    typed_shard_map,
-    u32,
-)
+from shardlib.types import Stacked, bool_, f32, i32, typechecked, typed_shard_map, u32
 from variants.cache import Cache, extend
 
 PREFILL = 128  # tokens of a prompt that are computed in one step
@@ -38,8 +25,8 @@ PREFILL = 128  # tokens of a prompt that are computed in one step
 @typechecked
 def lay_out(weights: train.Stored) -> train.Weights:
     """Casts the weights and gathers them over r."""
-    kinds = type_tree(train.Weights, weights)
-    return jax.device_put(train.cast(weights), make_shardings(kinds))
+    kinds = types.type_tree(train.Weights, weights)
+    return jax.device_put(train.cast(weights), types.make_shardings(kinds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +100,8 @@ def generate(
         inputs[row, start[row] :] = prompt
     kind = Stacked["layers", Cache]
     slots = max(length, round_up(longest)) + tokens
-    shapes = make_shapes(kind, train.dimensions(model.config) | {"B": rows, "S": slots})
-    placed = make_shardings(kind)
+    shapes = types.make_shapes(kind, train.dimensions(model.config) | {"B": rows, "S": slots})
+    placed = types.make_shardings(kind)
     cache = jax.tree.map(lambda x, on: jnp.zeros(x.shape, x.dtype, device=on), shapes, placed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.array(numbers))
     draws = np.ones((rows, tokens), np.float32)
@@ -158,7 +145,7 @@ def continued(
 
 def padded(rows: int) -> int:
     """Rounds a number of rows up to one that splits over d."""
-    parts = math.prod(mesh_shape()[axis] for axis in Dim("B", ("d",)).axes)
+    parts = math.prod(types.mesh_shape()[axis] for axis in types.Dim("B", ("d",)).axes)
     return -(-rows // parts) * parts
 
 
