@@ -4,9 +4,11 @@ import re
 
 import pytest
 
+from runtime import chips
 from tests import golden
 from tests.helpers import SMALL
 from tools.compile import __main__ as compiler
+from tools.compile import gpus
 
 CONFIG = ["--config-name=local_test_synthetic", *SMALL, "mesh={d: 2, t: 2}"]
 
@@ -32,3 +34,17 @@ def test_a_topology_that_is_unavailable(train_here, monkeypatch):
     out, message = train_here(*CONFIG, option, program=compiler.main)
     assert not out
     golden.check("wrong_inputs.txt", f"compile: {option}", message)
+
+
+@pytest.mark.parametrize("keys, pairs", [(256, 256 * 256 // 2), (512, 256 * 512)])
+def test_cudnn_computes_the_causal_half_of_a_row_and_all_of_a_split_one(keys, pairs):
+    text = f"""
+ENTRY %main (q: bf16[2,256,8,64], k: bf16[2,{keys},8,64]) -> bf16[2,8,256,64] {{
+  %q = bf16[2,256,8,64]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,{keys},8,64]{{3,2,1,0}} parameter(1)
+  ROOT %a = (bf16[2,8,256,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaScaleBiasSoftmax"
+}}
+"""
+    (kernel,) = gpus.read(text, chips.CHIPS["h100"]).kernels
+    assert kernel.flops == 2 * 2 * (2 * 8 * 64) * pairs, "two products of 2 rows, 8 heads of 64"
