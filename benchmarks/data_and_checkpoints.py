@@ -62,8 +62,10 @@ def data(config: train.Config, folder: pathlib.Path, texts: list[str], bpe: Any)
         pyarrow.parquet.write_table(rows, text.replace("*", str(i)), row_group_size=1000)
     bpe.save(tokenizer)
     load = {"path": "parquet", "data_files": text}
-    names = dict[str, Any](column="text", train_split="train", validation_split=None)
-    conversion = ConvertConfig(load, 0.001, None, output, tokenizer=tokenizer, **names)
+    conversion = ConvertConfig(
+        load_dataset=load, column="text", tokenizer=tokenizer, output=output,
+        train_split="train", validation_split=None, validation_share=0.001, max_tokens=None,
+    )  # fmt: skip
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as a conversion sets it, if nothing else did
     yield "conversion, tokens"
     with contextlib.redirect_stdout(sys.stderr):

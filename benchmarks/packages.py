@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import pathlib
 import sysconfig
-from typing import Any
 
 import tokenizers
 
@@ -57,9 +56,11 @@ def main() -> None:
         bpe.train_from_iterator(sample, VOCAB, special_tokens=["<unk>", "<s>"])  # <s> has id 1
         bpe.save(tokenizer)
         load = {"path": "text", "data_files": files, "sample_by": "document"}
-        names = dict[str, Any](column="text", train_split="train", validation_split=None)
-        given = load, 0.01, args.max_tokens, args.output
-        convert(ConvertConfig(*given, tokenizer=tokenizer, **names))
+        convert(ConvertConfig(
+            load_dataset=load, column="text", tokenizer=tokenizer, output=args.output,
+            train_split="train", validation_split=None, validation_share=0.01,
+            max_tokens=args.max_tokens,
+        ))  # fmt: skip
 
 
 if __name__ == "__main__":

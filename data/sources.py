@@ -144,10 +144,9 @@ def check_same_rows(config: Any, checkpoint: Checkpoint, data: Batches) -> None:
             both = f"was written with {what}={before[key]}, now {now[key]}"
             problem = "in this epoch some rows would be used twice, or never"
             keep = "datasets" if key.startswith("the datasets'") else "value"
-            other = ", with another seed" if config.flat_tokens else ""
-            cure = (
-                f"Keep the earlier {keep}{cure}, or clone the run's weights into a new one{other}"
-            )
+            clone = "clone the run's weights into a new one"
+            clone += ", with another flat_tokens.seed" if config.flat_tokens else ""
+            cure = f"Keep the earlier {keep}{cure}, or {clone}"
             raise UserError(f"{checkpoint.path} {both}: {problem}. {cure}")
 
 

@@ -236,9 +236,10 @@ class Checkpoint:
         for name in dict.fromkeys([*here, *there]):
             saved, wanted = there.get(name, "missing"), here.get(name, "missing")
             if saved != wanted and name.startswith(("model.", prefix)):
-                what = "different model" if not name.startswith("nu/") else "different optimizer"
+                # Moments alone differ: AdamW has `nu` of each weight, Muon of some.
+                what = "optimizer" if name.startswith("nu/") else "model"
                 difference = f"{name} is {saved} in the checkpoint but {wanted} here"
-                raise CheckpointError(f"{self.path} has a {what}: {difference}; {cure}")
+                raise CheckpointError(f"{self.path} has a different {what}: {difference}; {cure}")
 
 
 def list_checkpoints(path: str) -> list[Checkpoint]:

@@ -92,7 +92,7 @@ def _neighbors(near: float, over: tuple[str, ...], axes: tuple[tuple[str, int], 
 # Hopper on; nvlink is one direction, half of the quoted sum; ib is one adapter per GPU, 200 or 400
 # Gb/s. memory: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
 # TPUs: docs.cloud.google.com/tpu/docs. ici is the two links of a torus axis. libtpu 0.0.50.1 makes
-# three rings of a gather over all of 4x4x4 v5p chips, one over 16 of them or over v5e chips.
+# three rings of a gather over all of 4x4x4 v4 or v5p chips, one over 16 of them or over v5e or v6e.
 CHIPS = {
     "a100_40gb": Chip("A100-SXM4-40GB", 312e12, 42.3e9, 1.555e12, {"nvlink": 300e9, "ib": 25e9}, 8),
     "a100pcie_40gb": Chip(

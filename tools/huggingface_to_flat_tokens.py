@@ -178,10 +178,9 @@ def convert(config: ConvertConfig) -> None:
         conversion.commit()
     conversion.close()
     for writer in conversion.writers.values():
-        counts = (
-            f"{counted(writer.sequence_count, 'sequence')}, {counted(writer.token_count, 'token')}"
-        )
-        print(f"{writer.name}: {counts}, ids up to {writer.max_token_id}")
+        sequences = counted(writer.sequence_count, "sequence")
+        tokens = counted(writer.token_count, "token")
+        print(f"{writer.name}: {sequences}, {tokens}, ids up to {writer.max_token_id}")
     train, validation = (conversion.writers[split].token_count for split in SPLITS)
     share, wanted = validation / (train + validation), config.validation_share
     if not config.validation_split and not wanted / 2 < share < 2 * wanted:
