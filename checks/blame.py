@@ -6,7 +6,8 @@ import traceback
 
 import jax
 
-from shardlib.errors import LIBRARIES, ShardTypeError, is_users
+from runtime.source import LIBRARIES, is_users
+from shardlib.errors import ShardTypeError
 
 
 def explain(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from shardlib.errors import source_line
+from runtime.source import source_line
 from shardlib.ops import SCOPE
 
 
@@ -38,6 +38,22 @@ class Equation(NamedTuple):
     line: str  # `train.py:253 block`
     runs: Runs
     operands: list[Fact]
+
+
+# JAX's primitives that communicate -> the kind of collective.
+COLLECTIVES = {
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
+    "ppermute": "permute",
+}
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes over which a collective communicates."""
+    names = eqn.params.get("axis_name") or eqn.params["axes"]
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 # Primitives that shape or cast an array.
@@ -105,6 +121,12 @@ def equations(
             yield from equations(body, here._replace(runs=Runs(times, each)), facts)
             if not loop and name != "cond" and len(body.outvars) == len(eqn.outvars):
                 facts |= zip(eqn.outvars, facts_of(body.outvars), strict=True)
+
+
+def communicating(jaxpr: Any, kind: str) -> set[str]:
+    """The axes over which a function has collectives of this kind."""
+    found = (eqn for eqn, *_ in equations(jaxpr) if COLLECTIVES.get(eqn.primitive.name) == kind)
+    return {axis for eqn in found for axis in axes_of(eqn)}
 
 
 def carried(eqn: JaxprEqn) -> slice:

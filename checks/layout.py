@@ -1,5 +1,6 @@
 """Checks that only ops communicate, at sizes that tell all dimensions apart."""
 
+import collections
 import fractions
 import itertools
 import math
@@ -15,14 +16,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import SHAPING, constants, equations, op_of
+from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, constants, equations, op_of
 from runtime.hlo import phase
-from shardlib.errors import BEHIND_OPS, ShardTypeError
+from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
-from shardlib.ops import COLLECTIVES, SCOPE, axes_of
-from shardlib.types import Dim
-
-BEHIND_OPS.append(__file__)
+from shardlib.ops import SCOPE
+from shardlib.types import Dim, parse_signature
 
 # --- Probe sizes ----------------------------------------------------------------------------------
 
@@ -164,6 +163,7 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
     - a collective, written there, or added by JAX for the gradient of a replicated value that is
       used with a varying one;
     - an index of a device on the mesh;
+    - an op whose result depends on a part that it neither gathers nor reduces over devices;
     - in the forward pass, a reduction, sort, numbering or scatter along a split dimension, or along
       joined or padded parts; or a constant as long as a device's part."""
 
@@ -206,8 +206,27 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
             if name == "psum_invariant" and "transpose(" in path:
                 cure = _cure_of_gradient(eqn.invars[0].aval, axes, sizes)
             problems.append(f"{at}: {name} over {over} outside of any op{cure}")
+    problems += _parts_in_ops(jaxpr, axes)
     if problems:
         raise ShardTypeError("\n".join(dict.fromkeys(problems)))
+
+
+def _parts_in_ops(jaxpr: Any, axes: dict[str, int]) -> Iterator[str]:
+    """Describes each op whose result varies along an axis that splits an operand but not the
+    result, and over which the op doesn't communicate."""
+    last, sent = {}, collections.defaultdict[str, set[str]](set)
+    for eqn, path, line, *_ in equations(jaxpr):
+        if "->" in (op := op_of(eqn, path)) and "transpose(" not in path:
+            last[op] = eqn, line
+            sent[op] |= {*axes_of(eqn)} if eqn.primitive.name in COLLECTIVES else set()
+    for op, (eqn, line) in last.items():
+        with jax.sharding.use_abstract_mesh(abstract_mesh(axes)):
+            operands, result = parse_signature(op.partition("(")[2].removesuffix(")"))
+            split = {axis for spec in operands for axis in spec.axes} - {*result.axes}
+        varying = eqn.outvars[0].aval.manual_axis_type.varying  # type: ignore[attr-defined]
+        if lost := ", ".join(sorted(split & {*varying} - sent[op])):
+            at, cure = line.replace(" ", ", in "), "use lax.psum or lax.pmax"
+            yield f"{at}: {op}: its result depends on a part over {lost}: {cure}"
 
 
 GATHER = "ops.all_gather it before"

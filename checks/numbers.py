@@ -23,11 +23,9 @@ from jax import lax
 from jax.extend import source_info_util
 
 from checks.layout import PRIMES
+from runtime.source import source_line
 from shardlib import ops
-from shardlib.errors import BEHIND_OPS, source_line
 from shardlib.types import ArrayType, Spec, make_shapes, make_shardings, mesh_shape, type_tree
-
-BEHIND_OPS.append(__file__)  # an op's line is its caller's
 
 TOLERANCE = 3e-5  # of an array's largest entry
 # Differences are relative to an array's largest entry or, if that is larger, to this share of the

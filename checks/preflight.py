@@ -32,6 +32,7 @@ import numpy as np
 
 from checks import layout, numbers, trials
 from checks.blame import explain
+from checks.jaxprs import communicating
 from configs.schema import Config
 from configs.sizes import DIMENSIONS, dimensions
 from runtime.config import sources
@@ -40,7 +41,6 @@ from runtime.run import SECONDS_BETWEEN_LINES, replace, say
 from runtime.supervise import STOPS, handled
 from shardlib.errors import ShardTypeError, UserError
 from shardlib.mesh import abstract_mesh, show_axes
-from shardlib.ops import communicating
 from shardlib.types import computing_in, make_shapes, named
 
 # Settings that split the work of a device into parts.

@@ -15,13 +15,10 @@ from einops import rearrange
 from jax import lax
 
 from shardlib.activations import explicit_activation_checkpointing, save_for_backward
-from shardlib.errors import BEHIND_OPS
 from shardlib.local import alike, einsum
 from shardlib.mesh import platform
 from shardlib.ops import Call, define_op
 from shardlib.types import Dim, Spec, compute, floating, integer, typechecked
-
-BEHIND_OPS.append(__file__)  # the audit and errors name the line of the call
 
 # Queries whose scores are in memory at a time; fewer if a row has more than LONG keys.
 BLOCK, LONG = 512, 8192

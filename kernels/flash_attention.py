@@ -21,10 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from shardlib.activations import save_for_backward
-from shardlib.errors import BEHIND_OPS
 from shardlib.types import floating, integer, typechecked
-
-BEHIND_OPS.append(__file__)
 
 BLOCK = 512  # queries, and keys, whose scores are computed at a time
 KEYS = 4096  # keys of a head that the forward kernel holds on the chip at a time

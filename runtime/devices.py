@@ -1,14 +1,18 @@
 """The devices of a run, simulated ones of CPUs included."""
 
+import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
 
 from shardlib.errors import UserError
-from shardlib.mesh import mesh_over, show_axes
+from shardlib.mesh import show_axes
 
 CUDA_PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 ON_GPUS = 0, 11, 1  # the version of jax that GPUs need at least: see requirements-gpu.txt
@@ -50,6 +54,23 @@ def have_threads(count: int) -> None:
     # device, but it runs a loop and the collectives around it at once, and our loops are nested.
     # If all threads are blocked, some devices never arrive, and XLA aborts after 40 seconds.
     os.environ["NPROC"] = str(max(4 * count, os.cpu_count() or 1))
+
+
+def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    """A mesh over these devices, whose neighbors have fast links. Slices of TPUs split the
+    outermost axis. Raises UserError if they don't divide it."""
+    # GPUs have a slice_index too, the number of their host, but a replica may span several hosts.
+    slices = len({getattr(d, "slice_index", 0) for d in devices if "TPU" in d.device_kind}) or 1
+    (name, outer), *inner = axes.items()
+    if outer % slices:
+        raise UserError(f"mesh.{name}={outer}: it must be a multiple of the {slices} slices")
+    make: Callable[..., Any] = mesh_utils.create_device_mesh
+    if slices > 1:
+        over = [slices, *(1 for _ in inner)]
+        make = functools.partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=over)
+    within = [outer // slices, *(size for _, size in inner)]
+    arranged = make(within, devices=devices, allow_split_physical_axes=True)
+    return Mesh(arranged, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.errors import is_users, source_line
+from runtime.source import is_users, source_line
 from shardlib.ops import SCOPE
 
 # Parts of an op_name that come from JAX's machinery rather than from the source.

@@ -1,14 +1,9 @@
-"""Names of mesh axes, and meshes with devices or without."""
+"""Names of mesh axes, and the mesh in context."""
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import jax
-from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
-
-from shardlib.errors import UserError
+from jax.sharding import AbstractMesh, AxisType
 
 groups: dict[str, tuple[str, ...]] = {}
 
@@ -38,23 +33,6 @@ def platform() -> str:
     """The platform of the mesh in context. A mesh without devices, to trace on, has none."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else ""
-
-
-def mesh_over(axes: dict[str, int], devices: Sequence[Any]) -> Mesh:
-    """A mesh over these devices, whose neighbors have fast links. Slices of TPUs split the
-    outermost axis. Raises UserError if they don't divide it."""
-    # GPUs have a slice_index too, the number of their host, but a replica may span several hosts.
-    slices = len({getattr(d, "slice_index", 0) for d in devices if "TPU" in d.device_kind}) or 1
-    (name, outer), *inner = axes.items()
-    if outer % slices:
-        raise UserError(f"mesh.{name}={outer}: it must be a multiple of the {slices} slices")
-    make: Callable[..., Any] = mesh_utils.create_device_mesh
-    if slices > 1:
-        over = [slices, *(1 for _ in inner)]
-        make = functools.partial(mesh_utils.create_hybrid_device_mesh, dcn_mesh_shape=over)
-    within = [outer // slices, *(size for _, size in inner)]
-    arranged = make(within, devices=devices, allow_split_physical_axes=True)
-    return Mesh(arranged, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:

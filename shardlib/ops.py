@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardlib.local import einsum, gather, scatter, unreduced, varying
 from shardlib.types import (
@@ -50,32 +49,6 @@ def scope_name(op: str, signature: str) -> str:
 
 # Finds an op's scope name in a longer path.
 SCOPE = re.compile(r"\w+\([^()]*->[^()]*\)|\bsums?_of_squares\b")
-
-
-# JAX's primitives that communicate -> the kind of collective.
-COLLECTIVES = {
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), "reduce-scatter"),
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), "all-reduce"),
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
-    "ppermute": "permute",
-}
-
-
-def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes over which a collective communicates."""
-    names = eqn.params.get("axis_name") or eqn.params["axes"]
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def communicating(jaxpr: Any, *kinds: str) -> set[str]:
-    """The axes over which a function has collectives of these kinds, by default of all."""
-    axes = set()
-    for eqn in jaxpr.eqns:
-        kind = COLLECTIVES.get(eqn.primitive.name)
-        axes |= {*axes_of(eqn)} if kind and kind in (kinds or (kind,)) else set()
-        axes |= {a for each in jaxprs_in_params(eqn.params) for a in communicating(each, *kinds)}
-    return axes
 
 
 # Called with each operand and result of an op, its layout and description; returns the value.
@@ -126,16 +99,9 @@ def define_op(implementation: Callable[..., jax.Array]) -> Callable[..., jax.Arr
             watched.append(watching.value(operand, spec, what))
         with jax.named_scope(scope_name(name, signature)):
             result = implementation(call, *watched, **options)
-            kind = jax.typeof(result).manual_axis_type
-            lost = {axis for spec in call.operands for axis in spec.axes} & {*kind.varying}
-            lost -= {*call.result.axes}
-            if lost and implementation.__module__ != __name__:
-                made = jax.make_jaxpr(functools.partial(implementation, call, **options))(*watched)
-                over = ", ".join(sorted(lost - communicating(made.jaxpr)))
-                problem = f"its result depends on a part over {over}: use lax.psum or lax.pmax"
-                call.require(not over, problem)
+            varying_along = jax.typeof(result).manual_axis_type.varying
             # Only lax.axis_index, called by hand, makes a value vary along an axis of size 1.
-            if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in kind.varying):
+            if alone := tuple(a for a, n in mesh_shape().items() if n == 1 and a in varying_along):
                 result = lax.psum(result, alone)
             # An op that would return its operand returns a copy, so that gradients add up in the
             # same order on all meshes. The compiled program has no such copy.

@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 
 import runtime.config
 from checks import layout, numbers, preflight
+from checks.jaxprs import communicating
 from runtime.config import ROOT
 from runtime.devices import QUICK_COMPILES, make_mesh, simulate_cpu_devices
 from shardlib import activations, ops
@@ -297,7 +298,7 @@ def verdict(file: str, source: str, settings: Collection[str]) -> Verdict:
         config = config_of(train, settings)
         probed, *traces = preflight.probe(train, config)
         found = by_numbers(train, preflight.tiny(train, config))
-        if not found.net and (axes := ops.communicating(probed, "permute")):
+        if not found.net and (axes := communicating(probed, "permute")):
             found = by_numbers(train, preflight.tiny(train, config, axes))
         if not found.net and (untried := preflight.untried(train, config, *traces)):
             return Verdict("structure", untried)

@@ -5,7 +5,6 @@ import pytest
 
 from runtime import devices
 from shardlib.errors import UserError
-from shardlib.mesh import mesh_over
 from tests import golden
 from tests.processes import python
 
@@ -22,12 +21,12 @@ class FakeDevice:
 
 def test_slices_split_the_outermost_axis():
     chips = [FakeDevice(i, i % 2, "TPU v5") for i in range(8)]
-    mesh = mesh_over({"r": 4, "s": 2, "t": 1}, chips)
+    mesh = devices.mesh_over({"r": 4, "s": 2, "t": 1}, chips)
     assert [chip.slice_index for chip in mesh.devices.ravel()] == [0] * 4 + [1] * 4
     with golden.raises("functions.txt", "slices without replicas", UserError):
-        mesh_over({"r": 1, "s": 8}, chips)
+        devices.mesh_over({"r": 1, "s": 8}, chips)
     hosts = [FakeDevice(i, i // 4, "NVIDIA H100") for i in range(8)]
-    assert mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
+    assert devices.mesh_over({"r": 1, "s": 8}, hosts).devices.ravel().tolist() == hosts
 
 
 SCRIPT = """

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from checks.jaxprs import equations, made_at, makers, on_host, op_of
+from checks.jaxprs import COLLECTIVES, axes_of, equations, made_at, makers, on_host, op_of
 from kernels.attention import runs_kernel
 from runtime.hlo import phase
-from shardlib.ops import COLLECTIVES, axes_of
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 

@@ -27,10 +27,11 @@ import train
 from checks import preflight
 from runtime import chips
 from runtime.config import PositiveInt
+from runtime.devices import mesh_over
 from runtime.program import program
 from runtime.run import compile_step, make_mesh
 from shardlib.errors import UserError
-from shardlib.mesh import mesh_over, show_axes
+from shardlib.mesh import show_axes
 from tools.arguments import NOT_USED
 from tools.audit.memory import ARGUMENTS
 from tools.audit.step import audit_step

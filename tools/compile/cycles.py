@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from runtime.chips import Chip
 from runtime.hlo import Instruction, Program, parse, phase, tracebacks
-from shardlib.errors import UserError, source_line
+from runtime.source import source_line
+from shardlib.errors import UserError
 from tools.tables import grouped, show, table
 
 # By Chip.kind: cycles per second, and how many cores act as one device.
