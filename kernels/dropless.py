@@ -144,10 +144,28 @@ class Block(NamedTuple):
     begins: jax.Array  # whether it is its expert's first block
 
 
-def blocks_of(load: jax.Array, most: int, size: int) -> Block:
-    """Returns the blocks of at most `most` choices, as many as there can be, empty ones last."""
+def blocks(tokens: int, k: int, own: int) -> tuple[int, int]:
+    """Returns how many blocks there can be, if `tokens` choose k experts each and a device has
+    `own` of these, and a block's choices."""
+    most = tokens * min(k, own)  # a token's choices all differ
+    size = min(ROWS, math.ceil(most / own))
+    return most // size + own, size
+
+
+def least_shares(kind: str, tokens: int, k: int, own: int, experts: int) -> tuple[float, float]:
+    """Returns the shares of the loop's FLOPs and bytes that a kind of device needs at least, if
+    `own` of the experts get an even load: the kernel of TPUs computes no padding."""
+    if "TPU" not in kind or tokens * k % 8:
+        return 1, 1
+    count, size = blocks(tokens, k, own)
+    rows = tokens * k * own / experts / (count * size)
+    return rows, min(rows, own / count)  # it may read each matrix once
+
+
+def blocks_of(load: jax.Array, count: int, size: int) -> Block:
+    """Returns the blocks of all choices, and empty ones after them, `count` in all."""
     load_before, blocks_before = (jnp.cumsum(x) - x for x in (load, -(-load // size)))
-    number = jnp.arange(most // size + len(load))
+    number = jnp.arange(count)
     expert = jnp.searchsorted(blocks_before, number, side="right") - 1
     row = (number - blocks_before[expert]) * size
     # The first row of an empty block may be beyond the end, where dynamic_slice moves it back.
@@ -168,8 +186,7 @@ def over_blocks(
     true. Returns the totals, and each choice's place in the order by expert."""
     x, chosen, score, *weights = inputs
     order, place, load = sorted_by_expert(chosen, len(weights[0]))
-    most = chosen.shape[0] * min(chosen.shape[1], len(load))  # a token's choices all differ
-    size = min(ROWS, math.ceil(most / len(load)))
+    count, size = blocks(len(chosen), chosen.shape[1], len(load))
     choices = jnp.pad(order, (0, size))
 
     def step(totals: Any, block: Block) -> tuple[Any, tuple[()]]:
@@ -182,7 +199,7 @@ def over_blocks(
         )
         return add(totals, block, token, own, operands), ()
 
-    return lax.scan(step, start(choices.size), blocks_of(load, most, size))[0], place
+    return lax.scan(step, start(choices.size), blocks_of(load, count, size))[0], place
 
 
 @jax.custom_vjp

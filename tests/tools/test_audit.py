@@ -214,6 +214,21 @@ def test_the_bound_has_the_scores_that_a_kernel_computes_at_least(chip, c, windo
     assert everything - least == pytest.approx(7 * scores * (1 - seen), rel=2e-3, abs=1)
 
 
+@pytest.mark.parametrize("chip, even, padded", [("v5p", 0.5, 0), ("h100", 1, 1)])
+def test_the_bound_has_the_choices_that_experts_compute_at_least(chip, even, padded):
+    """TPUs' kernel computes a device's own choices, here half of them; the loop on GPUs is long
+    enough for all, and for a block of each of the device's 8 experts that isn't full."""
+    experts = "model.experts={count: 16, per_token: 4, d_ff: 512}"
+    _, result = audited(CONFIG[1], experts, chip=chip)
+    choices = 4 * 256 * 1024 / 4
+    rows = [row for row in result["products"] if row["op"].startswith("experts(")]
+    spent = roofline.seconds({"products": rows}, chips.CHIPS[chip], result["mesh"])
+    least = (even * choices + padded * 8 * 512) * 11 * 2 * 2048 * 512 * LAYERS
+    assert spent["compute"] * chips.CHIPS[chip].flops == pytest.approx(least)
+    weights = 8 * 2048 * 512 * 2 * 11 * LAYERS
+    assert spent["memory"] * chips.CHIPS[chip].bandwidth >= weights
+
+
 @pytest.mark.parametrize("mesh, rings", [("{d: 8, t: 1}", 3), ("{d: 4, t: 2}", 1)])
 def test_over_all_chips_of_a_torus_several_rings_run_at_once(mesh, rings):
     _, result = audited(f"mesh={mesh}", chip="v5p")

@@ -130,7 +130,7 @@ def lines(results: Results, chip: chips.Chip | None) -> Iterator[str]:
             place = function, row.get("op") or row["type"], line if len(results) == 1 else ""
             at[place], amounts = line, {table: row}
             if chip:
-                spent = seconds({table: [row]}, chip, x["mesh"], x["kernel_share"])
+                spent = seconds({table: [row]}, chip, x["mesh"])
                 amounts = {resource: {"total": s} for resource, s in spent.items()}
             for name, amount in amounts.items():
                 needs[-1][place, name].append(amount)

@@ -36,16 +36,12 @@ def bound_head(chip: chips.Chip) -> tuple[str, ...]:
     return ("peak", "compute", "memory", *chip.links, "longest", "MFU at most")
 
 
-def seconds(
-    rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int], kernel_share: float
-) -> dict[str, float]:
-    """Returns the least time that rows of an audit's tables need on each resource. Kernels compute
-    `kernel_share` of their rows' FLOPs. A collective over several axes takes their slowest link,
-    for what comes from another host."""
+def seconds(rows: dict[str, Any], chip: chips.Chip, mesh: dict[str, int]) -> dict[str, float]:
+    """Returns the least time that rows of an audit's tables need on each resource. A collective
+    over several axes takes their slowest link, for what comes from another host."""
     products, links, fast = rows.get("products", ()), chip.links_of(mesh), next(iter(chip.links))
-    computed = {True: kernel_share, False: 1}  # by `in_kernel`
-    flops = sum(row["at_least"] * row["flops"] * computed[row["in_kernel"]] for row in products)
-    moved = sum(row["at_least"] * row["bytes"] for row in products if not row["in_kernel"])
+    flops = sum(row["at_least"] * row["flops"] * row["flops_share"] for row in products)
+    moved = sum(row["at_least"] * row["bytes"] * row["bytes_share"] for row in products)
     spent = {"compute": flops / chip.flops, "memory": moved / chip.bandwidth}
     spent |= dict.fromkeys(chip.links, 0.0)
     for row in rows.get("transfers", ()):
@@ -60,7 +56,7 @@ def seconds(
 def bound(result: dict[str, Any], chip: chips.Chip) -> Bound:
     """Returns the least time that a step needs on each resource, from the lower bounds of counts.
     Memory traffic is what matmuls, ops with a kernel, and the optimizer read and write."""
-    spent = seconds(result, chip, result["mesh"], result["kernel_share"])
+    spent = seconds(result, chip, result["mesh"])
     # Weights and moments are read and written, and gradients read.
     moved = 3 * result["held"]["weights"] + 2 * result["held"]["moments"]
     spent["memory"] += (result["kernel_bytes"] + moved) / chip.bandwidth

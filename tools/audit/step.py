@@ -1,18 +1,19 @@
 """Audits the training step of a config: its ledger and its peak memory."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import train
 from checks import layout, preflight
-from configs.sizes import share_seen
+from configs.sizes import dimensions, share_seen
 from kernels.attention import share_computed
+from kernels.dropless import least_shares
 from runtime import chips
 from shardlib.mesh import abstract_mesh
 from shardlib.types import bf16, bool_, f32, i32, u32
 from tools.audit import memory
-from tools.audit.ledger import ledger
+from tools.audit.ledger import Product, ledger
 
 DTYPES = {kind.dtype.name: kind.name for kind in (f32, bf16, i32, u32, bool_)}
 Shape = tuple[int, ...]
@@ -76,11 +77,28 @@ def audit_step(
         "host": sum(a.bytes for a in costs.saved if a.memory == "host"),
         "saved": saved,
         "transfers": merged((row._asdict() for row in costs.transfers), "bytes"),
-        "products": merged((row._asdict() for row in costs.products), "flops"),
+        "products": merged(_products(config, costs.products, kind), "flops"),
         "kernel_bytes": costs.kernel_bytes,
-        "kernel_share": share_computed(kind, float(share_seen(config)), config.mesh.c),
         "model_flops": sum(train.step_flops(config)),
     }
+
+
+def _products(
+    config: train.Config, products: Iterable[Product], kind: str
+) -> Iterator[dict[str, Any]]:
+    """Yields rows of matmuls, with the shares of their FLOPs and bytes that a kind of chip needs at
+    least, as its kernels leave some out."""
+    mesh, size = config.mesh, dimensions(config)
+    of_attention = share_computed(kind, float(share_seen(config)), mesh.c)
+    of_experts = 1.0, 1.0
+    if each := config.model.experts:
+        tokens = size["B"] * size["L"] // (mesh.d * mesh.c * config.training.microbatches)
+        of_experts = least_shares(kind, tokens, each.per_token, each.count // mesh.t, each.count)
+    for row in products:
+        flops, moved = of_experts if row.op.startswith("experts(") else (1, 1)
+        if row.in_kernel:  # its bytes are the ledger's `kernel_bytes`
+            flops, moved = of_attention, 0
+        yield row._asdict() | {"flops_share": flops, "bytes_share": moved}
 
 
 def merged(rows: Iterable[dict[str, Any]], amount: str) -> list[dict[str, Any]]:
