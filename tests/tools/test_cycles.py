@@ -89,9 +89,9 @@ def test_what_a_scheduled_program_sends_and_takes():
     # A gather spans 90,200 cycles of compute and a scatter none; the operands of one sum come late;
     # another is over an axis of one device, and sends nothing.
     assert sorted(sent) == [
-        (3, 2 * 3 * 4, 1, 700, False),
-        (64, 128, 6, 90200, False),
-        (6_400_000, 12_800_000, 6, 0, False),
+        (3, 2 * 3 * 4, 1, 4, 700),
+        (64, 128, 6, 2, 90200),
+        (6_400_000, 12_800_000, 6, 2, 0),
     ]
     kinds = {row.kind for row in rows}
     by_kind = {kind: [row for row in rows if row.kind == kind] for kind in kinds}
@@ -110,6 +110,14 @@ def test_what_a_scheduled_program_sends_and_takes():
     exposed = sum(row.most for row in by_kind[cycles.EXPOSED])
     assert exposed == pytest.approx(6 * 12.8e6 / 100e9), "what is overlapped isn't exposed"
     assert len(rows) == 1 + 1 + 3 + len(by_kind[cycles.EXPOSED])
+
+
+@pytest.mark.parametrize("devices, rings", [(2, 3), (4, 1)])
+def test_what_is_sent_over_all_chips_of_a_torus_takes_several_rings(devices, rings):
+    text = SCHEDULED.replace("is_scheduled=true", f"is_scheduled=true, num_partitions={devices}")
+    rows, _ = cycles.estimate(text, chips.CHIPS["v5p"], None)
+    exposed = sum(row.most for row in rows if row.kind == cycles.EXPOSED)
+    assert exposed == pytest.approx(6 * 12.8e6 / 200e9 / rings)
 
 
 def test_the_report():

@@ -75,19 +75,19 @@ class Sent(NamedTuple):
     elements: int  # of the array gathered over the axes
     bytes: int  # of that array; for an all-reduce, twice as many
     times: int
-    overlapped: float  # cycles of compute scheduled between its start and its end
-    between_slices: bool = False
+    devices: int = 0  # that it connects; 0 if they are in several slices
+    overlapped: float = 0  # cycles of compute scheduled between its start and its end
 
 
-def payload(call: Instruction, program: Program) -> tuple[int, int] | None:
-    """Returns elements and bytes of the collective that an instruction is or calls, if any."""
+def payload(call: Instruction, program: Program, times: int) -> Sent | None:
+    """Returns the collective that an instruction is or calls, if any, without any overlap."""
     if call.op not in ("all-gather", "reduce-scatter", "all-reduce"):
-        called = (payload(each, program) for each, _ in inside(call, program))
+        called = (payload(each, program, times) for each, _ in inside(call, program))
         return next(filter(None, called), None)
     group, (count, nbytes) = group_size(call.rest), size(call.shape)
     scale = group if call.op == "reduce-scatter" else 1
     twice = 2 if call.op == "all-reduce" else 1
-    return (scale * count, scale * twice * nbytes) if group > 1 else None
+    return Sent(scale * count, scale * twice * nbytes, times, group) if group > 1 else None
 
 
 def group_size(rest: str) -> int:
@@ -105,7 +105,7 @@ def share_overlapped(sent: list[Sent]) -> str:
     microsecond of compute."""
     sentences = []
     for between_slices in False, True:
-        rows = [row for row in sent if row.between_slices == between_slices]
+        rows = [row for row in sent if (not row.devices) == between_slices]
         total = sum(row.times * row.bytes for row in rows)
         hidden = sum(row.times * row.bytes for row in rows if row.overlapped > MICROSECOND)
         share = f", {hidden / total:.0%} of it overlapped with compute" if total else ""
@@ -144,7 +144,7 @@ def estimate(
     """Estimates the time and the communication of a scheduled program's step. `bundles` is from
     `dump_bundles`; without it, kernels take no time. `window` is the config's sliding_window."""
     program, traces, (clock, _) = parse(text), tracebacks(text), CLOCKS[chip.kind]
-    link = next(iter(chip.links.values()))
+    link, of_all = next(iter(chip.links.values())), re.search(r"num_partitions=(\d+)", text)
     rows, sent = list[Row](), list[Sent]()
 
     def add(call: Instruction, computation: str, times: int, cycles: float, kind: str = "") -> None:
@@ -168,12 +168,13 @@ def estimate(
 
     def send(call: Instruction, computation: str, row: Sent) -> None:
         sent.append(row)
-        exposed = max(0, row.bytes / link * clock - row.overlapped)
+        rings = chip.rings if of_all and row.devices == int(of_all[1]) else 1
+        exposed = max(0, row.bytes / link / rings * clock - row.overlapped)
         add(call, computation, row.times, exposed, EXPOSED)
 
     def walk(computation: str, times: int) -> float:
         """Adds a computation's instructions, and returns its cycles."""
-        now, started = 0.0, dict[str, tuple[Instruction, tuple[int, int], float]]()
+        now, started = 0.0, dict[str, tuple[Instruction, Sent, float]]()
         for call in program[computation].values():
             cycles = float(call.find(r'"estimated_cycles":"(\d+)"') or 0)
             # On v5e: %async-collective-start.7, fusions that advance it, %async-collective-done.7.
@@ -190,23 +191,24 @@ def estimate(
                 now += cycles
             elif call.op == "recv" and "megascale" in call.rest:
                 # The buffers have a part for each slice; a device receives all but its own.
-                started[call.name] = call, size(next(ARRAY.finditer(call.shape))[0]), now
+                buffer = size(next(ARRAY.finditer(call.shape))[0])
+                started[call.name] = call, Sent(*buffer, times), now
             elif call.op == "recv-done" and call.operands()[0] in started:
-                _, array, since = started.pop(call.operands()[0])
-                sent.append(Sent(*array, times, now - since, between_slices=True))
+                _, row, since = started.pop(call.operands()[0])
+                sent.append(row._replace(overlapped=now - since))
             elif step and step[2] == "done" and key in started:
-                start, array, since = started.pop(key)
-                send(start, computation, Sent(*array, times, now - since))
+                start, row, since = started.pop(key)
+                send(start, computation, row._replace(overlapped=now - since))
             elif step and step[2] == "update" and key in started:
                 started[key] = *started[key][:2], now
             elif cycles:
                 add(call, computation, times, cycles)
                 now += cycles
-            elif sends := payload(call, program):
+            elif sends := payload(call, program, times):
                 if step:
                     started[key] = call, sends, now
                 else:
-                    send(call, computation, Sent(*sends, times, 0))
+                    send(call, computation, sends)
         return now
 
     walk("", 1)
