@@ -164,8 +164,8 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
       used with a varying one;
     - an index of a device on the mesh;
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
-    - in the forward pass, a reduction, sort, numbering or scatter along a split dimension, or along
-      joined or padded parts; or a constant as long as a device's part."""
+    - in the forward pass, a reduction, sort, numbering, random numbers or a scatter along a split
+      dimension, or along joined or padded parts; or a constant as long as a device's part."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
@@ -230,23 +230,28 @@ def _parts_in_ops(jaxpr: Any, axes: dict[str, int]) -> Iterator[str]:
 
 
 GATHER = "ops.all_gather it before"
+DRAWN = "each device draws the same; draw for the whole, and ops.split the result"
 CURES = {
     "reduce_sum": "use ops.reduce_sum or ops.reduce_mean",
     "reduce_max": "use ops.reduce_max",
     "iota": "use ops.indices",
     "iota of L": "use batch.position, as c changes the order of a row",
+    "random_bits": DRAWN,
+    "random_split": DRAWN,
     "axis_index": "use ops.indices, ops.split of a replicated value, or an op of your own",
     "constant": "use ops.indices, or ops.split of a constant as long as the whole",
 }
 
 
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
-    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers, or
-    scatters to entries that may coincide."""
+    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers or
+    fills with random numbers, or along which it scatters to entries that may coincide."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(operand.aval, "shape", ()) for operand in eqn.invars]
     if name == "iota":
         return [params["shape"][params["dimension"]]]
+    if name in ("random_bits", "random_split"):
+        return [*params["shape"]]
     if name.startswith("scatter"):
         numbers, (_, _, updates, *_) = params["dimension_numbers"], shapes
         of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]
