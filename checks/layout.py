@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh
 
-from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, constants, equations, op_of
+from checks.jaxprs import COLLECTIVES, SHAPING, axes_of, carried, constants, equations, op_of
 from runtime.hlo import phase
 from shardlib.errors import ShardTypeError
 from shardlib.mesh import abstract_mesh
@@ -164,8 +164,9 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
       used with a varying one;
     - an index of a device on the mesh;
     - an op whose result depends on a part that it neither gathers nor reduces over devices;
-    - in the forward pass, a reduction, sort, numbering, random numbers or a scatter along a split
-      dimension, or along joined or padded parts; or a constant as long as a device's part."""
+    - in the forward pass, a reduction, sort, loop, numbering, lookup or scatter along a split
+      dimension, or along joined or padded parts; or a constant or random numbers as long as a
+      device's part."""
 
     joined: dict[int, list[Dim]] = {}  # by its length, which no other dimension has
 
@@ -191,6 +192,9 @@ def check(jaxpr: Any, axes: dict[str, int], sizes: dict[str, int]) -> None:
         known_indices |= name.startswith("scatter") and operands[1].fixed
         if not known_indices and "transpose(" not in path:
             taken += [(name, length) for length in _taken_whole(eqn)]
+            at_index = _taken_by_index(eqn)
+            if at_index and not all(x.fixed for x in operands[at_index.indices]):
+                taken += [(name, length) for length in at_index.lengths]
             inner = [*jaxprs_in_params(eqn.params)]
             pairs: Any = [] if inner else zip(eqn.invars, operands, strict=True)
             taken += [("constant", n) for v, x in pairs if x.constant for n in v.aval.shape]
@@ -244,14 +248,17 @@ CURES = {
 
 
 def _taken_whole(eqn: JaxprEqn) -> list[int]:
-    """Returns the lengths of dimensions that an equation reduces, sorts, accumulates, numbers or
-    fills with random numbers, or along which it scatters to entries that may coincide."""
+    """Returns the lengths of dimensions that an equation reduces, sorts, reverses, accumulates,
+    numbers or fills with random numbers, or along which it scatters to entries that may coincide.
+    """
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(operand.aval, "shape", ()) for operand in eqn.invars]
     if name == "iota":
         return [params["shape"][params["dimension"]]]
     if name in ("random_bits", "random_split"):
         return [*params["shape"]]
+    if name == "scan" and eqn.invars[carried(eqn)]:
+        return [params["length"]]
     if name.startswith("scatter"):
         numbers, (_, _, updates, *_) = params["dimension_numbers"], shapes
         of_indices = [n for i, n in enumerate(updates) if i not in numbers.update_window_dims]
@@ -259,7 +266,7 @@ def _taken_whole(eqn: JaxprEqn) -> list[int]:
         return [n for i, n in enumerate(of_indices) if i not in alone]
     if name == "dot_general":
         taken = params["dimension_numbers"][0][0]
-    elif name == "reduce" or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
+    elif name in ("reduce", "rev") or name.startswith(("reduce_", "arg", "cum", "sort", "top_k")):
         keys = "axes", "axis", "dimension", "dimensions"
         named = [params[key] for key in keys if key in params]
         taken = np.atleast_1d(*named or [-1]) if name != "reduce_precision" else ()
@@ -338,9 +345,10 @@ def parting(
 ) -> tuple[str, str, str] | None:
     """Returns the line where two traces of a function first differ, and what each computes there;
     None if they agree. Compares ops, and the primitives between them; with `numbers` also numbers
-    that don't depend on the arguments. With `entries`, slices, gathers and scatters at fixed
-    indices along a dimension that is split in `jaxpr` but not in `other` must take the same share,
-    1/k, of an array's entries: `x[::2]` takes half of a part and of the whole, `x[:4]` doesn't."""
+    that don't depend on the arguments; with `entries` also the lengths along which the forward pass
+    reduces. Slices, gathers and scatters at fixed indices along a dimension that is split in
+    `jaxpr` but not in `other` must then take the same share, 1/k, of an array's entries: `x[::2]`
+    takes half of a part and of the whole, `x[:4]` doesn't."""
     both = [_computed(each, numbers, entries) for each in (jaxpr, other)]
     for here, there in itertools.zip_longest(*both, fillvalue=Computed()):
         line, part, whole = here.line or there.line, here.entries, there.entries
@@ -395,6 +403,8 @@ def _computed(jaxpr: Any, with_numbers: bool, with_entries: bool) -> Iterator[Co
         numbers = [_shown(np.asarray(x).astype(dtype)) for x, dtype in given]
         numbers += [f"{key}={eqn.params[key]}" for key in COUNTS if counts and key in eqn.params]
         text = name + (f" with {', '.join(numbers)}" if numbers else "")
+        if with_entries and "transpose(" not in path and not name.startswith(("iota", "scatter")):
+            text += "".join(f" of {n} entries" for n in _taken_whole(eqn))
         taken = _taken_by_index(eqn) if with_entries else None
         always = taken and all(x.fixed for x in operands[taken.indices])
         yield Computed(line, text, taken if always else None)

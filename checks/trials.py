@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -35,10 +36,12 @@ Trial = tuple[Any, ...]
 
 
 def beside_the_step(program: Any) -> dict[str, Any]:
-    """The functions under typed_shard_map that the program defines, by name, without the training
-    step and its gradients."""
-    known = {name: x for name, x in vars(program).items() if callable(x)}
-    mine = {x for x in mapped if x.__module__ == program.__name__}
+    """The functions under typed_shard_map that the program, variants/ and kernels/ define, by name,
+    without the training step and its gradients."""
+    rooms = program.__name__, "variants", "kernels"
+    mine = {x for x in mapped if x.__module__.partition(".")[0] in rooms}
+    modules = [sys.modules[name] for name in sorted({x.__module__ for x in mine})]
+    known = {name: x for each in modules for name, x in vars(each).items() if callable(x)}
     found = {name: x for name, x in known.items() if inspect.unwrap(x) in mine}
     return {name: x for name, x in found.items() if name not in ("training_step", "gradients")}
 
@@ -95,10 +98,9 @@ def of_training(program: Any, config: Any, state: Any, order: int) -> Iterator[T
         with contextlib.suppress(LookupError):  # preflight.untried names it
             arrays, static = arguments(function, at(3, batch), config)
             yield name, function, tuple(numbers.made(x, sizes) for x in arrays), *static
-    yield "training_step 3", program.training_step, at(3, batch), config  # mid-schedule
-    # For code that runs only every so many steps, or updates.
-    yield "training_step 1000", program.training_step, at(1000, batch), config
-    yield "training_step 999", program.training_step, at(999, uneven), config
+    # Mid-schedule; in the warmup; and for code that runs only every so many steps, or updates.
+    for step, rows in (3, batch), (0, batch), (1000, batch), (999, uneven):
+        yield f"training_step {step}", program.training_step, at(step, rows), config
 
 
 def of_generation(program: Any, config: Any, weights: Any) -> Iterator[Trial]:

@@ -43,6 +43,29 @@ def test_a_part_that_is_numbered_from_0_is_found():
     probe((LINE, f"hidden = gate * up * ({by_op})"))
 
 
+PART_FOR_WHOLE = {  # of rows, or of the sequence
+    "random_bits over B/d": "jax.random.bernoulli(jax.random.key(0), 0.9, up.shape)",
+    "random_split over B/d": "jax.random.split(jax.random.key(0), len(up)).size",
+    "rev over B/d": "up[::-1]",
+    "scan over B/d": "lax.scan(lambda sum, row: (sum + row,) * 2, 0 * up[0], up)[1]",
+    "gather over L/c": "jnp.take_along_axis(up, jnp.int32(h[:, :, :1] > 0), axis=1)",
+    "dynamic_slice over L/c": "lax.dynamic_slice_in_dim(up, jnp.int32(h[0, 0, 0]), 1, axis=1)",
+}
+
+
+@pytest.mark.parametrize("what", PART_FOR_WHOLE)
+def test_a_part_that_is_taken_for_the_whole_is_found(what):
+    with pytest.raises(ShardTypeError, match=f", in swiglu: {what}, of which each device has only"):
+        probe((LINE, f"hidden = gate * {PART_FOR_WHOLE[what]}"))
+
+
+def test_each_device_may_have_another_part():
+    """In a loop over rows, or over a dimension that isn't split."""
+    probe((LINE, "hidden = gate * lax.map(lambda row: row / 2, up)"))
+    one = "jax.random.uniform(jax.random.key(0), (3,))[1].astype(up.dtype)"
+    probe((LINE, f"hidden = gate * {one}"))
+
+
 @pytest.mark.parametrize("case", ["lax.psum(up, 't')", "(1 + lax.axis_index('t'))"])
 def test_what_only_an_op_may_do_is_found_outside_of_ops(case):
     with golden.raises("by_hand.txt", case, ShardTypeError):
