@@ -154,12 +154,9 @@ def slug(heading: str) -> str:
 
 def section(page: str, anchor: str) -> str:
     """The prose from a heading to the next one of its level or above."""
-    lines = prose(page).splitlines()
-    for start, line in enumerate(lines):
-        if line.startswith("#") and slug(line.lstrip("#")) == anchor:
-            level = line.index(" ")
-            ends = re.compile(rf"#{{1,{level}}} ")
-            rest = range(start + 1, len(lines))
-            end = next((i for i in rest if ends.match(lines[i])), len(lines))
-            return "\n".join(lines[start:end])
+    text = prose(page)
+    for heading in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE):
+        if slug(heading[2]) == anchor:
+            above = re.compile(rf"^#{{1,{len(heading[1])}}} ", re.MULTILINE)
+            return heading[0] + above.split(text[heading.end() :])[0]
     raise AssertionError(f"no section #{anchor}")

@@ -9,14 +9,13 @@ import os
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import transformers
 
 from data.flat_tokens import FlatTokens
 from tests.data.test_text import write_tokenizer
 from tests.files import rows
 from tests.processes import python
-from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
+from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors, write_folder
 
 REAL = os.environ.get("SMOLLM")
 PROMPT = "The sum of two and two"
@@ -37,9 +36,7 @@ def stand_in(folder):
     config |= {"max_position_embeddings": 128}
     tensors = random_tensors(config)
     tensors["model.embed_tokens.weight"][2] = 0  # an end of text isn't likely
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return write_folder(folder, config, tensors)
 
 
 def sums(folder):

@@ -52,10 +52,6 @@ def test_a_width_that_llama_lacks(torch, run):
     assert run("model.d_model=40") == ("", f"error: {says}")
 
 
-def torch_config(**settings):
-    return pytorch.TorchConfig(**vars(small_config()), **settings)
-
-
 @renamed
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatch, checkpointing):
@@ -70,7 +66,7 @@ def test_one_graph_is_compiled_and_its_attention_takes_no_mask(torch, monkeypatc
     monkeypatch.setattr(
         torch, "compile", lambda *fn, **settings: compile_(*fn, **(settings | {"backend": backend}))
     )
-    config = torch_config(checkpointing=checkpointing)
+    config = pytorch.TorchConfig(**vars(small_config()), checkpointing=checkpointing)
     model = pytorch.make_model(config)
     step = pytorch.make_step(config, model)
     before = [weight.clone() for weight in model.parameters()]

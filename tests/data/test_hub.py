@@ -3,15 +3,15 @@
 import hashlib
 import http.server
 import json
-import os
 import threading
 import urllib.parse
 
 import fsspec
 import pytest
 
-from data.text import Source, TextConfig
-from tests.processes import python_at_work
+from data.text import Source
+from tests.data.test_huggingface import BYTES
+from tests.processes import python
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -68,69 +68,55 @@ def hub(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever).start()
         here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-        yield os.environ | here | {"HF_HUB_OFFLINE": "0"}
+        yield here | {"HF_HUB_OFFLINE": "0"}
         server.shutdown()
 
 
-# Reads from each position that it is given, in a process that has seen nothing of the hub yet.
+# Reads from a position, in a process that has seen nothing of the hub yet.
 PROGRAM = """
-import json, os, sys
-import datasets
+import json, sys
 from data.text import Source, TextConfig
 from shardlib.errors import UserError
 
-def read(position):
-    names = {"train_split": "train", "validation_split": None}
-    config = TextConfig(column="text", tokenizer="bytes_utf8", **names)
-    source = Source({"path": "some/texts"}, "train", config, documents=7)
-    source.check()
-    try:
-        units = [(len(texts), after) for texts, after in source.read(position)]
-    except UserError as error:
-        return str(error), None
-    return sum(count for count, _ in units), units[0][1]
-
-for line in sys.stdin:
-    if os.fork() == 0:
-        print(json.dumps(read(json.loads(line) or {})), flush=True)
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(1)
+names = {"train_split": "train", "validation_split": None}
+config = TextConfig(column="text", tokenizer="bytes_utf8", **names)
+source = Source({"path": "some/texts"}, "train", config, documents=7)
+source.check()
+try:
+    units = [(len(texts), after) for texts, after in source.read(json.loads(sys.argv[1]))]
+    print(json.dumps((sum(count for count, _ in units), units[0][1])))
+except UserError as error:
+    print(json.dumps((str(error), None)))
 """
 
 
 @pytest.mark.slow
 def test_another_commit_may_go_on_if_the_files_are_the_same(hub):
-    with python_at_work("-c", PROGRAM, env=hub, stderr=None) as run:
+    def read(position):
+        Hub.commit = sha1(repr(Hub.files).encode())
+        done = python("-c", PROGRAM, json.dumps(position), **hub)
+        assert not done.returncode, done.stderr
+        return json.loads(done.stdout)
 
-        def read(position=None):
-            Hub.commit = sha1(repr(Hub.files).encode())
-            run.stdin.write(json.dumps(position) + "\n")
-            run.stdin.flush()
-            return json.loads(run.stdout.readline())
-
-        Hub.files = {f"train-{i}.jsonl": lines(f"text {i}") for i in range(9)}
-        count, position = read()
-        assert count == 9 * 30
-        Hub.requests.clear()
-        Hub.files["README.md"] = b"# Texts\n"
-        assert read(position)[0] == 9 * 30 - 7
-        assert sum("/api/" in path for path in Hub.requests) < 9, "none for each file"
-        Hub.files["train-8.jsonl"] = lines("text !")
-        problem, _ = read(position)
+    Hub.files = {f"train-{i}.jsonl": lines(f"text {i}") for i in range(9)}
+    count, position = read({})
+    assert count == 9 * 30
+    Hub.requests.clear()
+    Hub.files["README.md"] = b"# Texts\n"
+    assert read(position)[0] == 9 * 30 - 7
+    assert sum("/api/" in path for path in Hub.requests) < 9, "none for each file"
+    Hub.files["train-8.jsonl"] = lines("text !")
+    problem, _ = read(position)
     assert "has changed since the part before was read: names and sizes " in problem
 
 
 def test_a_file_in_a_bucket_is_known_by_its_etag(bucket):
-
     def fingerprint_with(texts):
         for i, content in enumerate(texts):
             with fsspec.open(f"{bucket}/texts/{i}.jsonl", "wb") as file:
                 file.write(lines(content))
         load = {"path": "json", "data_files": f"{bucket}/texts/*.jsonl"}
-        names = {"train_split": "train", "validation_split": None}
-        config = TextConfig(column="text", tokenizer="bytes_utf8", **names)
-        return Source(load, "train", config).check()
+        return Source(load, "train", BYTES).check()
 
     first = fingerprint_with(["one", "two"])
     assert first["files"] == first["shards"] == 2

@@ -1,7 +1,6 @@
 """The rows of batches: each once per epoch, dependent only on the step, on any mesh and host."""
 
 import collections
-import itertools
 import json
 import pathlib
 import re
@@ -19,7 +18,7 @@ from runtime import supervise
 from runtime.devices import make_mesh
 from shardlib.errors import UserError
 from tests import golden
-from tests.files import name_tokenizer, write_tokens
+from tests.files import documents, name_tokenizer, write_tokens
 from tests.helpers import axes, starts_of
 from tests.processes import batches_on_hosts
 
@@ -138,15 +137,6 @@ def test_it_tells_where_a_batch_is_from(path, streams, packing):
             assert row[0] == dataset.read(start, start + 1)[0][0]
 
 
-def test_batches_that_are_left_out(path):
-    every = [batch.targets for _, batch in open_loader(path).from_step(0, 9)]
-    opened = open_loader(path, skip=(5, 2, 1, 2))
-    batches = [batch.targets for _, batch in opened.from_step(0, 4)]
-    batches += [batch.targets for _, batch in opened.from_step(4, 6)]
-    for batch, number in zip(batches, [0, 3, 4, 6, 7, 8], strict=True):
-        np.testing.assert_array_equal(batch, every[number])
-
-
 def test_batches_do_not_depend_on_the_number_of_hosts(path):
     opened = open_loader(path, streams=2)
     config = vars(config_of(path, streams=2))
@@ -199,22 +189,14 @@ def test_the_next_buffer_is_read_while_one_is_in_use(path, monkeypatch):
 
 
 def test_one_document_per_row(path):
-    dataset = FlatTokens(path, "train")
-    bounds = dataset.seq_starts[:].astype(int)
-    wanted = {}
-    for low, high in itertools.pairwise(bounds):
-        row = np.full(LENGTH, NO_TOKEN)
-        row[: high - low] = np.arange(low, high)[:LENGTH] + 1
-        wanted[low + 1] = row
+    texts = documents(path)
+    wanted = {text[0]: (text + [NO_TOKEN] * LENGTH)[:LENGTH] for text in texts}
     opened = open_loader(path, batch=2, mesh=(2, 1), sequence_packing=False)
-    seen = set()
-    for step in range(dataset.sequence_count // 2):
-        ids, is_start = rows_of(opened, step, range(2))
-        for row, starts in zip(ids, is_start, strict=True):
-            np.testing.assert_array_equal(row, wanted[row[0]])
-            assert starts.tolist() == [True] + [False] * (LENGTH - 1)
-            seen.add(row[0])
-    assert len(seen) >= dataset.sequence_count - 1
+    batches = (rows_of(opened, step, range(2)) for step in range(len(texts) // 2))
+    ids, is_start = map(np.concatenate, zip(*batches, strict=True))
+    assert ids.tolist() == [wanted[first] for first in ids[:, 0]]
+    assert is_start.tolist() == [[True] + [False] * (LENGTH - 1)] * len(ids)
+    assert len({*ids[:, 0]}) >= len(texts) - 1
 
 
 def test_the_permutation_is_the_same_in_any_numpy():
@@ -223,13 +205,8 @@ def test_the_permutation_is_the_same_in_any_numpy():
 
 
 def test_the_next_batch_is_prepared_while_one_is_in_use(path, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(
-        Mixture, "rows", lambda self, step, held, true=Mixture.rows: (
-            prepared.append(step),
-            true(self, step, held),
-        )[1],
-    )  # fmt: skip
+    prepared, rows = [], Mixture.rows
+    monkeypatch.setattr(Mixture, "rows", lambda *at: prepared.append(at[1]) or rows(*at))
     batches = open_loader(path).from_step(3, 6)
     next(batches)
     next(batches)
@@ -333,17 +310,10 @@ def test_the_tokenizer_of_a_mixture(paths, tmp_path):
         open_mixture([first, second, third])
 
 
-MISMATCHES = {
-    "a vocabulary too small": {"vocab": 1000},
-    "too few rows in one dataset": {"batch": 16},
-}
-
-
-@pytest.mark.parametrize("case", MISMATCHES)
-def test_what_is_no_mixture(paths, case):
-    folder = str(pathlib.Path(paths[0]).parent), "FOLDER"
-    with golden.raises("datasets.txt", f"mixture: {case}", FlatTokensError, folder):
-        open_mixture(paths, **MISMATCHES[case])
+def test_each_dataset_of_a_mixture_must_fit_the_config(paths):
+    case, path = "mixture: too few rows in one dataset", (paths[2], "2.zarr")
+    with golden.raises("datasets.txt", case, FlatTokensError, path):
+        open_mixture(paths, batch=16)
 
 
 REFUSED = {

@@ -1,7 +1,6 @@
 """Adding a source of tokens takes a class and a line, and a model's tokens mean what they meant."""
 
 import contextlib
-import json
 import re
 import shutil
 import types
@@ -9,7 +8,6 @@ import types
 import huggingface_hub
 import jax
 import pytest
-import safetensors.numpy
 from transformers import PreTrainedTokenizerFast
 
 import train
@@ -23,7 +21,7 @@ from tests.data.test_text import SPECIAL, trained_tokenizer, write_tokenizer
 from tests.files import edit_config, write_tokens
 from tests.helpers import SMALL, compose_config, mesh, small_config
 from tests.test_wrong_inputs import nothing_is_compiled
-from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors
+from tests.tools.test_huggingface_weights import SMOLLM_2, random_tensors, write_folder
 from tools import huggingface_weights
 from tools.generate import __main__ as generate
 
@@ -44,8 +42,7 @@ def imported(tmp_path, train_here, monkeypatch):
         write_tokens(f"{name}.zarr", [[300, 2, 3, 4, 5, 6, 7]] * 16, tokenizer=name)
     config = SMOLLM_2 | {"vocab_size": 320}
     shutil.copytree("english", "hf")
-    (tmp_path / "hf/config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(random_tensors(config), "hf/model.safetensors")
+    write_folder(tmp_path / "hf", config, random_tensors(config))
     given = "import", "hf", "imported", "--config=mine.yaml"
     out, message = train_here(*given, program=huggingface_weights.main)
     assert (out, message) == ("imported and mine.yaml written\n", "")
@@ -170,9 +167,8 @@ def test_a_validation_that_takes_rows_again_says_so(capsys):
     )
 
 
-def test_a_start_token_that_the_tokenizer_has_for_a_word_is_noted_if_it_is_at_hand(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_start_token_that_is_a_word_of_the_tokenizer_is_noted(tmp_path, monkeypatch, capsys):
+    """If the tokenizer is at hand."""
     path = write_tokenizer(tmp_path / "words", eos_token=SPECIAL[0])
     cached = {"some/words": path}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: cached[name])

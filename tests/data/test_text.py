@@ -17,14 +17,18 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TEXT, _, END_OF_MESSAGE = range(3)  # ids
 
 
-def trained_tokenizer(texts, special):
-    """A tokenizer of the kind that GPT-2, Llama 3 and Qwen have. The special tokens come first."""
+def trained_tokenizer(texts, special, first=""):
+    """A tokenizer of the kind that GPT-2, Llama 3 and Qwen have. The special tokens come first. It
+    begins each text with the one named `first`."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
     inner.train_from_iterator(texts, trainer)
+    if first:
+        known = [(first, special.index(first))]
+        inner.post_processor = TemplateProcessing(f"{first} $A", special_tokens=known)
     return inner
 
 
@@ -57,10 +61,8 @@ def test_the_end_token_ends_what_is_not_empty(tmp_path):
 
 def test_a_model_starts_texts_as_its_tokenizer_does_or_with_no_word(tmp_path):
     """The ids that are right, of the first three, which are special, and 3, which is a word."""
-    bare = trained_tokenizer(["two and two"], SPECIAL)
-    bare.save(str(tmp_path / "bare.json"))
-    bare.post_processor = TemplateProcessing("<|im_end|> $A", special_tokens=[(SPECIAL[2], 2)])
-    bare.save(str(tmp_path / "first.json"))
+    for name, first in ("bare", ""), ("first", SPECIAL[2]):
+        trained_tokenizer(["two and two"], SPECIAL, first).save(str(tmp_path / f"{name}.json"))
     named = write_tokenizer(tmp_path / "named", bos_token=SPECIAL[1], eos_token=SPECIAL[0])
     ends = write_tokenizer(tmp_path / "ends", eos_token=SPECIAL[0])
     right = {"bytes_utf8": [0, 257], tmp_path / "bare.json": [0, 1, 2], named: [1]}
@@ -111,15 +113,6 @@ def test_a_document_has_the_same_ids_each_time(tmp_path):
     inner.save(str(tmp_path / "x.json"))
     opened = text.Tokenizer(str(tmp_path / "x.json"))
     assert len({bytes(opened(["what is the sum of two and two?"])[0]) for _ in range(20)}) == 1
-
-
-def test_characters_that_a_tokenizer_loses(tmp_path):
-    """The one in the file knows lower-case letters."""
-    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate("abc")}, []))
-    inner.save(str(tmp_path / "x.json"))
-    opened = text.Tokenizer(str(tmp_path / "x.json"))
-    assert opened.lost("a bä Cä") == {"ä": 2, "C": 1}
-    assert not text.Tokenizer("bytes_utf8").lost("a bä Cä")
 
 
 def test_tokenizers_under_one_name(tmp_path):

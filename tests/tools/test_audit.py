@@ -13,10 +13,10 @@ import pytest
 import train
 from runtime import chips
 from tests import golden
-from tests.helpers import ROOT, compose_config
+from tests.helpers import ROOT, compose_config, slow_but_for
 from tools import tables
 from tools.audit import __main__ as audit
-from tools.audit import memory, roofline
+from tools.audit import compare, memory, roofline
 from tools.audit import text as audit_text
 from tools.audit.page import MOST, PHASES, page
 from tools.audit.step import audit_step, merged, probe
@@ -194,16 +194,11 @@ def test_the_roofline_divides_the_ledger_by_the_chips_rates(train_here):
 
 
 @pytest.mark.parametrize(
-    "chip, c, window, causal",
-    [
-        ("v5p", 1, 1024, True),
-        ("v5p", 2, 100, True),
-        ("h100", 1, 1024, True),
-        ("h100", 2, 1024, False),
-    ],
+    "chip, c, window", [("v5p", 1, 1024), ("v5p", 2, 100), ("h100", 1, 1024), ("h100", 2, 1024)]
 )
-def test_the_bound_has_the_scores_that_a_kernel_computes_at_least(chip, c, window, causal):
+def test_the_bound_has_the_scores_that_a_kernel_computes_at_least(chip, c, window):
     """Pallas's kernel leaves out what no query sees; cuDNN's computes all of a split row."""
+    causal = (chip, c) != ("h100", 2)
     options = f"mesh={{d: 4, t: 1, c: {c}}}", f"model.sliding_window={window}"
     _, result = audited(*options, chip=chip)
     query, key = np.indices((1024, 1024))
@@ -384,3 +379,55 @@ def test_the_text_can_list_every_collective():
     listed = text.partition("sent at")[2].partition("\n\n")[0]
     assert len(listed.splitlines()) == 1 + len(moving)
     assert "smaller" in audit_text.report(result) and "smaller" not in text
+
+
+# --- Comparison -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(train_here):
+    return functools.partial(train_here, CONFIG[0], "audit.chip=h100", program=audit.main)
+
+
+@pytest.mark.slow
+def test_a_clean_tree_does_not_differ_from_its_revision(compared):
+    """The chip decides what runs a kernel, and how memory is tiled."""
+    head = "audit.against=HEAD", "mesh={d: 2, c: 2, t: 2}"
+    out, message = compared(*head)
+    assert not message and out.startswith("MFU at most")
+
+
+@pytest.mark.parametrize(
+    "against", slow_but_for(["text"], ["nowhere", "text", "list", "older", "another_chip"])
+)
+def test_what_cannot_be_compared(against, tmp_path, compared, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("weights: 1")
+    (tmp_path / "list").write_text("[1, 2]")
+    if against in ("older", "another_chip"):
+        compared("audit.chip=v5e", f"audit.json={against}")
+    if against == "older":
+        earlier = json.loads((tmp_path / against).read_text())
+        del earlier["peak"], earlier["host"]
+        (tmp_path / against).write_text(json.dumps(earlier))
+    out, message = compared(f'audit.against="{against}"')
+    assert not out
+    message = re.sub(r" \(.*\)$", " (...)", message)  # git's own words
+    golden.check("wrong_inputs.txt", f"audit: against={against}", message)
+
+
+def test_a_revision_has_its_own_source_and_configs_and_todays_that_it_lacks(tmp_path, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    monkeypatch.setattr(compare, "ROOT", source)
+    (source / "configs/model").mkdir(parents=True)
+    old, new = source / "configs/old.yaml", source / "configs/model/new.yaml"
+    old.write_text("then")
+    git = "git", "-C", source, "-c", "user.name=x", "-c", "user.email=x"
+    for command in ["init", "-q"], ["add", "."], ["commit", "-qm", "x"]:
+        subprocess.run([*git, *command], check=True)
+    old.write_text("now")
+    new.write_text("now")
+    out.mkdir()
+    compare._check_out("HEAD", str(out))
+    read = [(out / file.relative_to(source)).read_text() for file in (old, new)]
+    assert read == ["then", "now"]

@@ -37,12 +37,11 @@ def test_the_table(tmp_path, train_here, monkeypatch):
     (rate,) = numbers(shown["tokens/s"])
     assert rate == pytest.approx(96 / float(median), rel=0.01)
     projections, attention = train.step_flops(small_config("model.vocab=128"))
-    for name, flops in {
-        "MFU, projections only": projections,
-        "MFU, causal attention included": projections + attention,
-    }.items():
-        share = flops / (8 * 1e9) / (96 / rate)
-        assert float(shown[name].rstrip("%")) / 100 == pytest.approx(share, rel=0.01, abs=1e-3)
+    flops = {"projections only": projections, "causal attention included": projections + attention}
+    for name in flops:
+        share = flops[name] / (8 * 1e9) / (96 / rate)
+        mfu = float(shown[f"MFU, {name}"].rstrip("%")) / 100
+        assert mfu == pytest.approx(share, rel=0.01, abs=1e-3)
     wait, share = numbers(shown["data wait"])
     assert 0 <= wait < float(median) and 0 <= share < 100
     parts = [*shown][[*shown].index("time to first step") + 1 :]
@@ -55,17 +54,11 @@ def test_the_table(tmp_path, train_here, monkeypatch):
 @pytest.mark.parametrize("dtype, shown", [("bf16", "50.0%"), ("f32", "unknown in f32 on H100")])
 def test_the_mfu_is_known_in_bf16_alone(dtype, shown, capsys):
     config = small_config(f"dtype={dtype}")
-    seconds = (
-        sum(train.step_flops(config))
-        / math.prod(config.mesh.axes.values())
-        / chips.CHIPS["h100"].flops
-        * 2
-    )
-    times = benchmark.Times([seconds] * 3, [0.0] * 3, 0.0)
+    peak = chips.CHIPS["h100"].flops * math.prod(config.mesh.axes.values())
+    times = benchmark.Times([2 * sum(train.step_flops(config)) / peak] * 3, [0.0] * 3, 0.0)
     benchmark.show(config, "H100", 1, (1, ""), [], times)
-    assert f"MFU, causal attention included  {shown}\n" in re.sub(
-        "   +", "  ", capsys.readouterr().out
-    )
+    out = re.sub("   +", "  ", capsys.readouterr().out)
+    assert f"MFU, causal attention included  {shown}\n" in out
 
 
 def test_the_steps_that_are_timed(monkeypatch):

@@ -33,13 +33,6 @@ def test_a_whole_dataset(path, info):
     assert out.count("--- document 1, 10 tokens\nnaïve ☃\n") == 2
 
 
-def test_one_of_a_kind_is_singular(tmp_path, info):
-    path = write_tokens(tmp_path / "x.zarr", [[5]])
-    out, _, _ = info(path, "--decode=1", "--tokenizer=bytes_utf8")
-    assert "train: 1 token, ids up to 5; 1 document of 1 to 1 token, median 1;" in out
-    assert "--- document 0, 1 token\n" in out
-
-
 def test_the_tokenizer_is_the_one_it_was_made_by(path, info):
     assert "add --tokenizer" in info(path, "--decode=1")[1]
     for settings in {}, {"id_offset": 0}:  # as earlier versions recorded

@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import sys
-import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,10 @@ from checks import layout, numbers, preflight, trials
 from data.flat_tokens import FlatTokens
 from data.loader import TokenBatch
 from runtime.run import MeshConfig
+from shardlib import types
 from shardlib.errors import UserError
 from shardlib.mesh import abstract_mesh
-from shardlib.types import (
-    Stacked,
-    computing_in,
-    f32,
-    i32,
-    make_shapes,
-    make_shardings,
-    type_tree,
-    typed_shard_map,
-    u32,
-)
+from shardlib.types import Stacked, f32, i32, typed_shard_map, u32
 from tests import golden, oracle
 from tests.data.test_text import END_OF_MESSAGE, END_OF_TEXT, SPECIAL, write_tokenizer
 from tests.files import edit_config, save_state, write_tokens
@@ -55,17 +46,11 @@ def tool_for(*edits):
     return edited("tools/generate/steps.py", importing)
 
 
-@pytest.fixture
-def in_f32():
-    with computing_in("f32"):
-        yield steps
-
-
 def random_weights(config, module=train):
     """Random weights as a dict of numpy arrays; gains are not 1 and logits are not small."""
     with jax.set_mesh(mesh(1, 1)):
         rng = np.random.default_rng(7)
-        shapes = make_shapes(module.state_type(config).weights, train.dimensions(config))
+        shapes = types.make_shapes(module.state_type(config).weights, train.dimensions(config))
         weights = jax.tree.map(lambda s: rng.normal(0, 0.4, s.shape).astype(s.dtype), shapes)
     return plain(weights)
 
@@ -78,7 +63,7 @@ def placed(kind, weights):
         value = flat.get(path[-1].name)
         return None if value is None else jax.device_put(value.astype(like.dtype), sharding)
 
-    return jax.tree_util.tree_map_with_path(put, make_shardings(kind), type_tree(kind))
+    return jax.tree_util.tree_map_with_path(put, types.make_shardings(kind), types.type_tree(kind))
 
 
 def oracle_logits(weights, inputs, window=10**9, model=oracle):
@@ -108,8 +93,8 @@ def cached_logits(tool, config, weights, inputs, on, start=0):
 
     with jax.set_mesh(on):
         kind, used = Stacked["layers", Cache], tool.train.weights_type(config.model)
-        sizes = train.dimensions(config) | {"S": 16}
-        cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), make_shapes(kind, sizes))
+        shapes = types.make_shapes(kind, train.dimensions(config) | {"S": 16})
+        cache = jax.tree.map(lambda s: jnp.full(s.shape, 7, s.dtype), shapes)
         parts, first, start = [], 0, np.broadcast_to(np.int32(start), len(inputs))
         for count in 4, 1, 1, 1, 1, 4:
             given = placed(used, weights), cache, inputs[:, first : first + count]
@@ -129,7 +114,7 @@ def test_a_row_does_not_see_the_padding_before_its_start(in_f32):
     config = small_config("training.tokens.len=5")
     weights, inputs = random_weights(config), random_inputs()
     start = np.array([0, 1, 2, 3, 4, 5, 7, 11], np.int32)
-    actual = cached_logits(in_f32, config, weights, inputs, mesh(4, 2), start)
+    actual = cached_logits(steps, config, weights, inputs, mesh(4, 2), start)
     texts = np.stack([np.roll(row, -begin) for row, begin in zip(inputs, start, strict=True)])
     for row, wanted in enumerate(oracle_logits(weights, texts, 5)):
         begin = start[row]
@@ -170,12 +155,12 @@ def test_layouts_hold_at_sizes_that_tell_all_dimensions_apart():
     probe, sizes = layout.probe_mesh(MeshConfig(1, 1).axes, names)
     probe = abstract_mesh(dict(probe.shape) | {"c": 1})
     config = preflight.resized(small_config(), sizes, probe.shape, {})
-    cache = type_tree(Stacked["layers", Cache])
+    cache = types.type_tree(Stacked["layers", Cache])
     others = u32["B/d L/c"], i32[""], i32["B/d"], f32["B/d"]
     hint = train.weights_type(config.model), cache, *others
     for how in GREEDY, steps.Sampling(0.8, 5, 0.9, range(1, sizes["V"])):
         with jax.sharding.use_abstract_mesh(probe):
-            shapes = make_shapes(hint, sizes)
+            shapes = types.make_shapes(hint, sizes)
             traced = steps.step.trace(*shapes, config, how)
         layout.check(traced.jaxpr.jaxpr, dict(probe.shape), sizes)
 
@@ -184,17 +169,17 @@ IDS = range(1, 48)
 GREEDY = steps.Sampling(0, None, 1, IDS)
 
 
-def continued(tool, config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0):
+def continued(config, weights, on, prompts, numbers, rows, how, tokens=9, seed=0):
     with jax.set_mesh(on):
         started = [[config.model.start_token, *prompt] for prompt in prompts]
         args = started, numbers, tokens, rows, how, seed
-        return np.stack([*tool.generate(model(tool, config, weights), *args)], axis=1)
+        return np.stack([*steps.generate(model(config, weights), *args)], axis=1)
 
 
-def model(tool, config, weights):
+def model(config, weights):
     """A stand-in for tools.generate's Model, on the mesh in context."""
-    weights = placed(tool.train.weights_type(config.model), weights)
-    return types.SimpleNamespace(config=config, weights=weights)
+    weights = placed(train.weights_type(config.model), weights)
+    return SimpleNamespace(config=config, weights=weights)
 
 
 VARIANTS = {
@@ -210,7 +195,7 @@ VARIANTS = {
 def test_greedy_text_is_that_of_forward_alone(variant, in_f32, monkeypatch):
     """Each next id is the likeliest after a whole forward pass without a cache. The prompt is
     computed in two parts."""
-    monkeypatch.setattr(in_f32, "PREFILL", 16)
+    monkeypatch.setattr(steps, "PREFILL", 16)
     config = small_config("training.tokens.len=32", *VARIANTS[variant])
     with jax.set_mesh(mesh(1, 1)):
         weights = numbers.stirred(train.init_state(config).weights)
@@ -222,26 +207,24 @@ def test_greedy_text_is_that_of_forward_alone(variant, in_f32, monkeypatch):
             logits = numbers.run(forward, (weights, batch), config)
             ids[0, at + 1] = 1 + logits[0, at, 1:].argmax()
     with jax.set_mesh(mesh(2, 4)):
-        placed = jax.device_put(weights, make_shardings(train.state_type(config).weights))
-        model = types.SimpleNamespace(config=config, weights=in_f32.lay_out(placed))
+        placed = jax.device_put(weights, types.make_shardings(train.state_type(config).weights))
+        model = SimpleNamespace(config=config, weights=steps.lay_out(placed))
         prompts = ids[:, :18].tolist()
-        actual = np.array([*in_f32.generate(model, prompts, [0], 14, 2, GREEDY)])[:, 0]
+        actual = np.array([*steps.generate(model, prompts, [0], 14, 2, GREEDY)])[:, 0]
     assert actual.tolist() == ids[0, 18:32].tolist() and len({*actual}) > 2
 
 
-def test_prompts_of_any_length_share_what_is_compiled_and_steps_their_caches_memory(
-    in_f32, monkeypatch
-):
-    step, caches = in_f32.step, []
+def test_prompts_of_any_length_share_programs_and_steps_their_memory(in_f32, monkeypatch):
+    step, caches = steps.step, []
     step.clear_cache()
-    monkeypatch.setattr(in_f32, "PREFILL", 16)
-    monkeypatch.setattr(in_f32, "step", lambda *args: caches.append(args[1]) or step(*args))
+    monkeypatch.setattr(steps, "PREFILL", 16)
+    monkeypatch.setattr(steps, "step", lambda *args: caches.append(args[1]) or step(*args))
     config = small_config("training.tokens.len=64")
     weights = random_weights(config)
     with jax.set_mesh(mesh(4, 2)):
         for length in 1, 15, 17, 64:
             args = [[3] * length], [0], 4, 4, GREEDY, 0, 64
-            assert len([*in_f32.generate(model(in_f32, config, weights), *args)]) == 4
+            assert len([*steps.generate(model(config, weights), *args)]) == 4
     assert step._cache_size() == 2, "one for prompts and one for what follows"
     assert len(caches) == (1 + 1 + 2 + 4) + 4 * 3, "parts of prompts, and tokens"
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
@@ -251,7 +234,7 @@ def test_prompts_of_any_length_share_what_is_compiled_and_steps_their_caches_mem
 def test_a_text_is_that_of_its_prompt_and_seed_alone(in_f32, monkeypatch):
     """Prompts of several lengths beside each other, two of which are computed in several parts, on
     another mesh. The last text is another sample of the first prompt, the last rows are padding."""
-    monkeypatch.setattr(in_f32, "PREFILL", 4)
+    monkeypatch.setattr(steps, "PREFILL", 4)
     config = small_config("training.tokens.len=13")
     weights, how = random_weights(config), steps.Sampling(1, None, 0.9, IDS)
     rng = np.random.default_rng(1)
@@ -259,11 +242,11 @@ def test_a_text_is_that_of_its_prompt_and_seed_alone(in_f32, monkeypatch):
     prompts.append(prompts[0])
     numbers = [0, 1, 2, 0, 1]
     together, other = (
-        continued(in_f32, config, weights, mesh(4, 2), prompts, numbers, 8, how, seed=seed)[:5]
+        continued(config, weights, mesh(4, 2), prompts, numbers, 8, how, seed=seed)[:5]
         for seed in (0, 1)
     )
     alone = [
-        continued(in_f32, config, weights, mesh(1, 1), [prompt], [number], 1, how)[0]
+        continued(config, weights, mesh(1, 1), [prompt], [number], 1, how)[0]
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
     assert (together == alone).all() and (together != other).any(axis=1).all()
@@ -277,7 +260,7 @@ def test_ids_come_as_often_as_they_are_likely():
     config = small_config()
     weights = jax.tree.map(np.zeros_like, random_weights(config))
     given = [[]] * 16, [*range(16)], 16, steps.Sampling(1, None, 1, IDS), 120
-    actual = continued(steps, config, weights, mesh(1, 1), *given)
+    actual = continued(config, weights, mesh(1, 1), *given)
     counts = np.bincount(actual.ravel(), minlength=48)
     expected = actual.size / 47
     assert counts[0] == 0
@@ -310,12 +293,13 @@ def sample(logits, draws, how):
         return sample_on_mesh(logits[:, None], draws, how)[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.5, None, 1), (2, 7, 0.9), (1, 99, 0.3), (1, None, 0), (2, None, 0.6)],
-)
-def test_evenly_spaced_draws_give_ids_by_their_probabilities(temperature, top_k, top_p):
-    how = steps.Sampling(temperature, top_k, top_p, range(30))
+# Temperature, top-k, top-p.
+SAMPLED = (0.5, None, 1), (2, 7, 0.9), (1, 99, 0.3), (1, None, 0), (2, None, 0.6)
+
+
+@pytest.mark.parametrize("given", SAMPLED)
+def test_evenly_spaced_draws_give_ids_by_their_probabilities(given):
+    how = steps.Sampling(*given, range(30))
     logits = np.random.default_rng(2).normal(0, 2, 30).astype(np.float32)
     logits[[3, 8]] = -np.inf
     draws = (np.arange(5000) + 0.5) / 5000
@@ -354,7 +338,7 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     codec = Text(save_tokenizer(tmp_path))
     assert codec.ends == (0,) and codec.ids == range(len(codec.slow))
     ids = np.array(codec.encode("the snow man", config))
-    assert codec.text(ids) == "the snow man"
+    assert codec.text(ids) == codec.text([0, *ids], without_special=True) == "the snow man"
     assert codec.count_bytes(ids, np.arange(len(ids)) == 1) == len("the" + "snow man")
     inner = models.BPE({"a": 0, "b": 7}, [])
     Tokenizer(inner).save(str(tmp_path / "gaps.json"))
@@ -363,16 +347,6 @@ def test_a_tokenizers_ids_and_bytes(tmp_path):
     ids = np.array(codec.encode("é", config))
     assert ids.tolist() == [0xC4, 0xAA] and codec.count_bytes(ids, ids == 0) == len(ids)
     assert codec.ends == () and codec.ids == range(1, 257)
-
-
-def test_special_tokens(tmp_path):
-    codec = Text(write_tokenizer(tmp_path, eos_token=SPECIAL[END_OF_TEXT]))
-    config = small_config("model.vocab=264")
-    assert codec.encode("a<|im_end|>", config) == [*codec.encode("a", config), END_OF_MESSAGE]
-    assert codec.ends == (END_OF_TEXT,)
-    with pytest.raises(UserError, match="is not UTF-8"):
-        codec.encode("\udce9", config)
-    assert codec.text([END_OF_TEXT, *codec.encode("a", config)], without_special=True) == "a"
 
 
 def write_dataset(path, tokenizer="bytes_utf8", top=256):
@@ -394,9 +368,7 @@ def losses_of_rows(weights, ids, starts, length):
 
 
 @pytest.mark.parametrize(("length", "of_one"), [(12, 96), (17, 136)])
-def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before_it(
-    in_f32, length, of_one, tmp_path
-):
+def test_each_token_is_predicted_once_after_its_row_so_far(in_f32, length, of_one, tmp_path):
     """Rows of the training's length, and longer ones than the training's, which had microbatches
     and chunks."""
     parts = "training.microbatches=2", "training.loss_chunks=3", "mesh.c=2"
@@ -408,7 +380,7 @@ def test_each_token_of_the_split_is_predicted_once_after_what_its_row_has_before
     texts = np.split(ids, np.flatnonzero(starts)[1:])
     size = len("".join(map(codec.text, texts)).encode())
     with jax.set_mesh(mesh(4, 2)):
-        opened = model(in_f32, config, weights)
+        opened = model(config, weights)
         actual = generate.evaluate(opened, codec, data, length, None)
         part = generate.evaluate(opened, codec, data, length, 1)
     assert actual == (
@@ -428,9 +400,9 @@ def test_logits_of_at_most_1024_tokens_exist_at_once(in_f32, rows, length):
     small = "model.vocab=128256", "model.n_q_per_kv=1", "model.n_kv=1", "model.layers=1"
     config = small_config(*small, f"training.tokens={{batch: {rows}, len: {length}}}")
     with jax.set_mesh(mesh(1, 1)):
-        hint = train.weights_type(config.model), type_tree(TokenBatch)
-        shapes = make_shapes(hint, train.dimensions(config))
-        compiled = in_f32.scores.lower(*shapes, config.model).compile()
+        hint = train.weights_type(config.model), types.type_tree(TokenBatch)
+        shapes = types.make_shapes(hint, train.dimensions(config))
+        compiled = steps.scores.lower(*shapes, config.model).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
 
 

@@ -136,8 +136,7 @@ def commit_and_wait(conversion):
     commit(conversion)
     if conversion.writers["train"].token_count > 60_000:
         print("waiting", flush=True)
-        for _ in range(6000):  # a minute at most
-            time.sleep(0.01)
+        time.sleep(60)  # at most
 
 tool.Conversion.commit = commit_and_wait
 tool.main()
@@ -296,18 +295,6 @@ def test_another_tokenizer_under_the_same_name(shards, tmp_path, monkeypatch):
         deadly.convert(config)
 
 
-def test_a_file_that_is_damaged_in_the_middle(shards, tmp_path):
-    shutil.copytree(shards.parent, tmp_path, dirs_exist_ok=True)
-    damaged = tmp_path / "08.jsonl"
-    damaged.write_text(damaged.read_text()[:9000] + '"}]\n')
-    number = damaged.read_text().count("\n")
-    problem = rf"/08.jsonl, row {number} can't be read: .* line 1 column"
-    with pytest.raises(OSError, match=problem):
-        tool.convert(settings(tmp_path / "*.jsonl", tmp_path / "x.zarr"))
-    with pytest.raises(ValueError, match="its conversion is unfinished"):
-        FlatTokens(str(tmp_path / "x.zarr"), "train")
-
-
 @pytest.mark.slow
 def test_a_full_disk(shards, whole, tmp_path, run_here):
     """Simulates a full disk by a limit on the size of files."""
@@ -417,9 +404,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_and_leaves_nothing(
-    jsonl, tmp_path, mistake, run_here, monkeypatch
-):
+def test_a_mistake_leaves_one_message_alone(jsonl, tmp_path, mistake, run_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wanted = ["--config-name=json_files", *arguments(jsonl, tmp_path / "x.zarr"), mistake]
     wanted += ["validation_split=validation"] * ("validation:" in mistake)
@@ -648,7 +633,7 @@ def test_a_long_document_in_the_validation_split(folder, converted):
 
 def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
     """The second tokenizer knows two letters, so bits per byte would mean nothing."""
-    write_texts(folder / "a.jsonl", ["abba", "ba ä"])
+    write_texts(folder / "a.jsonl", ["abba", "äba\tä"])
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     inner.save(name := str(folder.parent / "ab.json"))
     files = f"load_dataset.data_files=[{folder}/a.jsonl,{folder}/*]"
@@ -657,7 +642,7 @@ def test_what_is_read_twice_or_lost_is_noted(folder, run_here):
         wanted = files, "column=body", f"tokenizer={tokenizer}", f"output={output}"
         out, _ = run_here("--config-name=json_files", *wanted)
         assert f"note: {folder}/a.jsonl is read 2 times\n" in out
-        note = f"note: the tokenizer {name} loses or changes 12.5% of the characters, such as 'ä'\n"
+        note = f"note: the tokenizer {name} loses or changes 22.2% of the characters, such as 'ä'\n"
         known = zarr.open_group(f"{output}/train").attrs
         assert (note in out, "bytes" not in known) == (lost, lost)
 
@@ -747,13 +732,13 @@ def test_a_folder_with_files_in_no_split(folder, converted, names, problem):
 
 
 CUT = gzip.compress(random.Random(0).randbytes(999).hex().encode())[:-50]
-NOT_UTF_8 = (
-    r"FILE, row 1 or a later one, isn't utf-8: invalid.*load_dataset.encoding_errors=replace$"
-)
+NOT_UTF8 = "FILE, row 1 or a later one, isn't utf-8: invalid.*load_dataset.encoding_errors=replace$"
 ARCHIVE = "^error: FILE is an archive: unpack it, and choose the files in it$"
+DAMAGED = b'{"text": "a"}\n' * 300 + b'{"text": "b"}]\n'
 UNREADABLE = {  # a file, its content, and the message
     "b.jsonl": (b"", "^error: the split train has no text$"),
-    "b.txt": ("naïve".encode("latin-1"), NOT_UTF_8),
+    "c.jsonl": (DAMAGED, "^error: FILE, row 301 can't be read: .* line 1 column"),
+    "b.txt": ("naïve".encode("latin-1"), NOT_UTF8),
     "b.txt.gz": (CUT, "FILE, .*marker was reached. Correct the file"),
 } | {f"b.{end}": (b"x", ARCHIVE) for end in ("tar", "TAR.gz", "tgz", "tar.zst", "7z", "rar")}
 

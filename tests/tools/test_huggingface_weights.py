@@ -18,7 +18,6 @@ import safetensors.numpy
 import transformers
 import zarr
 from omegaconf import OmegaConf
-from tokenizers.processors import TemplateProcessing
 
 import train
 from data.loader import TokenBatch
@@ -27,20 +26,10 @@ from runtime.checkpoint import CheckpointError, Checkpoints, named
 from runtime.config import load
 from shardlib.errors import UserError
 from shardlib.types import computing_in, f32, make_shardings, typed_shard_map
-from tests import golden
+from tests import golden, helpers
 from tests.data.test_text import trained_tokenizer
 from tests.files import arrays, edit_config, save_state
-from tests.helpers import (
-    assert_close,
-    compose_config,
-    edited,
-    mesh,
-    random_weights,
-    slow_but_for,
-    small_config,
-    starting_state,
-    token_batch,
-)
+from tests.helpers import assert_close, mesh, slow_but_for, small_config
 from tools import huggingface_weights as tool
 from tools.generate import model as models
 from tools.generate import steps
@@ -55,13 +44,10 @@ SCALED = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 LLAMA_3 = LLAMA_2 | {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500.0, "bos_token_id": 40,
     "head_dim": 16,  # RoPE frequencies of all three kinds: kept, scaled, interpolated
-    "rope_theta": 500.0,
     "rope_scaling": SCALED,
-    "bos_token_id": 40,
-}
+}  # fmt: skip
 MISTRAL = LLAMA_2 | {"model_type": "mistral", "num_key_value_heads": 2, "rope_theta": 1000000.0}
 MISTRAL |= {"sliding_window": 9}
 SMOLLM_2 = LLAMA_2 | {"num_key_value_heads": 2, "tie_word_embeddings": True, "bos_token_id": 0}
@@ -142,10 +128,13 @@ def random_tensors(config, dtype=np.float32, seed=0):
     return tensors
 
 
+WEIGHTS = "model.safetensors"
+
+
 def write_folder(folder, config, tensors):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
@@ -294,7 +283,7 @@ def train_logits(checkpoints, targets, dtype="f32"):
             return train.unembed(train.output_weights(replica), x, model)
 
         starts = np.tile(np.arange(targets.shape[1]) == 0, (len(targets), 1))
-        batch = token_batch(TokenBatch, targets.astype(np.uint32), starts, model.start_token)
+        batch = helpers.token_batch(TokenBatch, targets, starts, model.start_token)
         batch = jax.tree.map(jax.device_put, batch, make_shardings(TokenBatch))
         return np.asarray(logits(source.restore("weights"), batch))
 
@@ -311,9 +300,7 @@ DTYPES = {"Llama 3.1": ml_dtypes.bfloat16, "Mistral": np.float16}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_imported_model_is_the_papers_and_is_exported_to_the_same_bits(
-    family, tmp_path, run, monkeypatch
-):
+def test_an_import_is_the_papers_and_exported_to_the_same_bits(family, tmp_path, run, monkeypatch):
     config, dtype = FAMILIES[family], DTYPES.get(family, np.float32)
     tensors = random_tensors(config, dtype)
     folder = write_folder(tmp_path / "hf", config, tensors)
@@ -358,7 +345,7 @@ def save_trained(path, *overrides):
         "original_len: 16}", "training.tokens={batch: 8, len: 24}", *overrides,
     )  # fmt: skip
     with jax.set_mesh(mesh(4, 2)):
-        save_state(path, config, random_weights(train, config), 7)
+        save_state(path, config, helpers.random_weights(train, config), 7)
     return path
 
 
@@ -447,7 +434,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     folder = write_folder(tmp_path / "hf", config, random_tensors(config))
     out, _ = run("import", folder, tmp_path / "ours")
     model = OmegaConf.to_container(OmegaConf.create(out).model)
-    start = compose_config(
+    start = helpers.compose_config(
         "local_test_synthetic",
         *(f"model.{key}={json.dumps(value)}".replace('"', "") for key, value in model.items()),
         f"paths.clone_from={tmp_path}/ours",
@@ -456,7 +443,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
     settings = train.state_type(start), train.dimensions(start), start.to_yaml(), 4
     with jax.set_mesh(mesh(2, 2)):
         none = Checkpoints(str(tmp_path / "none"), *settings)
-        state = starting_state(start, none, None)
+        state = helpers.starting_state(start, none, None)
         actual = {name: value.tobytes() for name, value in named(jax.device_get(state)).items()}
         wanted = arrays(only(tmp_path / "ours"))
         assert {name: actual.pop(name) for name in wanted} == wanted
@@ -464,7 +451,7 @@ def test_a_run_starts_from_an_imported_model(tmp_path, run):
         start.paths.clone_weights_only = False
         case, folder = "a clone of a whole state", (str(tmp_path), "...")
         with golden.raises("huggingface_weights.txt", case, CheckpointError, folder):
-            starting_state(start, none, None)
+            helpers.starting_state(start, none, None)
 
 
 # --- Mistakes, and work that is cut off -----------------------------------------------------------
@@ -481,7 +468,7 @@ def tensors_with(change):
     def changed(folder):
         tensors = tensors_in(folder)
         change(tensors)
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        safetensors.numpy.save_file(tensors, folder / WEIGHTS)
 
     return changed
 
@@ -505,14 +492,10 @@ IMPORTS = {
     "a missing tensor": tensors_with(lambda tensors: tensors.pop(NORM)),
     "a wrong shape": tensors_with(lambda t: t.update({GATE: np.ones((32, 40), np.float32)})),
     "a wrong dtype": tensors_with(lambda t: t.update({GATE: np.ones((40, 32), np.int8)})),
-    "the same tensors twice": lambda folder: shutil.copy(
-        folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
-    ),
-    "weights of PyTorch's alone": lambda folder: (folder / "model.safetensors").rename(
-        folder / "pytorch_model.bin"
-    ),
-    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
-    "weights cut short": lambda folder: os.truncate(folder / "model.safetensors", 50_000),
+    "the same tensors twice": lambda x: shutil.copy(x / WEIGHTS, x / "model-2.safetensors"),
+    "weights of PyTorch's alone": lambda x: (x / WEIGHTS).rename(x / "pytorch_model.bin"),
+    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "weights cut short": lambda folder: os.truncate(folder / WEIGHTS, 50_000),
     "no folder": shutil.rmtree,
 }
 
@@ -524,7 +507,7 @@ def check_message(case, out, message):
     golden.check("huggingface_weights.txt", case, text)
 
 
-IMPORTS_OF_OTHERS = {
+CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | {
     "a layer without a window": (
         MISTRAL,
         config_with(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
@@ -534,7 +517,6 @@ IMPORTS_OF_OTHERS = {
     "a layer without experts": (QWEN_3_MOE, config_with(mlp_only_layers=[1])),
     "more experts of a token than there are": (MIXTRAL, config_with(num_experts_per_tok=7)),
 }
-CASES = {case: (LLAMA_2, change) for case, change in IMPORTS.items()} | IMPORTS_OF_OTHERS
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -604,7 +586,7 @@ EDITS = {
 
 @pytest.mark.parametrize("case", EDITS)
 def test_an_edited_model_that_llamas_files_can_not_say_is_refused(case, tmp_path, monkeypatch, run):
-    module = edited("train.py", EDITS[case])
+    module = helpers.edited("train.py", EDITS[case])
     monkeypatch.setattr(tool, "train", module)
     write_folder(tmp_path / "llama", LLAMA_2, random_tensors(LLAMA_2))
     check_message(case, *run("import", tmp_path / "llama", tmp_path / "out"))
@@ -745,27 +727,16 @@ def test_experts_generate_what_transformers_does(family, tmp_path, run):
     assert len(np.unique(made)) > 4
 
 
-def test_a_tokenizer_has_the_ids_of_its_file(tmp_path):
-    """transformers' class for Qwen2 adds tokens that neither the file nor the model has."""
-    inner = trained_tokenizer(["two and two is four"], ["<|end|>"])
-    inner.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = small_config(f"model.vocab={inner.get_vocab_size()}").model
-    ids = tool.copy_tokenizer(str(tmp_path), tmp_path / "out", model)
-    assert ids == {"eos_token_id": 0, "pad_token_id": None}
-    assert (tmp_path / "out/tokenizer.json").exists()
-
-
 @pytest.fixture(scope="module")
 def of_words(tmp_path_factory):
     """A folder with checkpoints of models that start texts with 0 and with 1, and a tokenizer that
     puts 1 first."""
     folder = tmp_path_factory.mktemp("of_words")
-    inner = trained_tokenizer(["two and two is four"], ["<unk>", "<s>", "</s>", "<|turn|>"])
-    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    named = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
-    named.save_pretrained(folder / "words")
+    special = ["<unk>", "<s>", "</s>", "<|turn|>"]
+    inner = trained_tokenizer(["two and two is four"], special, "<s>")
+    named = {"eos_token": "</s>", "pad_token": "</s>"}
+    opened = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+    opened.save_pretrained(folder / "words")
     inner.save(str(folder / "words.json"))
     for start in 0, 1:
         save_trained(folder / f"start{start}", "model.vocab=320", f"model.start_token={start}")
@@ -783,7 +754,7 @@ def test_a_tokenizer_goes_with_the_model_whose_texts_it_starts(name, of_words, t
         os.umask(umask)
     config = config_in(tmp_path / "hf")
     assert config["bos_token_id"] == 1
-    assert config["eos_token_id"] == (2 if name == "words" else None)
+    assert config["eos_token_id"] == config["pad_token_id"] == (2 if name == "words" else None)
     theirs, ours = (
         transformers.AutoTokenizer.from_pretrained(path)("two is")["input_ids"]
         for path in (of_words / "words", tmp_path / "hf")
@@ -798,8 +769,7 @@ def test_a_tokenizer_goes_with_the_model_whose_texts_it_starts(name, of_words, t
 
 def test_an_export_that_opens_another_tokenizer_says_so(of_words, tmp_path, run):
     """transformers opens any tokenizer beside a Qwen2 as Qwen2's, which splits numbers."""
-    inner = trained_tokenizer(["3,456 is 456"] * 9, ["<unk>", "<s>", "</s>"])
-    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    inner = trained_tokenizer(["3,456 is 456"] * 9, ["<unk>", "<s>", "</s>"], "<s>")
     inner.save(str(tmp_path / "numbers.json"))
     save_trained(tmp_path / "ours", "model.vocab=320", "model.start_token=1", "model.qkv_bias=true")
     for path, opened in (of_words / "start1", ""), (tmp_path / "ours", "Qwen2Tokenizer"):

@@ -57,28 +57,21 @@ def test_without_lm_eval_there_is_one_message(train_here, monkeypatch):
 WORDS = ["the", "a", "cat", "dog", "bird", "sat", "ran", "under", "tree", "was", "red", "blue"]
 LENGTH = 48  # of the model's rows
 JSON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{context}}"}
-CHOICE = JSON | {
-    "task": "choice",
-    "output_type": "multiple_choice",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "{{label}}",
-    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
-ROLLING = JSON | {
-    "task": "rolling",
-    "output_type": "loglikelihood_rolling",
-    "doc_to_text": "",
-    "doc_to_target": "{{context}}",
-    "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
-}
-ANSWER = JSON | {
-    "task": "answer",
-    "output_type": "generate_until",
-    "doc_to_target": "{{choices[0]}}",
-    "generation_kwargs": {"until": ["e", "zzz"], "max_gen_toks": 12, "do_sample": False},
-    "metric_list": [{"metric": "exact_match"}],
-}
-TASKS = {task["task"]: task for task in (CHOICE, ROLLING, ANSWER)}
+TASKS = {
+    "choice": JSON | {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": JSON | {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
+    },
+    "answer": JSON | {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["e", "zzz"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,6 @@ def folder(tmp_path_factory):
     torch = pytest.importorskip("torch")
     pytest.importorskip("lm_eval")
     import transformers
-    from tokenizers.processors import TemplateProcessing
 
     path, rng = tmp_path_factory.mktemp("lm_eval"), np.random.default_rng(0)
 
@@ -95,8 +87,7 @@ def folder(tmp_path_factory):
         return " ".join(rng.choice(WORDS, count))
 
     words = [text(9) for _ in range(200)]
-    inner = trained_tokenizer(words, ["<unk>", "<s>", "</s>"])
-    inner.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    inner = trained_tokenizer(words, ["<unk>", "<s>", "</s>"], "<s>")
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
     tokenizer.save_pretrained(path / "hf")
@@ -122,12 +113,12 @@ def folder(tmp_path_factory):
         for i, context in enumerate(contexts)
     ]
     (path / "tasks").mkdir()
-    for task in TASKS.values():
-        kept = [row for row in rows if row["context"] or task is CHOICE]
-        data = path / f"{task['task']}.jsonl"
+    for name, task in TASKS.items():
+        kept = [row for row in rows if row["context"] or name == "choice"]
+        data = path / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        full = task | {"dataset_kwargs": {"data_files": {"test": str(data)}}}
-        (path / "tasks" / f"{task['task']}.yaml").write_text(json.dumps(full))
+        full = task | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (path / "tasks" / f"{name}.yaml").write_text(json.dumps(full))
     return path
 
 

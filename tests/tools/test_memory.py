@@ -14,7 +14,6 @@ from tools.audit.ledger import ledger
 
 B, L, M, F, V, LAYERS, K, Q, D = 32, 1024, 256, 1024, 4096, 3, 4, 2, 64
 E, G, CHOICES = 8, 128, 2
-HEADS = Q * K * D
 MODEL = [
     f"model={{d_model: {M}, d_ff: {F}, vocab: {V}, layers: {LAYERS}, n_kv: {K}}}",
     f"model={{n_q_per_kv: {Q}, d_head: {D}}}",
